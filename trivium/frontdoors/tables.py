@@ -274,7 +274,7 @@ def announce(notes: Iterable[str]) -> None:
     new = [note for note in dict.fromkeys(notes) if note not in _announced]
     _announced.update(new)
     if new:
-        _log.warning("%d keys of the config have no effect:\n  %s", len(new), "\n  ".join(new))
+        _log.warning("%d settings have no effect:\n  %s", len(new), "\n  ".join(new))
 
 
 def refuse(problems: Iterable[Problem], asked: str = "a config that can be translated") -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
 from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.frontdoors.tables import announce
 from trivium.models.heads import VALUE_HEAD, ValueModel
 from trivium.models.vision import Vision
 from trivium.training.gradient_checkpointing import checkpoint_gradients
@@ -112,7 +113,8 @@ class CriticVL(nn.Module):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Keeps one activation per layer and computes the others again in the backward pass."""
-        del gradient_checkpointing_kwargs
+        if gradient_checkpointing_kwargs:
+            announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
         if not self._checkpointing:
             checkpoint_gradients(self.value_model.module)
         self._checkpointing = True

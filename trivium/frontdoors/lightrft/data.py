@@ -15,6 +15,7 @@ from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.config_table import TABLE
 from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.lightrft.rule_rewards import label_of, reference_of
+from trivium.frontdoors.tables import announce
 from trivium.models.images import Images, images_of
 from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.text import hf_processor, hf_tokenizer
@@ -124,8 +125,9 @@ class PromptDatasetVL(Dataset[PromptItem]):
         Raises ConfigError for a template without a place for the prompt.
         """
         super().__init__()
-        del max_length
         args = getattr(strategy, "args", strategy)
+        if max_length != getattr(args, "prompt_max_len", max_length):
+            announce([f"max_length={max_length} of PromptDatasetVL: the trainer's prompt_max_len limits prompts"])
         self._dataset, self._args = dataset, args
         self._template = None if _option(args, "apply_chat_template") else input_template
         if self._template is not None and self._template.count("{}") != 1:
@@ -233,7 +235,8 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         """Rows have a text or messages in `args.input_key`, and the completion in `args.output_key`, if any. Every
         token is trained, as in pretraining: `pretrain_mode` false is refused. Longer texts are cut at `max_length`."""
         super().__init__()
-        del processor
+        if processor is not None:
+            announce(["processor of SFTDatasetVL: supervised rows are text here, images are not read"])
         if not pretrain_mode:
             do = "use a Trivium config with algorithm.kind sft"
             raise ConfigError("pretrain_mode False", "every token of supervised rows is trained here", do)
@@ -288,7 +291,8 @@ def get_tokenizer_processor_vl(
 ) -> tuple[Any, Any]:
     """(the tokenizer of a model directory, its processor). The processor is None for a model that reads text only, and
     where `strategy.args.text_only` says so. A missing pad token becomes the end of sequence; `model` learns of it."""
-    del use_fast
+    if not use_fast:
+        announce(["use_fast=False: a tokenizer that has a fast form is opened in that form"])
     tokenizer = hf_tokenizer(pretrain)
     tokenizer.padding_side = padding_side
     text_only = bool(getattr(getattr(strategy, "args", None), "text_only", False))

@@ -31,6 +31,7 @@ from trivium.frontdoors.lightrft.checkpoints import Role
 from trivium.frontdoors.lightrft.critic import CriticVL
 from trivium.frontdoors.lightrft.script_calls import ScriptCalls
 from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
+from trivium.frontdoors.tables import announce
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.loss import LossDenominators
 from trivium.training.batching import count
@@ -308,7 +309,8 @@ class Strategy(ScriptCalls):
     def moving_average(self, model: Wrapped, ema_model: Wrapped, beta: float = 0.992, device: str = "cpu") -> None:
         """What is trained of a model into its average: `beta` of the average and `1 - beta` of the model. To be called
         once after each optimizer step; all ranks call it."""
-        del device
+        if device != "cpu":
+            announce([f"device={device!r} of moving_average: the average stays where ema_model is"])
         average, current = dict(ema_model.model.named_parameters()), dict(model.model.named_parameters())
         if isinstance(model, CriticVL) and isinstance(ema_model, CriticVL):
             average |= dict(ema_model.value_head.named_parameters(prefix="value_head"))
@@ -407,7 +409,8 @@ class Strategy(ScriptCalls):
         Optimizer and scheduler are those that were prepared with the model, unless given. All ranks call it. Save the
         actor last: `load_ckpt` of another role, by the actor's tag, then finds what belongs to it.
         """
-        del save_latest
+        if not save_latest:
+            announce(["save_latest=False: the newest checkpoint is the latest"])
         role = self._role(model, optimizer, scheduler, ema_model)
         role.client_state = dict(client_state or {})
         directory = Path(save_dir)
@@ -430,7 +433,8 @@ class Strategy(ScriptCalls):
     ) -> tuple[Path, dict[str, Any]]:
         """Opens the checkpoint of `tag`, or the newest: its path (`path.name` is the tag) and its `client_state`.
         Raises RunDirError where there is none, or where it is not what was saved of such a model."""
-        del load_module_strict
+        if not load_module_strict:
+            announce(["load_module_strict=False: a checkpoint must hold every weight of the model"])
         role = self._role(model, optimizer, scheduler, ema_model)
         if load_module_only or not load_optimizer_states:
             role.optimizer = None

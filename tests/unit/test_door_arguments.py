@@ -1,0 +1,93 @@
+"""Every parameter of the front doors is read, or its place below says why it changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trivium.frontdoors
+from trivium.frontdoors.lightrft.data import PromptDatasetVL, SFTDatasetVL
+
+DOORS = Path(trivium.frontdoors.__file__).parent
+CHANGES_NOTHING = {
+    "lightrft/actor.py __init__": "use_flash_attention_2: attention is exact in any form",
+    "lightrft/actor.py train": "mode: documented, gradients do not depend on it",
+    "lightrft/critic.py __init__": "use_flash_attention_2: attention is exact in any form",
+    "lightrft/critic.py train": "mode: documented, gradients do not depend on it",
+    "lightrft/data.py blending_datasets": "strategy: every process reads the rows alike",
+    "lightrft/ppo_objective.py select": "address: there is one batch",
+    "lightrft/rollout_engine.py score": "the engine that a script calls judges nothing",
+    "lightrft/rollout_engine.py compare": "the engine that a script calls judges nothing",
+    "lightrft/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine, which is logged",
+    "lightrft/strategy.py prepare": "is_rlhf: models are prepared alike",
+    "lightrft/trainer.py evaluate": "global_step: the current weights are evaluated",
+    "trinity/reward_functions.py __call__": "prompt: the arguments of a reward",
+    "trinity/reward_functions.py __init__": "config: a reward without options",
+    "trinity/views.py log": "commit: every row is written at once",
+    "verl/data.py __init__": "name, seed: the dataset holds rows of any name, in order",
+    "verl/model_workers.py begin_saving": "directory: the worker group saves",
+    "verl/model_workers.py offer": "weights: the worker group offers its own",
+    "verl/model_workers.py save": "directory: the worker group saves",
+    "verl/reward_bases.py init_class": "config, tokenizer: a hook",
+    "verl/scored_reward.py __call__": "prompt: the arguments of a reward",
+    "verl/scorer.py default_compute_score": "beside: what other scorers ask for",
+    "verl/trainer.py _balance_batch": "keep_minibatch: only a measurement",
+    "verl/trainer.py _maybe_log_val_generations": "a hook",
+}
+
+OVERRIDABLE = {"_balance_batch", "_maybe_log_val_generations"}
+
+
+def unread_parameters(path: Path) -> Iterator[tuple[str, str]]:
+    """(function, parameter) of each public function with a body that never reads the parameter."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if all(isinstance(part, ast.Pass | ast.Raise | ast.Expr) for part in function.body):
+            continue  # a protocol, an abstract method, or one that its docstring describes
+        named = function.args
+        parameters = [*named.posonlyargs, *named.args, *named.kwonlyargs, named.vararg, named.kwarg]
+        read = {
+            node.id
+            for part in function.body
+            for node in ast.walk(part)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        for each in parameters:
+            if each is not None and each.arg not in read | {"self", "cls", "_"} and not each.arg.startswith("_"):
+                yield function.name, each.arg
+
+
+def test_every_parameter_of_a_door_is_read_or_has_its_reason() -> None:
+    unread = {
+        f"{path.relative_to(DOORS).as_posix()} {function}"
+        for path in sorted(DOORS.rglob("*.py"))
+        for function, _ in unread_parameters(path)
+        if not function.startswith("_") or function in {"__init__", "__call__", *OVERRIDABLE}
+    }
+    assert unread == CHANGES_NOTHING.keys()
+
+
+def test_the_search_sees_a_parameter_that_is_only_deleted(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(a, b, *, c=1, **d):\n    del b\n    return a\n\ndef g(x):\n    'Hook.'\n")
+    assert [*unread_parameters(tmp_path / "a.py")] == [("f", "b"), ("f", "c"), ("f", "d")]
+
+
+def test_lightrft_announces_what_its_datasets_do_not_use(caplog: pytest.LogCaptureFixture) -> None:
+    args = Namespace(prompt_max_len=64)
+    with caplog.at_level(logging.WARNING, logger="trivium"):
+        PromptDatasetVL([], None, None, 64, Namespace(args=args))
+        SFTDatasetVL([], None)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, logger="trivium"):
+        PromptDatasetVL([], None, None, 32, Namespace(args=args))
+        SFTDatasetVL([], None, object())
+    assert [record.getMessage().partition("\n  ")[2] for record in caplog.records] == [
+        "max_length=32 of PromptDatasetVL: the trainer's prompt_max_len limits prompts",
+        "processor of SFTDatasetVL: supervised rows are text here, images are not read",
+    ]
