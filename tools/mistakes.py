@@ -27,6 +27,7 @@ model: {kind: tiny, alphabet: "0123456789+=", layers: 1, hidden: 16, heads: 2, m
 tasks: {train: {kind: jsonl, path: sums.jsonl}, test: {kind: jsonl, path: sums.jsonl}}
 rewards: [rewards.py:close]
 engine: {sampling: {max_new_tokens: 4}}
+train: {optimizer: {lr: 1.0e-3}}
 schedule: {steps: 2, groups_per_step: 2, group_size: 4}
 evaluation: {taskset: test}
 monitors: [jsonl]
@@ -229,7 +230,7 @@ class Outcome:
 @functools.cache
 def outcomes() -> Mapping[str, Outcome]:
     """Title -> outcome of every mistake, tried in a folder of its own on a machine without GPUs."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = {name: os.environ.pop(name, None) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         with tempfile.TemporaryDirectory() as folder, chdir(folder), warnings.catch_warnings():
@@ -238,8 +239,7 @@ def outcomes() -> Mapping[str, Outcome]:
             return {mistake.title: _outcome(mistake, Path(folder).resolve()) for mistake in MISTAKES}
     finally:
         os.environ.pop("CUDA_VISIBLE_DEVICES")
-        if hidden is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+        os.environ.update({name: value for name, value in hidden.items() if value is not None})
 
 
 def _prepare(folder: Path) -> None:

@@ -389,6 +389,8 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
         return
     (side, kind, cause), times = Counter((f.side, f.kind, f.cause) for f in failures).most_common(1)[0]
     message = next(f.message for f in failures if (f.side, f.kind, f.cause) == (side, kind, cause))
+    if message.startswith("asked: "):  # what to do is in the line that the first failure logged
+        message = "; ".join(line.partition(": ")[2] for line in message.splitlines()[:2])
     often = f"{times} times, {cause}" if cause else f"{times} times"
     beside = f" and {dropped} were dropped with them" if dropped else ""
     error = RolloutsFailing(

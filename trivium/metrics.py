@@ -104,6 +104,13 @@ def same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
+def graded_accuracies(rows: Iterable[Mapping[str, float]]) -> set[str]:
+    """The accuracies of evaluations with partial rewards (`eval/*/partial`): they count full marks alone, so charts and
+    reports leave them out."""
+    partial = {key for row in rows for key, value in row.items() if fnmatchcase(key, "eval/*/partial") and value}
+    return {f"{key.removesuffix('partial')}accuracy" for key in partial}
+
+
 # Rollouts and their rewards.
 declare("reward/mean", "mean total reward of all rollouts; refused groups count, failed members do not", better="up")
 declare("reward/trained_mean", "mean total reward of the groups trained on, before shaping", better="up")

@@ -35,6 +35,7 @@ run: {dir: run}
 model: {kind: tiny, alphabet: "0123456789+=", layers: 1, hidden: 16, heads: 2, mlp: 16, max_position: 24}
 tasks: {train: {kind: arithmetic, max_operand: 9}}
 engine: {sampling: {max_new_tokens: 3}}
+train: {optimizer: {lr: 1.0e-3}}
 schedule: {steps: 3, groups_per_step: 2, group_size: 4}
 checkpoint: {save_every: 1}
 monitors: [{kind: jsonl}]
@@ -471,6 +472,24 @@ def test_the_example_of_the_readme_learns_and_says_so(start: Callable[..., Forke
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_the_python_example_of_the_readme_learns(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    reward, script = (
+        re.findall(pattern, page, re.DOTALL)[0]
+        for pattern in (r"```python\n# my_rewards.py\n(.*?)```", r"```python\n(import trivium\n.*?)```")
+    )
+    (tmp_path / "my_rewards.py").write_text(reward)
+    (tmp_path / "go.py").write_text(f"import sys; sys.path.insert(0, '')\n{script}")
+    with chdir(tmp_path):
+        command = Forked("script", tmp_path / "out", runpy.run_path, "go.py", {}, "__main__")
+    assert command.wait(280) == 0, command.text
+    lines = command.text.splitlines()
+    assert "runs/from_python: 100 steps" in lines
+    before, after, run_dir = lines[-1].split()
+    assert (float(before) < 0.1, float(after) > 0.3) == (True, True)
+    assert (Path(run_dir) / "summary.json").is_file()
+
+
 def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..., Forked], tmp_path: Path) -> None:
     prompts = ["1+1=", "2+3=", "+".join("111111111111=")]
     rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]
@@ -692,9 +711,10 @@ def test_the_console_says_where_the_run_is(start: Callable[..., Forked], tmp_pat
     command = start("first", *console)
     assert command.wait(240) == 0, command.text
     lines = command.text.splitlines()
-    assert re.fullmatch(r"trains on cpu \(\d+ threads\) in float32: policy of [\d,]+ parameters, all trained", lines[0])
-    assert re.match(r"step 0/2  .*accuracy", lines[1])
-    assert re.match(r"step 1/2 .* tokens/s [\d,]+  seconds [\d.]+  left \d:\d\d$", lines[2])
+    lines = lines[lines.index("run: 2 steps") :]
+    assert re.fullmatch(r"trains on cpu \(\d+ threads\) in float32: policy of [\d,]+ parameters, all trained", lines[1])
+    assert re.match(r"step 0/2  .*accuracy", lines[2])
+    assert re.match(r"step 1/2 .* tokens/s [\d,]+  seconds [\d.]+  left \d:\d\d$", lines[3])
     again = start("again", *console)
     assert again.wait(240) == 0, again.text
     assert "already complete: 2 steps" in again.text

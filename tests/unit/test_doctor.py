@@ -104,6 +104,7 @@ PROVOKED: dict[str, Sequence[Row]] = {
     "dead component": changed(**{"reward/component/format": 1.0}),
     "failures": changed(**{"rollout/failed": 300.0}),
     "refused groups": changed(**{"rollout/refused": 200.0}),
+    "generalization gap": [*changed(**{"reward/mean": 0.95}), {"step": 251.0, "eval/test/reward": 0.34}],
     "reward hacking": [*changed(**{"reward/mean": 1.4}), {"step": 251.0, "eval/test/accuracy": 0.3}],
     "waiting": changed(**{"perf/idle": 0.95, "time/step": 100.0}),
 }

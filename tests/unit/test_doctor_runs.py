@@ -32,6 +32,10 @@ def length(prompt: str, completion: str) -> float:
     return 0.9 * len(completion) / 16
 
 
+def one_sum() -> list[dict[str, str]]:
+    return [{"prompt": "3+4=", "answer": "7"}]
+
+
 def noise(prompt: str, completion: str) -> float:
     return float(sum(map(ord, prompt + completion)) % 7) / 6
 
@@ -148,6 +152,19 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"engine mismatch"},
     ),
     "a reward that pays for something else": (HACKED, {"reward hacking", "length explosion", "truncation"}),
+    "tasks learned by heart": (
+        {
+            "tasks": {
+                "train": {"kind": "python", "source": here("one_sum")},
+                "test": {"kind": "arithmetic", "max_operand": 9, "count": 60},
+            },
+            "rewards": [{"kind": "exact"}],
+            "train": lr(0.01),
+            "schedule": steps(50, group_size=16),
+            "evaluation": {"taskset": "test", "sampling": sampling(2, temperature=0.0)},
+        },
+        {"generalization gap"},
+    ),
     "a slow reward": ({"rewards": [{"kind": here("slow")}], "schedule": steps(5)}, {"waiting"}),
     "a loss that is not a number": (
         {"algorithm": {"kind": "grpo", "policy_loss": {"kind": here("not_finite")}}},

@@ -149,6 +149,7 @@ def test_lines_say_how_far_the_run_is_how_fast_and_how_long_it_takes(tmp_path: P
     monitor.log(3, {"time/step": 0.0})
     monitor.close()
     assert out.getvalue().splitlines() == [
+        f"{tmp_path / 'x'}: 3 steps",
         "step 1/3  preferred 75.0%  tokens/s 12,346  seconds 100.00  left 3:20",
         "step 3/3  seconds 0.00",
     ]
@@ -160,7 +161,7 @@ def test_a_stage_after_one_that_ended_early_has_a_pace_of_its_own(tmp_path: Path
     for step, seconds in ((1, 1.0), (600, 100.0)):  # the first stage was planned for 599 steps
         monitor.log(step, {"time/step": seconds})
     monitor.close()
-    assert out.getvalue().splitlines()[1] == "step 600/900  seconds 100.00  left 8:20:00"
+    assert out.getvalue().splitlines()[2] == "step 600/900  seconds 100.00  left 8:20:00"
 
 
 def test_a_table_has_the_columns_that_have_numbers_and_says_what_is_left(tmp_path: Path) -> None:

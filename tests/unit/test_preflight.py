@@ -45,6 +45,8 @@ def look(folder: Path, rows: list[dict[str, Any]], change: Mapping[str, Any], gp
         "tasks": {"train": {"kind": "jsonl", "path": "rows.jsonl"}},
         "rewards": ["exact"],
         "engine": {"sampling": {"max_new_tokens": 4}},
+        "train": {"optimizer": {"lr": 1e-3}},
+        "cluster": {"threads": 1},
         "schedule": {"steps": 1, "groups_per_step": 1, "group_size": 2},
     }
     config = config_from_mapping(merged(base, change), folder)
@@ -293,7 +295,7 @@ def test_a_run_that_named_what_is_left_to_the_machine_now_continues(tmp_path: Pa
 def test_ranks_on_other_machines_need_no_gpu_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
     mapping = {"run": {"dir": str(tmp_path / "run")}, "model": TINY, "tasks": tasks, "rewards": ["exact"]}
-    config = config_from_mapping({**mapping, "train": {"device": "cuda"}})
+    config = config_from_mapping({**mapping, "train": {"device": "cuda", "optimizer": {"lr": 1e-3}}})
     monkeypatch.setattr(launch, "machine", lambda: Machine(1 << 34, (1 << 34,) * 2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -346,3 +348,18 @@ def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
         "the context holds 24, prompts included",
     )
     assert look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 20}}}).warnings == []
+
+
+def test_random_weights_with_a_rate_for_fine_tuning_are_reported(tmp_path: Path) -> None:
+    (warning,) = look(tmp_path, ROWS, {"train": {"optimizer": {"lr": 1e-6}}}).warnings
+    assert (warning.where, warning.do) == ("train.optimizer.lr", "set train.optimizer.lr to about 1e-3")
+    directory = TinyModel(TinyModel.Config.model_validate(TINY), seed=0).materialize(tmp_path / "model")
+    trained = {"model": {"kind": "hf", "path": str(directory)}, "train": {"optimizer": {"lr": 1e-6}}}
+    assert look(tmp_path, ROWS, trained).warnings == []
+
+
+def test_threads_asked_for_in_another_way_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (warning,) = look(tmp_path, ROWS, {"cluster": {"threads": 2}}).warnings
+    assert (warning.where, warning.do) == ("cluster.threads", "set cluster.threads: 1 for that")
+    assert look(tmp_path, ROWS, {"cluster": {"threads": 1}}).warnings == []

@@ -89,6 +89,15 @@ def next_one(prompt, completion, calls):
     calls.append("next")
     return 1.0
 
+def shortest(completion, answer):
+    return float(completion == answer)
+
+def ignores(prompt, answer):
+    return 1.0
+
+def of_group(completions, answer):
+    return [1.0 for each in completions]
+
 def place(prompt, completions, seen, default=1):
     seen.append(list(completions))
     return [sorted(completions).index(each) * default for each in completions]
@@ -275,6 +284,20 @@ def test_rewards_that_cannot_be_called_are_config_errors(rewards):
         rewards("mine", "mine")
     with pytest.raises(UnknownName, match="no 'mien'"):
         rewards("mien")
+
+
+def test_a_reward_takes_any_of_prompt_completion_and_columns_by_name(rewards):
+    assert score(rewards("shortest"), task(answer="2"), "2", "3") == [{"shortest": 1.0}, {"shortest": 0.0}]
+    assert score(rewards("shortest", workers=1), task(answer="2"), "2") == [{"shortest": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("ignores", "neither completion nor"), ("both", "both"), ("of_group", r"no prompt\ndo: TRL's")],
+)
+def test_a_reward_without_a_parameter_that_it_needs_is_told_which(name, text, rewards):
+    with pytest.raises(ConfigError, match=text):
+        rewards(name)
 
 
 def test_no_rewards_give_no_components():

@@ -151,7 +151,9 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         path = path.resolve()
         if path in seen:
             raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
-        data = yaml.load(read_bounded(path), _Loader)
+        loader = _Loader(read_bounded(path))
+        loader.name = str(path)  # errors name it
+        data: Any = loader.get_single_data()
     except FileNotFoundError as error:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except OSError as error:

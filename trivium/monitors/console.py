@@ -149,6 +149,8 @@ class ConsoleMonitor:
         self._unwatch = watch(self)
         if resume_step:
             self._print(f"{self._title}: continues after step {self._remaining.place(resume_step)}")
+        elif self._remaining.total is not None:
+            self._print(f"{self._title}: {self._remaining.total} steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "time/step" in metrics:

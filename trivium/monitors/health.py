@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from statistics import fmean
 from typing import Any
 
@@ -332,6 +333,20 @@ def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
                 found,
                 "read rollouts of high reward; correct the reward; checkpoint.keep_best; algorithm.kl.coef",
             )
+    return None
+
+
+@rule
+def generalization_gap(evidence: Evidence) -> tuple[str, str] | None:
+    """The mean training reward of the newest steps is above the mean reward of the newest evaluation by more than 30 %
+    of the range of rewards."""
+    trained, rewards = evidence.recent("reward/mean"), [*evidence.values("reward/max"), *evidence.values("reward/min")]
+    for key in sorted({key for row in evidence.evaluations for key in row if fnmatchcase(key, "eval/*/reward")}):
+        step, held_out = [(row["step"], row[key]) for row in evidence.evaluations if key in row][-1]
+        if trained is not None and trained - held_out > 0.3 * (max(rewards) - min(rewards)):
+            figures = f"reward/mean is {trained:.3g} over the newest {WINDOW} steps, and {key} {held_out:.3g}"
+            remedy = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
+            return f"{figures} at step {step:.0f}", remedy
     return None
 
 

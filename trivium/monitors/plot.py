@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from trivium.errors import DataError, MissingPackage
+from trivium.metrics import graded_accuracies
 
 REWARD, ACCURACY, QUIET = "#2b6cb0", "#c05621", "#718096"
 
@@ -78,7 +79,8 @@ def _series(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 
 
 def _accuracy_keys(rows: list[dict[str, Any]]) -> list[str]:
-    return sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")})
+    keys = {key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")}
+    return sorted(keys - graded_accuracies(rows))
 
 
 def _smooth(values: tuple[float, ...], width: int = 5) -> list[float]:

@@ -67,6 +67,7 @@ class _Component:
     text: frozenset[str]
     """Columns that it declares as text, or compares with the completion."""
     takes_all: bool
+    takes_prompt: bool
     takes_messages: bool
     takes_media: bool
     compares: bool
@@ -85,7 +86,7 @@ class _Component:
         """What the reward returned, or the exception it ended with."""
         if missing := self.missing(task.columns):
             return _missing_columns([(self.label, missing)], task.columns)
-        given: dict[str, Any] = {"prompt": _prompt(task), **completion}
+        given: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
         if self.takes_messages:
             given[_MESSAGES] = [{"role": message.role, "content": message.content} for message in task.prompt]
         if self.takes_media:
@@ -255,12 +256,15 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
     function, parameters = _callable(config, deadline_s)
     by_name = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     judged = {"completion", "completions"} & by_name.keys()
-    if "prompt" not in by_name or len(judged) != 1:
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if len(judged) != 1 or ("completions" in judged and "prompt" not in by_name):
+        lacking = "neither completion nor completions" if not judged else "both" if len(judged) == 2 else "no prompt"
         raise ConfigError(
             f"the reward {config.kind}",
-            f"it takes ({', '.join(parameters)})",
+            f"it takes ({', '.join(parameters)}): {lacking}",
             _FOREIGN_SIGNATURES.get(next((n for n in parameters if n in _FOREIGN_SIGNATURES), ""), "")
-            + "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
+            + "give it the parameter `completion`, or `prompt` and `completions` for a whole group; others, by name: "
+            "`prompt` and the columns it reads",
         )
     columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, _MEDIA, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
@@ -271,7 +275,8 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
         required,
         frozenset(columns) - required,
         text=frozenset(_text_columns(config, columns)),
-        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+        takes_all=takes_all,
+        takes_prompt=takes_all or "prompt" in by_name,
         takes_messages=_MESSAGES in by_name,
         takes_media=_MEDIA in by_name,
         compares="completions" in judged,

@@ -103,6 +103,9 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         trained = False
         with open_session(config, run_dir, store, latest) as train_stage:
             for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
+                if config.stages:
+                    what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
+                    announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
                 record.update(train_stage(stage, resume, record))
                 trained = True
             if not trained:

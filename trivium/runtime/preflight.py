@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import tempfile
 import time
 import warnings
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trivium.buffers.files import FileBuffer, is_conversation
+from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
@@ -55,6 +57,8 @@ _FIRST_IMAGES = 256
 """Number of prompts with images that are rendered; of further ones, only the images are decoded."""
 _DECODING_S = 20.0
 """How long images are decoded. Of the others, only the headers and checksums are checked."""
+_LEAST_RANDOM_LR = 1e-5
+"""Below this learning rate, the check warns about a model with random weights."""
 _MONITORS = {
     "tensorboard": ("tensorboard", "tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb", "wandb"),
@@ -103,7 +107,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     for number, stage in enumerate(config.stage_configs()):
         own = Findings()
         own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
-        own.warnings += _device_warnings(stage, here)
+        own.warnings += _device_warnings(stage, here, ranks)
         if stage.run.mode == "serve":
             own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
         _inspect(stage, number, own, sources)
@@ -124,6 +128,18 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
     if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
         findings.attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
+    lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
+    if (
+        number == 0
+        and lr
+        and lr < _LEAST_RANDOM_LR
+        and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
+    ):
+        remedy = "set train.optimizer.lr to about 1e-3"
+        found = f"{lr:g}, a rate for fine-tuning a trained model"
+        findings.warnings.append(
+            Problem("train.optimizer.lr", "a learning rate for a model with random weights", found, remedy)
+        )
     renderer = findings.attempt("model", lambda: _renderer(config))
     # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is any
     # reward built where it is not called, which may lack what it needs (a GPU, a service).
@@ -379,8 +395,12 @@ def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[P
             yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
 
 
-def _device_warnings(config: RunConfig, here: Machine) -> Iterator[Problem]:
-    """Warns of engines that sample on the CPU while training uses GPUs."""
+def _device_warnings(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
+    """Warns of engines that sample on the CPU while training uses GPUs, and of threads asked for in another way."""
+    threads, wanted = config.cluster.threads or usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if config.cluster.kind == "local" and ranks == 1 and wanted not in ("", str(threads)):
+        found = f"OMP_NUM_THREADS is {wanted}, which has no effect: cluster.threads counts"
+        yield Problem("cluster.threads", f"up to {threads} threads", found, f"set cluster.threads: {wanted} for that")
     engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
     trains_on_gpu = planned(train, "auto", here)[0] == "cuda"
     if engine == "cpu" and trains_on_gpu:

@@ -69,8 +69,14 @@ def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(where: str, line: bytes) -> object:
+    if line.lstrip()[:1] == b"[":
+        do = "write one object per line, as with `jq -c '.[]'`"
+        raise DataError(f"a row at {where}", "a list, of one line or of the whole file", do)
     try:
         return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found = f"byte {line[error.start : error.start + 1]!r} of {line.strip()[:60]!r} is not UTF-8"
+        raise DataError(f"JSON at {where}", found, "convert the file, as with `iconv -f latin1 -t utf-8`") from error
     except ValueError as error:
         raise DataError(f"JSON at {where}", f"{error} in {line.strip()[:60]!r}", "correct the line") from error
 

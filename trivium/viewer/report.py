@@ -22,6 +22,7 @@ import yaml
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import RunDirError, TriviumError
+from trivium.metrics import graded_accuracies
 from trivium.monitors.fanout import file_monitors
 from trivium.monitors.health import Finding
 from trivium.monitors.identity import settings_of
@@ -121,8 +122,8 @@ def _summary(run: RecordedRun) -> str:
 
 def _ends(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, float | None]:
     """What the first and the last evaluation measured, for a run without a summary."""
-    keys = (f"/{name}",) if name != "held_out" else ()
-    values = [row[key] for row in rows for key in row if key.startswith("eval/") and key.endswith(keys)]
+    keys, graded = (f"/{name}",) if name != "held_out" else (), graded_accuracies(rows)
+    values = [row[k] for row in rows for k in row.keys() - graded if k.startswith("eval/") and k.endswith(keys)]
     return {"before": values[0] if values else None, "after": values[-1] if values else None}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trivium.buffers.step_log import STEPS
 from trivium.errors import DataError
-from trivium.metrics import declared
+from trivium.metrics import declared, graded_accuracies
 from trivium.runtime.recorded_run import RecordedRun, bound
 
 Row = Mapping[str, float]
@@ -73,9 +73,10 @@ class Mark:
     text: str
 
 
-def keys_of(rows: Iterable[Row]) -> list[str]:
-    """Every metric key of the rows, sorted."""
-    return sorted({key for row in rows for key in row} - {"step"})
+def keys_of(rows: Sequence[Row]) -> list[str]:
+    """Every metric key of the rows, sorted, but for accuracies of graded rewards."""
+    keys = {key for row in rows for key in row}
+    return sorted(keys - {"step"} - graded_accuracies(rows))
 
 
 def matching(keys: Sequence[str], chart: Chart) -> list[str]:
