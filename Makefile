@@ -95,7 +95,7 @@ $(FOR_SITE): pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[demo]'
+	$(PIP) --editable .
 	touch $@
 
 $(FOR_VLLM): pyproject.toml constraints-vllm.txt

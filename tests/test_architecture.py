@@ -354,7 +354,7 @@ def test_the_command_line_starts_without_what_only_a_config_needs() -> None:
 
 def test_checking_a_config_imports_only_what_it_uses() -> None:
     """torch and the tokenizers of transformers are nine tenths of the time that `trivium check` takes."""
-    heavy = {"ray", "vllm", "fastapi", "peft", "sqlalchemy", "pyarrow", "wandb", "mlflow", "matplotlib", "sympy"}
+    heavy = {"ray", "vllm", "fastapi", "peft", "sqlalchemy", "pyarrow", "wandb", "mlflow", "sympy"}
     heavy |= {"transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
     heavy |= {"trivium.cluster", "trivium.frontdoors"}
     recipe = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"

@@ -408,7 +408,6 @@ def show_demo(result: Mapping[str, Any]) -> None:
     print(f"\nheld-out sums that are right: {before:.1%} before RL, {after:.1%} after")
     print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")
     print(f"run directory:  {result['run_dir']}")
-    print(f"learning curve: {result['learning_curve']}")
     print(f"report:         {result['report']}")
 
 

@@ -487,7 +487,7 @@ def test_the_python_example_of_the_readme_learns(tmp_path: Path) -> None:
     assert "runs/from_python: 100 steps" in lines
     before, after, run_dir = lines[-1].split()
     assert (float(before) < 0.1, float(after) > 0.3) == (True, True)
-    assert (Path(run_dir) / "summary.json").is_file()
+    assert (tmp_path / run_dir / "summary.json").is_file()
 
 
 def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..., Forked], tmp_path: Path) -> None:

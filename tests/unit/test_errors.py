@@ -70,7 +70,7 @@ def test_a_config_error_shows_all_its_problems() -> None:
 
 
 def test_a_missing_package_prints_the_install_command() -> None:
-    assert str(MissingPackage("matplotlib", "plot", "draw")).endswith("do: pip install 'trivium[plot]'")
+    assert str(MissingPackage("wandb", "wandb", "log")).endswith("do: pip install 'trivium[wandb]'")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_missing_package_prints_the_install_command() -> None:
         TriviumError("a", "b", "c"),
         UnknownName("a", "b", "c"),
         ConfigError("a", "b", "c", [Problem("w", "x", "y", "z")]),
-        MissingPackage("matplotlib", "plot", "draw"),
+        MissingPackage("wandb", "wandb", "log"),
     ],
     ids=lambda error: type(error).__name__,
 )

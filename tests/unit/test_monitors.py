@@ -21,7 +21,6 @@ from trivium.errors import DataError, MissingPackage, RunDirError
 from trivium.monitors.console import ConsoleMonitor
 from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
-from trivium.monitors.plot import learning_curve
 from trivium.monitors.tensorboard import TensorBoardMonitor
 from trivium.phases import activity, announce, progress
 from trivium.registry import resolve
@@ -556,7 +555,6 @@ def test_mlflow_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[tensorboard\]'"):
         TensorBoardMonitor(TensorBoardMonitor.Config(kind="tensorboard"), run_dir=tmp_path, resume_step=0)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -565,28 +563,3 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[mlflow\]'"):
         resolve("monitors", "mlflow")(resolve("monitors", "mlflow").Config(), run_dir=tmp_path, resume_step=0)
-    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[plot\]'"):
-        learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
-
-
-def test_a_learning_curve_is_drawn_from_the_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    monitor = jsonl(tmp_path)
-    for step in range(30):
-        monitor.log(step, {"reward/mean": step / 40} if step > 10 else {"train/loss/policy": 1.0})
-        if step % 5 == 0:
-            monitor.log(step, {"eval/test/accuracy": step / 30})
-    monitor.close()
-    learning_curve(tmp_path / "metrics.jsonl", tmp_path / "plain.png")
-    (tmp_path / "plan.yaml").write_text("stages: [{first_step: 1}, {first_step: 11}]\n")
-    learning_curve(tmp_path / "metrics.jsonl", tmp_path / "plots" / "curve.png")
-    drawn = (tmp_path / "plots" / "curve.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    assert drawn != (tmp_path / "plain.png").read_bytes()  # the stage boundary is visible
-
-
-def test_a_learning_curve_of_nothing_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lr/policy": 0.1}\n')
-    with pytest.raises(DataError, match=r"no reward/mean"):
-        learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")

@@ -1,4 +1,4 @@
-"""`trivium demo`: the arithmetic recipe, from nothing to a learning curve."""
+"""`trivium demo`: the arithmetic recipe, from nothing to a report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import load_config
-from trivium.monitors.plot import learning_curve
 from trivium.runtime.launch import run
 from trivium.viewer.report import write_report
 
 
 def demo(directory: Path, seed: int) -> dict[str, Any]:
-    """Runs recipes/arithmetic.yaml in `directory`; returns its summary and where learning curve and report are."""
+    """Runs recipes/arithmetic.yaml in `directory`; returns its summary and the path of its report."""
     with as_file(files("trivium.runtime") / "arithmetic.yaml") as recipe:
         config = load_config(recipe, [f"run.dir={directory}", f"run.seed={seed}"])
     summary = run(config)
-    curve = directory / "learning_curve.png"
-    learning_curve(directory / "metrics.jsonl", curve)
-    report = write_report(directory, directory / "report.html")
-    return {**summary, "learning_curve": str(curve), "report": str(report)}
+    return {**summary, "report": str(write_report(directory, directory / "report.html"))}
