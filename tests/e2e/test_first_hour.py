@@ -490,6 +490,21 @@ def test_the_python_example_of_the_readme_learns(tmp_path: Path) -> None:
     assert (tmp_path / run_dir / "summary.json").is_file()
 
 
+def test_the_stages_of_the_page_about_concepts_learn(start: Callable[..., Forked], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    (config,) = re.findall(r"```yaml\n# two_stages.yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "two_stages.yaml").write_text(config)
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in sums]
+    (tmp_path / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = start("run", "run", "two_stages.yaml")
+    assert command.wait(240) == 0, command.text
+    begun = [line for line in command.text.splitlines() if line.startswith("stage ")]
+    assert begun == ["stage 1 of 2: sft, 20 steps", "stage 2 of 2: grpo, 30 steps"]
+    summary = json.loads((tmp_path / "runs" / "two_stages" / "summary.json").read_text())
+    assert summary["reward_after"] > summary["reward_before"] + 0.05, summary
+
+
 def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..., Forked], tmp_path: Path) -> None:
     prompts = ["1+1=", "2+3=", "+".join("111111111111=")]
     rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]

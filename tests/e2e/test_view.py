@@ -140,6 +140,22 @@ def test_the_page_shows_the_advantage_that_the_journal_has(url: str, page: Page,
     assert page.problems == []
 
 
+def test_an_axis_magnifies_no_rounding_errors_and_gives_a_constant_its_surroundings(url: str, page: Page) -> None:
+    page.open(f"{url}#/overview")
+    page.evaluate("import(new URL('pages/overview.js', document.baseURI)).then(module => { window.axisRange = module.axisRange; }); 0")
+    page.wait("typeof window.axisRange === 'function'")
+
+    def ends(least: float, most: float) -> list[float]:
+        return json.loads(page.evaluate(f"JSON.stringify(window.axisRange({least}, {most}))"))
+
+    assert ends(0, 0) == ends(-1e-13, 3e-13) == [0, 1]
+    assert ends(0.25, 0.25) == [0.125, 0.375]
+    assert ends(-2, -2) == [-3, -1]
+    low, high = ends(1e-7, 2e-7)  # a learning rate
+    assert 0 <= low <= 1e-7 < 2e-7 <= high < 4e-7
+    assert page.problems == []
+
+
 def test_every_view_opens_in_both_themes_and_by_the_keyboard(url: str, page: Page, demo: Path) -> None:
     rows = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
     reward = [row["reward/mean"] for row in rows if "reward/mean" in row][-1]

@@ -18,10 +18,11 @@ from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
+from trivium.metrics import graded_accuracies
 from trivium.runtime.launch import run
 from trivium.viewer.line_chart import line_chart
 from trivium.viewer.report import report_of
-from trivium.viewer.run_data import Curve, Mark
+from trivium.viewer.run_data import Curve, Mark, keys_of
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -139,6 +140,23 @@ def test_curves_are_broken_where_steps_are_missing() -> None:
     assert drawn.count("<polyline") == 2
     assert "&lt;stage&gt;" in drawn
     assert line_chart("one", [Curve("a", "", "", [5], [2.0])], []).count("<circle") == 1
+
+
+def test_rounding_errors_are_drawn_as_zero_and_a_constant_has_its_surroundings() -> None:
+    def labels(*values: float) -> list[str]:
+        drawn = line_chart("a", [Curve("a", "", "", [*range(len(values))], list(values))], [])
+        return re.findall(r'text-anchor="end">([^<]*)<', drawn)
+
+    assert labels(0.0, 0.0)[-1] == labels(3e-13, -1e-13)[-1] == "1"
+    assert [float(label) for label in labels(0.25, 0.25)][-1] < 1
+    assert float(labels(1e-7, 2e-7)[-1]) < 1e-6  # a learning rate
+
+
+def test_accuracies_of_graded_rewards_are_in_no_chart() -> None:
+    graded = {"step": 1.0, "eval/a/accuracy": 0.0, "eval/a/partial": 3.0, "eval/b/accuracy": 0.5, "eval/b/partial": 0.0}
+    assert graded_accuracies([graded]) == {"eval/a/accuracy"}
+    assert "eval/a/accuracy" not in keys_of([graded])
+    assert "eval/b/accuracy" in keys_of([graded])
 
 
 # SQLAlchemy warns about a feature that MLflow's own queries use.

@@ -14,6 +14,8 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 190, 46, 8, 8, 22
 _POINTS = 300
 """At most so many of a curve are drawn; each stands for the mean of those that it replaces."""
 _COLOURS = 6
+ROUNDING = 1e-10
+"""Values up to this size count as 0: they are rounding errors, which an axis of their own would magnify."""
 _SMOOTHED = 40
 """Points from which a curve is drawn smoothed, over the noise itself."""
 
@@ -100,8 +102,8 @@ class _scale:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from one below the lowest to one above the highest."""
-    if low == high == 0:
-        high = 1.0
+    if max(abs(low), abs(high)) < ROUNDING:
+        low, high = 0.0, 1.0
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-30):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     rough = (high - low) / 4

@@ -4,6 +4,16 @@ import { address, api, go, h, link, problem, seriesColour, show, variable } from
 const HEIGHT = 190;
 const POLL_MS = 2500;
 
+const ROUNDING = 1e-10; // values up to this size count as 0, as in line_chart.py
+
+// The ends of a y axis: a constant gets its surroundings, not 0 to 100, and rounding errors are not magnified.
+export function axisRange(least, most) {
+  const size = Math.max(Math.abs(least), Math.abs(most));
+  if (!(size >= ROUNDING)) return [0, 1];
+  if (most - least < 1e-9 * size) return [least - Math.abs(least) / 2, most + Math.abs(most) / 2];
+  return uPlot.rangeNum(least, most, 0.1, true);
+}
+
 export function overview(root, runs) {
   const known = new Map(); // `run:key` -> {steps, values}
   const plots = new Map(); // title -> what is drawn
@@ -140,7 +150,7 @@ export function overview(root, runs) {
     plot.area.replaceChildren();
     plot.chart = new uPlot({
       width: plot.area.clientWidth || 360, height: HEIGHT, series: [{}, ...series],
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: (_, least, most) => axisRange(least, most) } },
       axes: [{ ...axis, space: 60, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(show) }],
       legend: { show: false },
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { size: 7 } },
