@@ -142,7 +142,8 @@ def test_the_page_shows_the_advantage_that_the_journal_has(url: str, page: Page,
 
 def test_an_axis_magnifies_no_rounding_errors_and_gives_a_constant_its_surroundings(url: str, page: Page) -> None:
     page.open(f"{url}#/overview")
-    page.evaluate("import(new URL('pages/overview.js', document.baseURI)).then(module => { window.axisRange = module.axisRange; }); 0")
+    module = "import(new URL('pages/overview.js', document.baseURI))"
+    page.evaluate(f"{module}.then(module => {{ window.axisRange = module.axisRange; }}); 0")
     page.wait("typeof window.axisRange === 'function'")
 
     def ends(least: float, most: float) -> list[float]:

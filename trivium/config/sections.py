@@ -243,7 +243,7 @@ class ServeSection(BaseConfig):
     idle_s: float = free(3600.0, gt=0)
     """Seconds without a call or feedback after which a conversation is dropped, and counted."""
     unstarted_idle_s: float = free(300.0, gt=0)
-    """The same for a conversation with a single call and no feedback: it may not come from an agent."""
+    """Seconds after which a conversation with one call and no feedback is dropped: it may not come from an agent."""
     require_secret: bool = free(False)
     """Whether every session must begin with a `secret` of its client, which later requests about it have to repeat."""
     max_connections: int = free(512, ge=1)
