@@ -21,6 +21,7 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.strategies import DefaultStrategy
+from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
@@ -30,6 +31,7 @@ from trivium.loops import Parts, run_explorer, train_loop
 from trivium.metrics import depends_on_machine
 from trivium.policy import Policy, Workflow
 from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights
+from trivium.publisher import Publisher
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
@@ -241,11 +243,10 @@ class Session:
             self.engine,
             self.buffer,
             DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer),
-            self.channel,
-            self.synchronizer,
+            Publisher(self.engine, self.buffer, self.channel, self.synchronizer, self.schedule),
             self.schedule,
             self.monitor,
-            store,
+            BackgroundSaver(store, self.engine, asynchronous=False),
             Cadence(save_every=self.save_every),
             resume=store.latest(),
             max_failed_fraction=self.max_failed_fraction,

@@ -194,3 +194,11 @@ class Cadence:
     """Leaves out the evaluation at the start."""
     skip_end: bool = False
     """Leaves out the evaluation at the end."""
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due at this train step."""
+        return self.save_every > 0 and step % self.save_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due at this train step."""
+        return self.evaluate_every > 0 and step % self.evaluate_every == 0

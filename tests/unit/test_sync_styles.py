@@ -164,7 +164,7 @@ async def test_a_trainer_that_has_groups_to_learn_from_keeps_to_its_interval(
     style: SyncStyle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often it is asked: explorers at their bound ask all the time."""
-    monkeypatch.setattr("trivium.trainer._GRACE_S", 600.0)  # on a busy machine, it would wait for the hand
+    monkeypatch.setattr("trivium.publisher._GRACE_S", 600.0)  # on a busy machine, it would wait for the hand
     schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, max_staleness=9, sync_interval=3, steps=8)
     board = Noted()
     life = session(schedule, tmp_path, style, 0, board)
@@ -211,7 +211,7 @@ async def test_versions_that_anybody_can_fetch_are_offered_without_explorers(sty
         trainer = life.prepare()
         life.buffer.capabilities = Capabilities(explored=False)
         trainer.strategy = Stored(DefaultStrategy.Config(), buffer=life.buffer)
-        trainer.keeps_versions = keeps
+        trainer.publisher.keeps_versions = keeps
         life.synchronizer.open()
         await train_loop(trainer)
         assert board.published == ([] if not keeps else [0, 3, 6] if style is FIXED else [0])

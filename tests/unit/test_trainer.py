@@ -19,6 +19,7 @@ from tests.sessions import RENDERER, TASKS, Counting, Lengths, memory_buffer
 from trivium.algorithms import build_algorithm
 from trivium.board import MemoryBoard
 from trivium.buffers.strategies import DefaultStrategy
+from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
@@ -27,6 +28,7 @@ from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run
 from trivium.protocols import Objective
+from trivium.publisher import Publisher
 from trivium.registry import CATALOGUE, resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.launch import run as launch
@@ -34,7 +36,7 @@ from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.trainer import Trainer
-from trivium.types import TRAINER, Batch, Metrics, RunningStatus, Sample, Sampling
+from trivium.types import TRAINER, Batch, Group, Metrics, RunningStatus, Sample, Sampling
 
 
 class Kept:
@@ -129,15 +131,13 @@ class Run:
             engine,
             buffer,
             Limited(buffer, self.data),
-            engine.channel,
-            synchronizer,
+            Publisher(engine, buffer, engine.channel, synchronizer, schedule),
             schedule,
             self.monitor,
-            self.store,
+            BackgroundSaver(self.store, engine, asynchronous=self.asynchronous),
             self.cadence,
             enable_preview=self.preview,
             resume=self.store.latest(),
-            saves_asynchronously=self.asynchronous,
             evaluator=RemoteEvaluator(synchronizer, "test") if self.evaluated else None,
         )
 
@@ -155,7 +155,7 @@ class Run:
         self.made = trainer
         evaluator = Evaluator(explorer, TASKS[:2], "test", 0, 1, (1,), Sampling(8, temperature=0.0), 3.0)
         trainer.prepare()
-        shared = (trainer.buffer, trainer.schedule, trainer.synchronizer, trainer.channel)
+        shared = (trainer.buffer, trainer.schedule, trainer.synchronizer, trainer.publisher.channel)
         async with asyncio.timeout(30):
             await run(Parts(*shared, trainer, explorer, evaluator if self.evaluated else None))
         return trainer
@@ -193,7 +193,7 @@ async def test_the_end_of_a_stage_is_saved_once_wherever_in_the_interval_it_fall
     trainer = await played.play()
     assert played.store.saves == played.store.steps() == saves
     assert trainer.train_step_num == steps
-    assert trainer.checkpoints.monitor.latest_checkpoint_step == steps
+    assert trainer.saver.store.monitor.latest_checkpoint_step == steps
 
 
 @pytest.mark.parametrize(("data", "saves"), [(3, [2, 3]), (4, [2, 4])])
@@ -320,14 +320,14 @@ class Overtaken(Trainer):
             self.stepping.set()
             assert self.failed.wait(20)
 
-    def _before_updates(self, cancelled: threading.Event, step: int, *of: Any) -> None:
-        self._wait(0 if self.late else step)  # the failure comes before it looks
-        super()._before_updates(cancelled, step, *of)
+    def _learn(self, groups: Sequence[Group], step: int, check: Callable[[], None]) -> Metrics:
+        def wait_and_check() -> None:
+            self._wait(0 if self.late else step)  # the failure comes before it looks
+            check()
 
-    def _learn(self, *of: Any) -> Metrics:
         self.ended.clear()
         try:
-            metrics = super()._learn(*of)
+            metrics = super()._learn(groups, step, wait_and_check)
             if self.late:
                 self._wait(self.train_step_num)
             return metrics
@@ -601,7 +601,7 @@ class SlowTrainer(Trainer):
         engine = cast(Slow, self.engine)
         if self.saver.writing is not None:
             assert not self.saver.writing.done()
-            assert self.train_step_num not in self.checkpoints.steps()
+            assert self.train_step_num not in self.saver.store.steps()
             steps.append((self.saver.step, self.train_step_num))
         engine.allowed.set()
         await super().wait_for_save()
@@ -632,7 +632,7 @@ async def test_an_engine_that_cannot_save_beside_training_is_waited_for(tmp_path
     class Waiting(Trainer):
         async def save_checkpoint(self) -> None:
             await super().save_checkpoint()
-            assert self.checkpoints.steps()[-1] == self.train_step_num
+            assert self.saver.store.steps()[-1] == self.train_step_num
             assert self.saver.writing is None
 
     played = Run(tmp_path, asynchronous=True, make=Waiting)

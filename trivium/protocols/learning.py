@@ -256,9 +256,11 @@ class TrainerProtocol(Protocol):
 
     name: str
     buffer: Buffer
-    synchronizer: Synchronizer
     train_continue: bool
     """Whether there is another step to take."""
+
+    @property
+    def synchronizer(self) -> Synchronizer: ...
 
     async def start(self) -> None: ...
 

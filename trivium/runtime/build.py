@@ -20,6 +20,7 @@ from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.rollouts import keep_step, keep_updates
 from trivium.buffers.step_log import StepLog
 from trivium.checkpoint.atomic import made_directory
+from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
@@ -32,6 +33,7 @@ from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
+from trivium.publisher import Publisher
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.stage import Stage
@@ -187,29 +189,35 @@ def build_trainer(
         algorithm=algorithm,
     )
     explored, preview = capabilities_of(buffer).explored, config.run.enable_preview
+    engine = (make_engine or build_train_engine)(stage, algorithm, endpoints.channel)
     log = StepLog(stage.run_dir, schedule, described_machine(config, stage.threads))
     keep = partial(keep_step, stage.run_dir, log, tokens=config.run.keep == "tokens")
+    publisher = Publisher(
+        engine,
+        buffer,
+        endpoints.channel,
+        endpoints.synchronizer,
+        schedule,
+        keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
+        note=log.published,
+    )
     return make(
-        engine=(make_engine or build_train_engine)(stage, algorithm, endpoints.channel),
+        engine=engine,
         buffer=buffer,
         strategy=strategy,
-        channel=endpoints.channel,
-        synchronizer=endpoints.synchronizer,
+        publisher=publisher,
         schedule=schedule,
         monitor=monitor,
-        checkpoints=store,
+        saver=BackgroundSaver(store, engine, asynchronous=config.checkpoint.asynchronous),
         cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
         evaluator=RemoteEvaluator(endpoints.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
         held_out=_held_out(stage, schedule),
         resume=resume,
+        recorded_weights=log.recorded_weights if explored else None,
         max_failed_fraction=config.workflow.max_failed_fraction,
-        saves_asynchronously=config.checkpoint.asynchronous,
-        keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
         enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
         keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
-        published=log.published,
-        recorded_weights=log.recorded_weights if explored else None,
         record=record,
         name=TRAINER,
     )

@@ -221,7 +221,7 @@ class ReplayedTrainer:
             cast(Any, self._rows),
             {},
         )
-        self.trainer.published = None
+        self.trainer.publisher.note = None
         self.trainer.max_failed_fraction = 1.0
 
     @property
@@ -286,7 +286,7 @@ class ReplayedTrainer:
                 before_update(batch)
 
         self.trainer.keep = keep
-        self.trainer.last_sync_step = self.version  # no explorer waits for weights
+        self.trainer.publisher.last_sync_step = self.version  # no explorer waits for weights
         before = self.version
         await self.trainer.train_step()
         if self.version == before:

@@ -17,6 +17,7 @@ from trivium.frontdoors.trinity.run_parts import RunParts
 from trivium.frontdoors.trinity.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
 from trivium.frontdoors.trinity.verl_wrapper import RunState, VerlPPOTrainerWrapper
 from trivium.protocols import Objective, TrainEngine
+from trivium.step_report import examples_of
 from trivium.types import Batch, FloatArray, Group, Metrics
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class _OwnersSaver(BackgroundSaver):
     """Saves by the owner's method."""
 
     def __init__(self, trainer: CoreTrainer) -> None:
-        super().__init__(trainer.checkpoints, trainer.engine, asynchronous=trainer.saves_asynchronously)
+        super().__init__(trainer.saver.store, trainer.engine, asynchronous=trainer.saver.asynchronous)
         self._trainer = trainer
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
@@ -181,7 +182,8 @@ class CoreTrainer(core.Trainer):
         super().__post_init__()
         assert isinstance(self.engine, WrappedEngine)
         self.wrapped = self.engine
-        self.keeps_versions = not self.synchronizer.collective  # its verbs for weights are called without explorers too
+        # Its verbs for weights are called without explorers too.
+        self.publisher.keeps_versions = not self.synchronizer.collective
         self.saver = _OwnersSaver(self)
         self.given: RunState | None = None
         """What the save being made belongs to."""
@@ -217,7 +219,7 @@ class CoreTrainer(core.Trainer):
         self._moving = await self._moving_state()
         return self.train_continue
 
-    def _learn(self, groups: Sequence[Group], keep: Keep) -> Metrics:
+    def _train_on(self, groups: Sequence[Group], keep: Callable[[Batch], None]) -> Metrics:
         return self.wrapped.train_on(groups, keep)
 
     def run_state(self) -> RunState:
@@ -242,5 +244,5 @@ class CoreTrainer(core.Trainer):
     async def sample(self, version: int) -> tuple[Experiences, Metrics, list[dict[str, Any]]]:
         """(the experiences of the next step, metrics, rollouts to show)."""
         await self.start()
-        groups, fresh, metrics = await self._groups(version)
-        return self.wrapped.experiences(groups)[0], metrics, core.examples_of(fresh)
+        groups = await self._groups(version)
+        return self.wrapped.experiences(groups.all)[0], groups.metrics, examples_of(groups.fresh)

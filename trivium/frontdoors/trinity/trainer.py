@@ -36,16 +36,22 @@ from trivium.types import TRAINER, RunningStatus
 
 
 class _OfCore:
-    """An attribute of the core's trainer, read and written on this one."""
+    """An attribute of the core's trainer, or of a part of it, read and written on this one."""
+
+    def __init__(self, part: str = "") -> None:
+        self._part = part
+
+    def _of(self, trainer: Trainer) -> Any:
+        return getattr(trainer.core, self._part) if self._part else trainer.core
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, trainer: Trainer | None, owner: type) -> Any:
-        return self if trainer is None else getattr(trainer.core, self._name)
+        return self if trainer is None else getattr(self._of(trainer), self._name)
 
     def __set__(self, trainer: Trainer, value: object) -> None:
-        setattr(trainer.core, self._name, value)
+        setattr(self._of(trainer), self._name, value)
 
 
 class Trainer:
@@ -57,9 +63,9 @@ class Trainer:
 
     train_continue = _OfCore()
     """Whether there is another step to take."""
-    last_sync_step = _OfCore()
+    last_sync_step = _OfCore("publisher")
     """The step whose weights were offered last; None before the first."""
-    last_trainer_sync_step = _OfCore()
+    last_trainer_sync_step = _OfCore("publisher")
     """The step that `sync.interval` is counted from."""
 
     def __init__(self, config: object) -> None:
