@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from trivium.types import Batch, Metrics
 
 T = TypeVar("T")
+Keep = Callable[["Batch"], None]
+"""Gets the experiences of a step with their computed columns, before the first update."""
+Learn = Callable[[Keep], "Metrics"]
+"""Takes a train step, which calls a `Keep`. Blocks."""
 
 _log = logging.getLogger("trivium")
 _STEP_ENDS_S = 10.0
@@ -215,7 +219,8 @@ class Trainer:
         with self._timed("train"), activity(f"step {version + 1}: training"):
             if self.before_learning is not None:
                 await self.before_learning()
-            metrics = await self._thread.run(partial(self._learn, groups.all, version + 1))
+            keep = None if self.keep is None else partial(self.keep, version + 1, groups.all)
+            metrics = await self._thread.run(self._learn(groups.all), keep)
             if self.keep_updates is not None and self.keep is not None:
                 await asyncio.to_thread(self._keep_updates, partial(self.keep_updates, version + 1, groups.all))
         self.score = None  # this step has not been evaluated yet
@@ -258,18 +263,9 @@ class Trainer:
             await self.buffer.retry_on_resume(error.slots)
             raise
 
-    def _learn(self, groups: Sequence[Group], step: int, check: Callable[[], None]) -> Metrics:
-        """Trains on a step's groups: one new version. Calls `check` before the first update. Blocks."""
-
-        def keep(batch: Batch) -> None:
-            check()
-            if self.keep is not None:
-                self.keep(step, groups, batch)
-
-        return self._train_on(groups, keep)
-
-    def _train_on(self, groups: Sequence[Group], keep: Callable[[Batch], None]) -> Metrics:
-        return train_step(self.engine, groups, self.engine.algorithm, keep)
+    def _learn(self, groups: Sequence[Group]) -> Learn:
+        """What the thread of a step calls: trains on its groups, which makes one new version."""
+        return partial(train_step, self.engine, groups, self.engine.algorithm)
 
     def _keep_updates(self, keep: Callable[[Batch], None]) -> None:
         """Keeps what the updates of the step recorded. Blocks."""
@@ -493,16 +489,18 @@ class StepThread:
     def is_computing(self) -> bool:
         return self._step is not None and not self._step.done()
 
-    async def run(self, learn: Callable[[Callable[[], None]], Metrics]) -> Metrics:
-        """The metrics that `learn(check)` returns; it calls `check` before its first update. If this call is cancelled
-        after that, it still returns the metrics, and `was_cancelled` is set."""
+    async def run(self, learn: Learn, keep: Keep | None) -> Metrics:
+        """The metrics that `learn(keep)` returns. If this call is cancelled after the first update has begun, it still
+        returns them, and `was_cancelled` is set."""
         cancelled = threading.Event()
 
-        def check() -> None:
+        def keep_unless_cancelled(batch: Batch) -> None:
             if cancelled.is_set():
                 raise TriviumError("a train step", "the run ends for another reason", "see its error")
+            if keep is not None:
+                keep(batch)
 
-        self._step = step = asyncio.ensure_future(asyncio.to_thread(learn, check))
+        self._step = step = asyncio.ensure_future(asyncio.to_thread(learn, keep_unless_cancelled))
         try:
             return await asyncio.shield(step)
         except asyncio.CancelledError:

@@ -35,7 +35,7 @@ from trivium.runtime.launch import run as launch
 from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
-from trivium.trainer import Trainer
+from trivium.trainer import Keep, Learn, Trainer
 from trivium.types import TRAINER, Batch, Group, Metrics, RunningStatus, Sample, Sampling
 
 
@@ -320,19 +320,24 @@ class Overtaken(Trainer):
             self.stepping.set()
             assert self.failed.wait(20)
 
-    def _learn(self, groups: Sequence[Group], step: int, check: Callable[[], None]) -> Metrics:
-        def wait_and_check() -> None:
-            self._wait(0 if self.late else step)  # the failure comes before it looks
-            check()
+    def _learn(self, groups: Sequence[Group]) -> Learn:
+        learn, step = super()._learn(groups), self.train_step_num + 1
 
-        self.ended.clear()
-        try:
-            metrics = super()._learn(groups, step, wait_and_check)
-            if self.late:
-                self._wait(self.train_step_num)
-            return metrics
-        finally:
-            self.ended.set()
+        def waiting(keep: Keep) -> Metrics:
+            def wait_and_keep(batch: Batch) -> None:
+                self._wait(0 if self.late else step)  # the failure comes before it looks
+                keep(batch)
+
+            self.ended.clear()
+            try:
+                metrics = learn(wait_and_keep)
+                if self.late:
+                    self._wait(self.train_step_num)
+                return metrics
+            finally:
+                self.ended.set()
+
+        return waiting
 
 
 class OvertakenLate(Overtaken):

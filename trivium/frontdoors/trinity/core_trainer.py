@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -219,8 +220,8 @@ class CoreTrainer(core.Trainer):
         self._moving = await self._moving_state()
         return self.train_continue
 
-    def _train_on(self, groups: Sequence[Group], keep: Callable[[Batch], None]) -> Metrics:
-        return self.wrapped.train_on(groups, keep)
+    def _learn(self, groups: Sequence[Group]) -> core.Learn:
+        return partial(self.wrapped.train_on, groups)
 
     def run_state(self) -> RunState:
         """What belongs into a checkpoint of this step beside the engine."""
