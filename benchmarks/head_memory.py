@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
-from trivium.models.load import load_lm
+from trivium.models.backbone.load import load_lm
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.optim import Optimizer, OptimizerConfig
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics

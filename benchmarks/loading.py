@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
-from trivium.models.filling import local_part
+from trivium.models.weights.filling import local_part
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks
 

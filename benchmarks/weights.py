@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import HashStore
 from trivium.board import MemoryBoard
 from trivium.concurrency import usable_cores
 from trivium.engines.processes import EngineHost, ProcessPool
-from trivium.models.described import described
+from trivium.models.weights.described import described
 from trivium.protocols import RolloutEngine, WeightChannel
 from trivium.sync.collective import CollectiveChannel
 from trivium.sync.files import FileChannel

@@ -19,7 +19,7 @@ import torch
 from transformers import get_scheduler
 
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, PPOTrainerVL, Strategy, get_strategy
-from trivium.models.processor import hf_processor
+from trivium.models.vision.processor import hf_processor
 from trivium.tasks.drawings import DrawnTasks
 from trivium.text import hf_tokenizer
 from trivium.text.tiny_vision import TinyVisionModel

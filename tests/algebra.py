@@ -36,7 +36,7 @@ from trivium.algorithms.metadata import (
 from trivium.algorithms.objective import Term, TokenWeight
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.config import Plugin, plugin
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.training.batching import count
 from trivium.types import EXPERT_VERSION, Batch, Experience
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from trivium.algorithms import PreferenceObjective, ScoreObjective
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.training.batching import count
 from trivium.types import Batch, Experience
 

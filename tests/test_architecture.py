@@ -22,6 +22,7 @@ PRODUCT = package(Path(__file__).parents[1] / "trivium")
 
 PACKAGES = {
     "models",
+    "clients",
     "text",
     "tasks",
     "workflows",
@@ -33,6 +34,8 @@ PACKAGES = {
     "sync",
     "monitors",
 }
+SHARED_PACKAGES = {"models", "clients"}
+"""What other packages may import."""
 MAX_ROOT_MODULES = 20
 
 SHELL = {"frontdoors", "cluster", "serving", "runtime", "viewer", "cli", "testing", "__main__"}
@@ -98,6 +101,7 @@ SAME_BASENAME = {
     "section": "the config section that a package reads",
     "sections": "config sections: of the run, and of the algorithms",
     "synchronizer": "statuses and versions of the roles of a run: the core's, and Trinity's over it",
+    "weights": "weights of models: in files and memory, and between the actors of a run",
     "trainer": "trainers: of the core, verl's and Trinity's over it",
 }
 """Modules of one basename mean the same kind of thing: which."""
@@ -127,8 +131,9 @@ def layer(module: Module) -> str:
 
 
 def forbidden_imports(modules: list[Module]) -> list[str]:
-    """Core imports neither packages nor heavy dependencies; packages stand on core and `models`; only the shell imports
-    the shell, and only front doors and the command line import front doors. Every kind of import counts."""
+    """Core imports neither packages nor heavy dependencies. Packages import core, `models` and `clients`. Only the
+    shell imports the shell, and only front doors and the command line import front doors. Every kind of import
+    counts."""
     by_name = {module.name: module for module in modules}
     violations = [
         f"{module.name}: the folder {folder(module)!r} is not in the layout"
@@ -158,7 +163,7 @@ def _may_import(module: Module, target: Module) -> bool:
     if layer(module) == "shell":
         return folder(target) != "frontdoors" or folder(module) in ("frontdoors", "cli")
     if layer(module) == layer(target) == "package":
-        return folder(target) in (folder(module), "models")
+        return folder(target) in {folder(module), *SHARED_PACKAGES}
     return layer(target) == "core"
 
 

@@ -19,7 +19,7 @@ from trivium.errors import ConfigError, UnknownName
 
 CATALOGUE: dict[str, dict[str, str]] = {
     "models": {
-        "hf": "trivium.models.huggingface:HuggingFaceModel",
+        "hf": "trivium.models.backbone.huggingface:HuggingFaceModel",
         "tiny": "trivium.text.tiny:TinyModel",
         "tiny_vision": "trivium.text.tiny_vision:TinyVisionModel",
     },

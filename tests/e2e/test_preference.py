@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.metrics import depends_on_machine
-from trivium.models.heads import ScoreModel
-from trivium.models.packed import pack
+from trivium.models.backbone.packed import pack
+from trivium.models.heads.models import ScoreModel
 from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer

@@ -31,8 +31,8 @@ from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.vllm import VllmEngine
 from trivium.engines.vllm_process import dead_error, unless_dead
 from trivium.errors import RolloutError, SyncError
-from trivium.models.load import load_lm
-from trivium.models.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.runtime.launch import run

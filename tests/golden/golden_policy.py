@@ -7,7 +7,7 @@ from golden_runners import Arguments, answers, minimised, policy_objective
 
 from trivium.algorithms import ValueObjective, compute_policy_loss, kl_penalty
 from trivium.algorithms.stats import masked_mean
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 
 
 @answers("policy_loss", "compute_policy_loss")

@@ -12,7 +12,7 @@ from deviations import LATER
 from golden_cases import DATA, Case
 
 from trivium.algorithms.objective import PolicyObjective
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 __all__ = [

@@ -17,7 +17,7 @@ from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.batches import batch_of
 from trivium.algorithms.estimator_inputs import advantage_inputs
 from trivium.algorithms.metadata import EstimatorMetadata, resolve_function
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.types import SCORES, Batch, Group, StopReason, Task, Trajectory, Turn
 
 ESTIMATORS = catalogue("advantages")

@@ -12,7 +12,7 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
 from trivium.errors import DataError
 from trivium.metrics import checked
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.types import EXPERT_VERSION, Batch, Failure, Group, StopReason, Task, Trajectory, Turn
 
 

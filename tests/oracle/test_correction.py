@@ -18,7 +18,7 @@ from trivium.algorithms.importance_weights import corrected, importance_weights,
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.presets import GRPO, REINFORCE
 from trivium.metrics import checked
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()

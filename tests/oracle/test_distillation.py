@@ -10,7 +10,7 @@ from trivium.algorithms import gpt_lm_loss, kd_loss, logprobs_from_logits, polic
 from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.policy_losses.distillation import distill, distill_top_k
 from trivium.errors import DataError
-from trivium.models.log_prob_head import log_prob_and_entropy, top_k_log_probs
+from trivium.models.heads.log_prob_head import log_prob_and_entropy, top_k_log_probs
 
 V = 7
 DIRECTIONS = ("forward", "reverse")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trivium.models import log_prob_head
-from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
+from trivium.models.heads import log_prob_head
+from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 
 N, H, V = 13, 5, 11
 

@@ -12,7 +12,7 @@ from trivium.algorithms import PolicyInputs, PolicyObjective, catalogue, policy_
 from trivium.algorithms.objective import Term
 from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND
 from trivium.algorithms.policy_losses.mixed import mu_schedule
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")
 ENTROPIES = catalogue("entropies")

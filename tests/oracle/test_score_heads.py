@@ -16,7 +16,7 @@ from trivium.algorithms.batches import labels_of
 from trivium.algorithms.metadata import ScoreLossMetadata, resolve_function
 from trivium.algorithms.preference_objective import HeadsObjective
 from trivium.errors import DataError
-from trivium.models.loss import LossDenominators, LossInputs, ScoreHead
+from trivium.models.heads.loss import LossDenominators, LossInputs, ScoreHead
 from trivium.training.batching import count
 from trivium.types import Batch, Experience, Group, Task, Trajectory
 

@@ -13,9 +13,9 @@ from rank_processes import run_ranks
 from unit.training_parts import VOCABULARY, write_model
 
 from trivium.errors import ConfigError
-from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
-from trivium.models.packed import pack
-from trivium.models.sequence_parallel import SequenceGroup
+from trivium.models.backbone.packed import pack
+from trivium.models.backbone.sequence_parallel import SequenceGroup
+from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
 
 pytestmark = pytest.mark.slow
 

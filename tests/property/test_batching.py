@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.models.loss import LossDenominators
-from trivium.models.packed import pack
+from trivium.models.backbone.packed import pack
+from trivium.models.heads.loss import LossDenominators
 from trivium.training.batching import collate, count, cut, units
 from trivium.types import Batch, Experience
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
+from trivium.clients.http import read_token
 from trivium.config import load_config
 from trivium.config.reading import read_bounded
 from trivium.errors import TriviumError
-from trivium.models.http_client import read_token
 from trivium.runtime.launch import ready
 
 ROOT = Path(__file__).parents[2]

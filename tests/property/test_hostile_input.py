@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from trivium.errors import TriviumError
-from trivium.models.images import check_image, decoded
+from trivium.models.vision.images import check_image, decoded
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
 from trivium.tasks.pictures import read_image
 from trivium.types import Media

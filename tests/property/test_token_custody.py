@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trivium.models.huggingface import PLAIN_TEMPLATE as PLAIN
-from trivium.models.images import images_of
+from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
+from trivium.models.vision.images import images_of
 from trivium.policy import Policy
 from trivium.randomness import SampleKey, uniforms
 from trivium.tasks.drawings import png

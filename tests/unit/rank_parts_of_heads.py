@@ -14,7 +14,7 @@ from trivium.algorithms.metadata import PolicyLossMetadata, ScoreLossMetadata, r
 from trivium.algorithms.objective import PolicyObjective
 from trivium.algorithms.preference_objective import HeadsObjective
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
-from trivium.models.loss import ScoreHead
+from trivium.models.heads.loss import ScoreHead
 from trivium.training.batching import count
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks

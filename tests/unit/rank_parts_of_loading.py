@@ -8,8 +8,8 @@ from typing import Any
 from training_parts import Parts, Reinforce, make_batch
 
 from trivium.errors import DataError
-from trivium.models.filling import local_part
-from trivium.models.lora import LoraConfig
+from trivium.models.weights.filling import local_part
+from trivium.models.weights.lora import LoraConfig
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import Ranks, join_ranks
 from trivium.types import Batch

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from training_parts import Parts, Reinforce, SquaredError
 
-from trivium.models.loss import LossDenominators
+from trivium.models.heads.loss import LossDenominators
 from trivium.training.batching import count
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks

@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import resource, threading
-from trivium.models.allocator import keep_freed_memory
+from trivium.models.cpu.allocator import keep_freed_memory
 
 kept = keep_freed_memory()
 

@@ -22,7 +22,7 @@ from trivium.config.reading import config_from_mapping
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder
 from trivium.engines.selfcheck import check_decoder
-from trivium.models import packed
+from trivium.models.backbone import packed
 from trivium.models.placement import sent, use_deterministic_kernels
 from trivium.randomness import SampleKey
 from trivium.sync.memory import MemoryChannel
@@ -33,7 +33,7 @@ from trivium.types import Batch as Experiences
 from trivium.types import Completion, Prompt, Request, Sampling
 
 ON_HOST = "to the host trivium/engines/sampling.py"
-ROUTES_ON_HOST = "to the host trivium/models/routing.py"
+ROUTES_ON_HOST = "to the host trivium/models/backbone/routing.py"
 
 
 @pytest.fixture
@@ -339,6 +339,6 @@ def test_dense_grids_are_laid_out_once_and_only_for_attention_that_reads_them(
             run()
             assert calls["pack"] > 1
             assert calls["tree_rows"] == (calls["pack"] if reads else 0)
-            made = [where for where in gpu.copies if where.startswith("trivium/models/pack_layout.py")]
+            made = [where for where in gpu.copies if where.startswith("trivium/models/backbone/pack_layout.py")]
             assert len(made) == (3 if reads and device == "cuda" else 0)  # masks, cells, and where each row is
             assert bool(gpu.copies) == (device == "cuda")

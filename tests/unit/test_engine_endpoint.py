@@ -20,10 +20,10 @@ from transformers import Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from trivium.cli import app
+from trivium.clients.http import EndpointFailed, EndpointTimeout, MalformedResponse
 from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, RolloutError, SyncError
-from trivium.models.http_client import EndpointFailed, EndpointTimeout, MalformedResponse
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.testing import check_engine, reference_policy

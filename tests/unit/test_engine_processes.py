@@ -19,8 +19,8 @@ from tests.sessions import RENDERER
 from trivium.engines.processes import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError
-from trivium.models import tensor_bytes
-from trivium.models.described import Described, spec
+from trivium.models.weights import tensor_bytes
+from trivium.models.weights.described import Described, spec
 from trivium.policy import EngineFailure
 from trivium.protocols import TensorSpec
 

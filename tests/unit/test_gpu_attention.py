@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trivium.models.gpu_attention import (
+from trivium.models.backbone.gpu_attention import (
     KERNELS,
     Runs,
     attend_in_runs,
@@ -19,8 +19,8 @@ from trivium.models.gpu_attention import (
     gpu_backend,
     runs_of,
 )
-from trivium.models.packed import Pack, pack, packed_attention
-from trivium.models.prefixes import Prefixes
+from trivium.models.backbone.packed import Pack, pack, packed_attention
+from trivium.models.backbone.prefixes import Prefixes
 
 HALF = torch.bfloat16
 

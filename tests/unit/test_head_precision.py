@@ -12,8 +12,8 @@ from training_parts import make_engine, write_model
 from trivium.config.machine import Machine
 from trivium.config.reading import config_from_mapping
 from trivium.errors import ConfigError
-from trivium.models import log_prob_head
-from trivium.models.log_prob_head import log_prob_and_entropy
+from trivium.models.heads import log_prob_head
+from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
 from trivium.runtime.preflight import preflight
 

@@ -39,8 +39,8 @@ from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_
 from trivium.frontdoors.lightrft.strategy import get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.loops import train_step
-from trivium.models.loss import LossDenominators, LossInputs
-from trivium.models.processor import hf_processor
+from trivium.models.heads.loss import LossDenominators, LossInputs
+from trivium.models.vision.processor import hf_processor
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.fsdp import full_tensor

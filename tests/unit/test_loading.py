@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from vision_parts import FAMILIES, tiny
 
 from trivium.errors import DataError
-from trivium.models.load import load_backbone, load_lm
-from trivium.models.lora import LoraConfig
+from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.weights.lora import LoraConfig
 from trivium.training.ranks import ALONE
 
 MIXTURE = Qwen3MoeConfig(

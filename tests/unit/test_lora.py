@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, SyncError, TriviumError
-from trivium.models.load import load_lm
-from trivium.models.lora import (
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import (
     LoraConfig,
     adapter_off,
     adapter_state,

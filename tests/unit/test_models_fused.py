@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from trivium.models.fused import fuse, rms_norm, silu_product
-from trivium.models.linear import use_onednn
+from trivium.models.cpu.fused import fuse, rms_norm, silu_product
+from trivium.models.cpu.linear import use_onednn
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trivium.models.linear import matmul_transposed, use_onednn
+from trivium.models.cpu.linear import matmul_transposed, use_onednn
 
 
 @pytest.mark.parametrize("shape", [(17, 5, 9), (17, 9, 5), (1, 3, 3)], ids=str)

@@ -7,8 +7,8 @@ from training_parts import MODELS, VOCABULARY, write_model
 from transformers import AutoModelForCausalLM, GPTJConfig
 
 from trivium.errors import TriviumError
-from trivium.models.heads import LanguageModel, ValueModel
-from trivium.models.packed import pack
+from trivium.models.backbone.packed import pack
+from trivium.models.heads.models import LanguageModel, ValueModel
 
 CPU = torch.device("cpu")
 

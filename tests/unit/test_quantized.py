@@ -15,7 +15,7 @@ from trivium.config import config_from_mapping
 from trivium.config.memory_estimate import memory_plan
 from trivium.config.model_shape import FEW_BITS, ModelShape, frozen_weights
 from trivium.errors import ConfigError
-from trivium.models.quantized import QuantizedLinear, has_library, refusal
+from trivium.models.weights.quantized import QuantizedLinear, has_library, refusal
 from trivium.training.engine import TorchTrainEngine
 
 installed = pytest.mark.skipif(not has_library(), reason="bitsandbytes is not installed (the extra `quantized`)")

@@ -10,9 +10,9 @@ from reward_services import computed, json_of, raw, service
 from serving import RENDERER, served
 from test_rewards_remote import judged, picture, task
 
+from trivium.clients.http import EndpointError, MalformedResponse, TokenRefused
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, RewardError
-from trivium.models.http_client import EndpointError, MalformedResponse, TokenRefused
 from trivium.rewards import make_judge
 from trivium.rewards.generative import GenerativeJudge, UnreadableVerdict
 from trivium.types import Media

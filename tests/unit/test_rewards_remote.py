@@ -31,8 +31,7 @@ from reward_services import (
     service,
 )
 
-from trivium.errors import ConfigError, RewardError
-from trivium.models.http_client import (
+from trivium.clients.http import (
     EndpointClient,
     EndpointError,
     EndpointFailed,
@@ -44,6 +43,7 @@ from trivium.models.http_client import (
     read_token,
     retry_after_s,
 )
+from trivium.errors import ConfigError, RewardError
 from trivium.rewards import make_judge
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore

@@ -18,10 +18,10 @@ from trivium.buffers.journal import Journal, decode_group, encode_group, read_st
 from trivium.buffers.media import MediaFiles
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, DataError, TriviumError
-from trivium.models.float64 import differentiate_in_float64
-from trivium.models.heads import LanguageModel
-from trivium.models.packed import pack
-from trivium.models.routing import _choice, routed, routers_of
+from trivium.models.backbone.float64 import differentiate_in_float64
+from trivium.models.backbone.packed import pack
+from trivium.models.backbone.routing import _choice, routed, routers_of
+from trivium.models.heads.models import LanguageModel
 from trivium.randomness import SampleKey
 from trivium.training.batching import prefixes_of
 from trivium.types import (

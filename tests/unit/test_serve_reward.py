@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from test_reward_model import MESSAGES, exported, reward_model
 from vision_parts import sizes
 
+from trivium.clients.http import TokenRefused
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError
-from trivium.models.heads import VALUE_HEAD, ScoreModel
-from trivium.models.http_client import TokenRefused
+from trivium.models.heads.models import VALUE_HEAD, ScoreModel
 from trivium.rewards.functions import Exact, Regex
 from trivium.rewards.model import ModelReward
 from trivium.rewards.remote import RemoteReward

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vision_parts import picture, rolled_out, tiny
 
 from trivium.config.model_shape import read_shape
-from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
-from trivium.models.packed import pack
-from trivium.models.prefix_attention import tree_attention
-from trivium.models.prefixes import Prefixes, is_gain
+from trivium.models.backbone.packed import pack
+from trivium.models.backbone.prefix_attention import tree_attention
+from trivium.models.backbone.prefixes import Prefixes, is_gain
+from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
 from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.data_parallel import shares_of, shares_of_groups
@@ -162,9 +162,9 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
     """`kinds`: how many segments are attended to as they are, whether others are copied, and whether subtrees share a
     row of a grid. Values as wide as keys go through
     torch's kernel; others through the arithmetic written out."""
-    monkeypatch.setattr("trivium.models.pack_layout._CLUMP", clump)
-    monkeypatch.setattr("trivium.models.pack_layout._COPIED", copied)
-    monkeypatch.setattr("trivium.models.pack_layout._FEW", 0)
+    monkeypatch.setattr("trivium.models.backbone.pack_layout._CLUMP", clump)
+    monkeypatch.setattr("trivium.models.backbone.pack_layout._COPIED", copied)
+    monkeypatch.setattr("trivium.models.backbone.pack_layout._FEW", 0)
     many = sequences()
     packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
     rows = packed.layout()
@@ -214,7 +214,7 @@ def write(directory: Path, name: str) -> Path:
 def test_a_model_says_the_same_and_learns_the_same(
     name: str, head: str, clump: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trivium.models.pack_layout._CLUMP", clump)
+    monkeypatch.setattr("trivium.models.backbone.pack_layout._CLUMP", clump)
     how: dict[str, Any] = {"temperature": 0.7} if head == "lm" else {"seed": 3}
     dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # torch has no grouped product in float64
     close = 1e-4 if name == "qwen3_moe" else 1e-9

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trivium.errors import DataError
-from trivium.models.huggingface import PLAIN_TEMPLATE as PLAIN
+from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Media, Message, Prompt, StopReason

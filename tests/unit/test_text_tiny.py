@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from trivium.config import build, plugin
 from trivium.errors import DataError, RunDirError
-from trivium.models.load import load_lm
+from trivium.models.backbone.load import load_lm
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import ASCII, TinyModel, tiny_tokenizer
 from trivium.types import Message

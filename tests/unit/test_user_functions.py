@@ -22,7 +22,7 @@ from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.objective import TokenWeight, aggregated
 from trivium.errors import ConfigError, DataError
-from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.types import Group, Task, Trajectory
 
 WORDS = {"formula": "-A log_prob", "source": "a test"}

@@ -14,8 +14,8 @@ from packaging.version import Version
 from PIL import Image
 
 from trivium.errors import DataError
-from trivium.models.images import Images, images_of, join_pixels
-from trivium.models.processor import hf_processor
+from trivium.models.vision.images import Images, images_of, join_pixels
+from trivium.models.vision.processor import hf_processor
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
@@ -248,7 +248,7 @@ def test_images_are_read_in_one_form_where_torchvision_is_installed_too(
 ) -> None:
     """vLLM for GPUs brings it. Transformers has no processor of videos in the form that images are read in."""
     without = hf_processor(model_dir(family), backend="pil")
-    monkeypatch.setattr("trivium.models.processor.find_spec", lambda name: name)
+    monkeypatch.setattr("trivium.models.vision.processor.find_spec", lambda name: name)
     both = [Images(each).read(png(28, 28)) for each in (without, hf_processor(model_dir(family), backend="pil"))]
     assert torch.equal(*(each.pixels["pixel_values"] for each in both))
 

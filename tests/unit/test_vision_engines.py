@@ -35,9 +35,9 @@ from trivium.config.memory_estimate import plan_batch, plan_memory
 from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError
-from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
-from trivium.models.load import load_backbone, load_lm
-from trivium.models.vision import vision_of
+from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
+from trivium.models.vision.encoder import vision_of
 from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel

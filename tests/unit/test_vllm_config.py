@@ -20,8 +20,8 @@ from trivium.engines.torch import TorchEngine
 from trivium.engines.vllm import VllmEngine
 from trivium.engines.vllm_process import OWNER, end_with_owner, owned
 from trivium.errors import ConfigError
-from trivium.models.load import load_lm
-from trivium.models.lora import LoraConfig, attach, save_adapter
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import LoraConfig, attach, save_adapter
 from trivium.protocols import Weights
 from trivium.runtime.launch import run
 from trivium.text.tiny_vision import TinyVisionModel

@@ -15,8 +15,8 @@ from vision_parts import tiny
 from tests.processes import Forked, eventually
 from trivium.engines.weight_files import WeightFiles, own_directory
 from trivium.errors import SyncError
-from trivium.models.load import load_lm
-from trivium.models.lora import LoraConfig, adapter_state, attach, pushed_adapter
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import LoraConfig, adapter_state, attach, pushed_adapter
 
 TOKENS = torch.arange(3, 14)[None]
 

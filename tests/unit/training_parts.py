@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.protocols import CutAnywhere
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch, Experience, Teacher

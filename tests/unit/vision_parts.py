@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from trivium.engines.torch import TorchEngine
-from trivium.models.images import Images, images_of
+from trivium.models.vision.images import Images, images_of
 from trivium.randomness import SampleKey
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel

@@ -1,6 +1,6 @@
 """Statistics and losses of whole logits: for small vocabularies, for models that return logits, and for comparison.
 
-Training never materialises logits; it uses `trivium.models.log_prob_head`.
+Training never materialises logits; it uses `trivium.models.heads.log_prob_head`.
 
 Legend: B sequences, L tokens, V vocabulary.
 """

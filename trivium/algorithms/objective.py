@@ -30,7 +30,7 @@ from trivium.algorithms.policy_losses.base import (
     zero_outside,
 )
 from trivium.errors import DataError
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.registry import resolve
 from trivium.types import Batch, Metrics
 

@@ -19,7 +19,7 @@ from trivium.algorithms.objective import required
 from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, reference_point
 from trivium.errors import DataError
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs, ScoreHead
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs, ScoreHead
 from trivium.protocols import CutAnywhere
 from trivium.types import AnyArray, Batch, Metrics
 

@@ -11,7 +11,7 @@ from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.objective import PolicyObjective, aggregated, metric_sums, required
 from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.stats import masked_mean
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.protocols import CutAnywhere
 from trivium.types import Batch, Metrics
 

@@ -12,7 +12,7 @@ import ray
 import torch
 
 from trivium.cluster.actors import Proxy
-from trivium.models.described import spec, type_name
+from trivium.models.weights.described import spec, type_name
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.memory import read_versions, write_version

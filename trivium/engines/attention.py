@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.models.gpu_attention import KERNELS, backend_for, causal_attention
+from trivium.models.backbone.gpu_attention import KERNELS, backend_for, causal_attention
 
 EXACT = "trivium_exact"
 """Batched matrix products and softmax: bits do not depend on B, nor on padding S by further pages."""

@@ -22,14 +22,14 @@ from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.layers import Layers, changing_rotation, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
-from trivium.models.described import described
-from trivium.models.load import load_lm, max_positions
-from trivium.models.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
+from trivium.models.backbone.load import load_lm, max_positions
+from trivium.models.backbone.routing import Recorder, routers_of
+from trivium.models.cpu.worker_threads import WorkerThreads, size_of
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
-from trivium.models.routing import Recorder, routers_of
-from trivium.models.vision import pixel_reader, refuse_images, vision_of
-from trivium.models.worker_threads import WorkerThreads, size_of
+from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
+from trivium.models.weights.described import described
+from trivium.models.weights.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
 from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.types import AnyArray, IntArray, Media
 
@@ -244,7 +244,7 @@ class Decoder:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
 
         `DescribedWeights` are read one tensor at a time and not kept. One name is enough for tied tensors. Every tensor
-        is compared with the given one after the copy. A LoRA adapter (`trivium.models.lora.pushed_adapter`) is
+        is compared with the given one after the copy. A LoRA adapter (`trivium.models.weights.lora.pushed_adapter`) is
         added to the weights that the model was loaded with.
 
         Raises SyncError for weights that do not fit, Unread where they could not be read (to their end: `is_whole` is

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 from safetensors.torch import save_file
 
+from trivium.clients.http import EndpointClient, EndpointConfig, EndpointError, TokenRefused, Url
 from trivium.concurrency import Turns
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.fields import ConfigPath
@@ -21,7 +22,6 @@ from trivium.config.model_shape import read_shape
 from trivium.engines.endpoint_forms import chat_body, read_chat, read_tokens, tokens_body
 from trivium.engines.load_gate import LoadGate
 from trivium.errors import ConfigError, Problem, RolloutError, SyncError
-from trivium.models.http_client import EndpointClient, EndpointConfig, EndpointError, TokenRefused, Url
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.randomness import SampleKey
@@ -37,7 +37,7 @@ _RAW = 1e-3
 class EndpointEngine:
     """Completions from a service over HTTP.
 
-    Requests are retried, bounded and counted as those of rewards over HTTP are (`trivium.models.http_client`). One that
+    Requests are retried, bounded and counted as those of rewards over HTTP are (`trivium.clients.http`). One that
     fails for good fails its rollout; a token that is refused ends the run.
     """
 

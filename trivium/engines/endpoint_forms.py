@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from trivium.clients.chat import chat_messages, read_choice, read_text
+from trivium.clients.http import EndpointClient
 from trivium.errors import described
-from trivium.models.chat_form import chat_messages, read_choice, read_text
-from trivium.models.http_client import EndpointClient
 from trivium.types import Completion, Request, StopReason
 
 _ROUNDING = 1e-3

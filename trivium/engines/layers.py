@@ -22,7 +22,7 @@ from trivium.config.engine_memory import PACKED_BYTES
 from trivium.engines.attention import attend
 from trivium.engines.invariance import multiplies, product
 from trivium.engines.kv_cache import PromptCache, StepRows
-from trivium.models.worker_threads import size_of
+from trivium.models.cpu.worker_threads import size_of
 
 _SMALLEST_TABLE = 1024
 """Smallest number of positions in the tables of cosines and sines."""

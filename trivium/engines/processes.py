@@ -25,8 +25,8 @@ import torch
 from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.errors import SyncError, portable
-from trivium.models.described import Described, described
-from trivium.models.tensor_bytes import Named, header_of, parts_of, receive
+from trivium.models.weights.described import Described, described
+from trivium.models.weights.tensor_bytes import Named, header_of, parts_of, receive
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of

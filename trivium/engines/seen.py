@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.models.placement import sent
-from trivium.models.vision import PixelReader, PlacedImages, Vision
+from trivium.models.vision.encoder import PixelReader, PlacedImages, Vision
 from trivium.types import IntArray, Media
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trivium.engines.attention import registered
 from trivium.engines.decoder import Decoder
 from trivium.errors import ConfigError
-from trivium.models.rounding import explained_by_rounding
+from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.randomness import stream, uniforms
 
 _log = logging.getLogger("trivium")

@@ -46,9 +46,9 @@ from trivium.engines.vllm_process import (
 )
 from trivium.engines.weight_files import WeightFiles, fast_directory, own_directory
 from trivium.errors import Problem
-from trivium.models.lora import LoraConfig, is_adapter, largest_rank
-from trivium.models.routing import routed
-from trivium.models.vision import family_in
+from trivium.models.backbone.routing import routed
+from trivium.models.vision.encoder import family_in
+from trivium.models.weights.lora import LoraConfig, is_adapter, largest_rank
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import AnyArray, Capabilities, Completion, Request

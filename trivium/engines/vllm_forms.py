@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from trivium.errors import DataError, RolloutError
-from trivium.models.load import load_lm
-from trivium.models.vision import Pixels, Vision, family_in, pixel_reader, vision_of
+from trivium.models.backbone.load import load_lm
+from trivium.models.vision.encoder import Pixels, Vision, family_in, pixel_reader, vision_of
 from trivium.policy import EngineFailure
 from trivium.types import AnyArray, Completion, IntArray, Media, Request, Sampling, StopReason
 

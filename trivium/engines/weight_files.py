@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, SyncError
-from trivium.models.load import load_lm
-from trivium.models.lora import ADAPTER_STEM, check_base, fingerprint, is_adapter, received_adapter
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import ADAPTER_STEM, check_base, fingerprint, is_adapter, received_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,1 +1,1 @@
-"""What engines, training and reward models share: sources, loading, heads, packed attention, the chunked head."""
+"""What engines, training and reward models share: backbones, heads, images, fast CPU layers, weights."""

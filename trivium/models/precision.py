@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError
-from trivium.models.linear import matmul_transposed
+from trivium.models.cpu.linear import matmul_transposed
 
 HeadPrecision = Literal["auto", "float32", "tf32", "bfloat16x3"]
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from trivium.clients.chat import image_part, read_text
+from trivium.clients.http import EndpointClient, EndpointError
 from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig
 from trivium.config.fields import changeable
 from trivium.errors import Problem
-from trivium.models.chat_form import image_part, read_text
-from trivium.models.http_client import EndpointClient, EndpointError
 from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
+from trivium.clients.hub import ModelPath
 from trivium.config import RewardConfig, RunConfig
 from trivium.errors import DataError, Problem
-from trivium.models.hub import ModelPath
 from trivium.registry import resolve
 from trivium.types import IMAGE, Media, Message
 
 if TYPE_CHECKING:
-    from trivium.models.scoring import Conversation
+    from trivium.models.heads.scoring import Conversation
 
 
 class ModelReward:
@@ -105,7 +105,7 @@ class _Classifier:
         import torch
         from transformers import AutoTokenizer
 
-        from trivium.models.classifier import head_names_of, head_weights, load_classifier
+        from trivium.models.heads.classifier import head_names_of, head_weights, load_classifier
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if self._tokenizer.chat_template is None or self._tokenizer.eos_token_id is None:
@@ -153,8 +153,8 @@ class _Trained:
     def __init__(self, config: ModelReward.Config, path: Path) -> None:
         import torch
 
-        from trivium.models.classifier import load_score_model
-        from trivium.models.scoring import SequenceScorer
+        from trivium.models.heads.classifier import load_score_model
+        from trivium.models.heads.scoring import SequenceScorer
 
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         model = load_score_model(path, dtype=dtype, device=torch.device(_device(config)), heads=config.heads)
@@ -164,7 +164,7 @@ class _Trained:
         self._renderer: Any = resolve("renderers", "chat")(model_dir)
 
     def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> Conversation:
-        from trivium.models.scoring import Conversation
+        from trivium.models.heads.scoring import Conversation
 
         prompt, tokens = self._renderer.expert(_with_media(messages, media), completion)
         return Conversation(np.concatenate([prompt.tokens, tokens]), tuple(prompt.media))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trivium.clients.http import EndpointConfig
 from trivium.config import RewardConfig, RunConfig
 from trivium.errors import Problem
-from trivium.models.http_client import EndpointConfig
 
 
 class HttpRewardConfig(EndpointConfig, RewardConfig):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trivium.clients.http import EndpointClient, EndpointError, TokenRefused
+from trivium.clients.hub import ModelPath
 from trivium.concurrency import Threads
 from trivium.config import RunConfig
 from trivium.config.fields import free
 from trivium.errors import DataError, Problem
-from trivium.models.http_client import EndpointClient, EndpointError, TokenRefused
-from trivium.models.hub import ModelPath
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.over_http import HttpRewardConfig
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
@@ -27,7 +27,7 @@ class RemoteReward:
     """The number that a service gives the completion. Samples that arrive close together travel in one request.
 
     A sample that gets no finite number is an error of its trajectory, never a score: see
-    `trivium.models.http_client` for what is tried again.
+    `trivium.clients.http` for what is tried again.
     """
 
     capabilities = Capabilities(remote=True)

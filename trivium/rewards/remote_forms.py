@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trivium.errors import described, text_of
-from trivium.models.images import opened
+from trivium.models.vision.images import opened
 from trivium.policy import finite_number
 from trivium.rewards.isolated import require
 from trivium.types import Media

@@ -10,9 +10,9 @@ from transformers.utils.logging import disable_progress_bar
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.checkpoint.store import export as export_policy
 from trivium.errors import RunDirError
-from trivium.models.classifier import classifier_of
-from trivium.models.images import images_of
-from trivium.models.vision import family_in
+from trivium.models.heads.classifier import classifier_of
+from trivium.models.vision.encoder import family_in
+from trivium.models.vision.images import images_of
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Message

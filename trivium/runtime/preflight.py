@@ -23,8 +23,8 @@ from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
-from trivium.models.huggingface import HuggingFaceModel
-from trivium.models.images import check_image, decoded, images_of
+from trivium.models.backbone.huggingface import HuggingFaceModel
+from trivium.models.vision.images import check_image, decoded, images_of
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge

@@ -68,9 +68,9 @@ class ModelScorer:
         """Raises DataError for a directory without a reward model, or without a chat template."""
         import torch
 
-        from trivium.models.classifier import load_score_model
-        from trivium.models.heads import VALUE_HEAD
-        from trivium.models.scoring import SequenceScorer
+        from trivium.models.heads.classifier import load_score_model
+        from trivium.models.heads.models import VALUE_HEAD
+        from trivium.models.heads.scoring import SequenceScorer
         from trivium.text import hf_tokenizer
         from trivium.text.renderer import renderer_of
 
@@ -119,7 +119,7 @@ class ModelScorer:
         return results
 
     def _conversation(self, wanted: WantedReward) -> Any:
-        from trivium.models.scoring import Conversation
+        from trivium.models.heads.scoring import Conversation
 
         if wanted.query is None:
             prompt = self._renderer.render(wanted.task.prompt)

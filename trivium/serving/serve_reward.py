@@ -10,13 +10,13 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from trivium.clients.http import read_token
 from trivium.config.checks import is_loopback
 from trivium.config.fields import paths_relative_to
 from trivium.config.merging import merged
 from trivium.config.reading import flatten, parse_override, read_yaml
 from trivium.config.schema import Config, RewardConfig, RewardPlugin
 from trivium.errors import ConfigError, MissingPackage
-from trivium.models.http_client import read_token
 
 _STOP_S = 30.0
 """Longest wait for requests in progress once the server is told to stop, in seconds."""

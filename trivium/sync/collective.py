@@ -22,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from trivium.errors import RoleFailed, SyncError, VersionGone
-from trivium.models.described import Described, type_name
+from trivium.models.weights.described import Described, type_name
 from trivium.protocols import TensorSpec, Weights
 from trivium.run_role import dead_explorers
 from trivium.sync.hashes import digests, joined, verify

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from trivium.checkpoint.atomic import fsync, staging_directory
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import SyncError, VersionGone
-from trivium.models.described import Described, type_name
+from trivium.models.weights.described import Described, type_name
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import copied, joined, verify
 from trivium.sync.tensors import BUCKET_BYTES, Named, drained, parts, raw, type_named

@@ -31,8 +31,8 @@ import torch
 
 from trivium.concurrency import usable_cores
 from trivium.errors import SyncError
-from trivium.models.described import type_name
-from trivium.models.worker_threads import WorkerThreads
+from trivium.models.cpu.worker_threads import WorkerThreads
+from trivium.models.weights.described import type_name
 from trivium.protocols import Weights
 from trivium.sync.tensors import Named, parts, raw, unique
 

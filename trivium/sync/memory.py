@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
-from trivium.models.described import Described, spec
+from trivium.models.weights.described import Described, spec
 from trivium.protocols import Weights
 from trivium.sync.hashes import copied, joined, verify
 from trivium.sync.tensors import Named

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from trivium.errors import SyncError
-from trivium.models.tensor_bytes import Named, groups
+from trivium.models.weights.tensor_bytes import Named, groups
 from trivium.protocols import Weights
 
 BUCKET_BYTES = 2**28

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trivium.clients.hub import DatasetPath, absence
 from trivium.config import RunConfig
 from trivium.errors import DataError, MissingPackage, Problem
-from trivium.models.hub import DatasetPath, absence
 from trivium.registry import suggest
 from trivium.tasks.rows import RowTasks, missing_package
 

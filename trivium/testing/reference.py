@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trivium.models.heads import LanguageModel
-from trivium.models.lora import base_state
-from trivium.models.packed import pack
+from trivium.models.backbone.packed import pack
+from trivium.models.heads.models import LanguageModel
+from trivium.models.weights.lora import base_state
 
 if TYPE_CHECKING:
     from trivium.protocols import Weights

@@ -1,6 +1,6 @@
 """Words and tokens: tokenizers, the renderer that turns conversations into tokens, offline tiny models."""
 
-from trivium.models.processor import hf_processor
+from trivium.models.vision.processor import hf_processor
 from trivium.text.tokenizer import hf_tokenizer
 
 __all__ = ["hf_processor", "hf_tokenizer"]

@@ -25,7 +25,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from trivium.errors import DataError
-from trivium.models.images import MAX_PIXELS, Images, images_of
+from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tools import described, split_tools
 from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trivium.config.model_shape import ModelShape, shape_of
-from trivium.models.images import MAX_PIXELS, Images, images_of
+from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.tiny import ROLES, TinyModel, sizes_of, tiny_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trivium.clients.hub import source_of
 from trivium.errors import DataError
-from trivium.models.hub import source_of
-from trivium.models.processor import read_json
+from trivium.models.vision.processor import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

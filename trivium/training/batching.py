@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 
 from trivium.errors import DataError
-from trivium.models.kept import KeptSets, kept_sets
-from trivium.models.loss import LossDenominators
-from trivium.models.packed import Pack, pack
+from trivium.models.backbone.packed import Pack, pack
+from trivium.models.backbone.prefixes import Prefixes, Tree, separate
+from trivium.models.backbone.routing import Routers
+from trivium.models.backbone.sight import Sight
+from trivium.models.heads.kept import KeptSets, kept_sets
+from trivium.models.heads.loss import LossDenominators
 from trivium.models.placement import sent
-from trivium.models.prefixes import Prefixes, Tree, separate
-from trivium.models.routing import Routers
-from trivium.models.sight import Sight
 from trivium.training.balance import partition
 from trivium.types import AnyArray, Batch, Experience
 

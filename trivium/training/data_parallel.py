@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trivium.models.loss import LossDenominators
+from trivium.models.heads.loss import LossDenominators
 from trivium.phases import TRAINER_LANE, Phase, span
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload

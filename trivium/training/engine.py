@@ -21,20 +21,20 @@ from torch import nn
 
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
-from trivium.models.described import Described
-from trivium.models.heads import VALUE_HEAD, ActorCritic, LanguageModel, ScoreModel, ValueModel, saved_head
-from trivium.models.lora import (
+from trivium.models.heads.loss import LossDenominators, ScoreHead
+from trivium.models.heads.models import VALUE_HEAD, ActorCritic, LanguageModel, ScoreModel, ValueModel, saved_head
+from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
+from trivium.models.precision import precision_of, set_matmul_precision
+from trivium.models.vision.encoder import freeze_vision
+from trivium.models.weights.described import Described
+from trivium.models.weights.lora import (
     ADAPTER_STEM,
     adapter_off,
     adapter_parameters,
     describe_adapter,
     pushed_adapter,
 )
-from trivium.models.loss import LossDenominators, ScoreHead
-from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
-from trivium.models.precision import precision_of, set_matmul_precision
-from trivium.models.quantized import is_quantized, original
-from trivium.models.vision import freeze_vision
+from trivium.models.weights.quantized import is_quantized, original
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.batching import first_pass

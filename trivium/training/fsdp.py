@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trivium.models.filling import is_sharded, local_part
+from trivium.models.weights.filling import is_sharded, local_part
 from trivium.training.ranks import Ranks
 
 if TYPE_CHECKING:

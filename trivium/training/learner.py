@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from trivium.errors import DataError, TriviumError
-from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
-from trivium.models.load import max_positions
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
-from trivium.models.packed import pack
-from trivium.models.prefixes import Tree
-from trivium.models.routing import check_routed
-from trivium.models.sight import Sight
-from trivium.models.vision import pixel_reader, refuse_images
-from trivium.models.worker_threads import WorkerThreads, one_thread, size_of
+from trivium.models.backbone.load import max_positions
+from trivium.models.backbone.packed import pack
+from trivium.models.backbone.prefixes import Tree
+from trivium.models.backbone.routing import check_routed
+from trivium.models.backbone.sight import Sight
+from trivium.models.cpu.worker_threads import WorkerThreads, one_thread, size_of
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.models import ActorCritic, LanguageModel, ValueModel
+from trivium.models.vision.encoder import pixel_reader, refuse_images
 from trivium.protocols import Objective
 from trivium.training.batching import (
     MicroBatch,
@@ -108,7 +108,7 @@ class Learner:
         tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
         (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
         they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
-        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.worker_threads`).
+        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.cpu.worker_threads`).
         `replay_routing`: tokens go through the experts that were recorded, where the model can be told."""
         self._score_context = score_context
         vision = model.backbone.vision

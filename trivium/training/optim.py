@@ -16,8 +16,8 @@ from torch import nn
 
 from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
-from trivium.models.filling import local_part, read_like
-from trivium.models.saved_tensors import SavedTensors
+from trivium.models.weights.filling import local_part, read_like
+from trivium.models.weights.saved_tensors import SavedTensors
 from trivium.training.fsdp import OnShards, full_scalar
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trivium.errors import ConfigError
-from trivium.models.sequence_parallel import SequenceGroup
+from trivium.models.backbone.sequence_parallel import SequenceGroup
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from pydantic import Field
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.memory_estimate import vision_problems
 from trivium.errors import Problem
-from trivium.models.lora import LoraConfig
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
-from trivium.models.quantized import Refusal, has_library, is_quantized, refusal
+from trivium.models.weights.lora import LoraConfig
+from trivium.models.weights.quantized import Refusal, has_library, is_quantized, refusal
 from trivium.registry import resolve
 from trivium.training.optim import OptimizerConfig
 from trivium.types import capabilities_of

@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import MANIFEST, atomic_write, make_unless_staged
 from trivium.errors import RoleFailed, RunDirError
-from trivium.models.described import type_name
-from trivium.models.filling import local_part
-from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
-from trivium.models.lora import base_state, has_adapter, merged_dtype, merged_state, merged_tensor
+from trivium.models.heads.models import VALUE_HEAD, LanguageModel, ValueModel
 from trivium.models.placement import narrowed
-from trivium.models.saved_tensors import SafetensorsFiles
+from trivium.models.weights.described import type_name
+from trivium.models.weights.filling import local_part
+from trivium.models.weights.lora import base_state, has_adapter, merged_dtype, merged_state, merged_tensor
+from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.protocols import TensorSpec
 from trivium.training.fsdp import full_tensor
 from trivium.training.ranks import Ranks

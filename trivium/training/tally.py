@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from trivium.models.loss import LossDenominators, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossOutputs
 from trivium.training.ranks import Ranks
 from trivium.types import AnyArray, Batch, Metrics
 

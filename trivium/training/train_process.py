@@ -23,8 +23,8 @@ from typing import Any, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
 from trivium.errors import RoleFailed, TriviumError, portable
-from trivium.models.described import Described
-from trivium.models.tensor_bytes import Named, groups, header_of, receive_together, send_together
+from trivium.models.weights.described import Described
+from trivium.models.weights.tensor_bytes import Named, groups, header_of, receive_together, send_together
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
 from trivium.training.data_parallel import RankVerbs
 

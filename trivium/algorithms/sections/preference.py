@@ -20,7 +20,7 @@ from trivium.algorithms.sections.parts import (
 )
 from trivium.config import Plugin, RunConfig, plugin
 from trivium.errors import Problem
-from trivium.models.loss import ScoreHead
+from trivium.models.heads.loss import ScoreHead
 
 PairLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("pair_losses"))]
 ScoreLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("score_losses"))]

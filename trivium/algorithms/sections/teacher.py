@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import Field
 
+from trivium.clients.hub import ModelPath
 from trivium.config import Config
 from trivium.errors import Problem
-from trivium.models.hub import ModelPath
-from trivium.models.huggingface import missing_model_error
+from trivium.models.backbone.huggingface import missing_model_error
 from trivium.types import Teacher
 
 

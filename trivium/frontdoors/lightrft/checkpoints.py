@@ -19,9 +19,9 @@ from torch import Tensor
 
 from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
 from trivium.errors import DataError, RunDirError
-from trivium.models.filling import first_row, local_part
-from trivium.models.heads import LanguageModel, ValueModel
-from trivium.models.lora import adapter_parameters, has_adapter
+from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.weights.filling import first_row, local_part
+from trivium.models.weights.lora import adapter_parameters, has_adapter
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import Ranks
 from trivium.training.snapshot import TensorFile, read_tensors, take_snapshot, weight_files

@@ -16,7 +16,7 @@ from trivium.frontdoors.lightrft.config_table import TABLE
 from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.lightrft.rule_rewards import label_of, reference_of
 from trivium.frontdoors.tables import announce
-from trivium.models.images import Images, images_of
+from trivium.models.vision.images import Images, images_of
 from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.renderer import ChatRenderer

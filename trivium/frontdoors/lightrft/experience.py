@@ -18,8 +18,8 @@ from torch import Tensor
 from trivium import types
 from trivium.errors import DataError
 from trivium.frontdoors.lightrft.placing import media_of_rows, pieces_of, stacked_tiles
-from trivium.models.images import Images, decoded
-from trivium.models.vision import PIXELS, Pixels, Vision
+from trivium.models.vision.encoder import PIXELS, Pixels, Vision
+from trivium.models.vision.images import Images, decoded
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Media
 
 COLUMNS = {

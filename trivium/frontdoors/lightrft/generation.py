@@ -20,8 +20,8 @@ from trivium.concurrency import gather_or_cancel, run_here
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.placing import media_of_rows
-from trivium.models.heads import LanguageModel
-from trivium.models.vision import Pixels, Vision
+from trivium.models.heads.models import LanguageModel
+from trivium.models.vision.encoder import Pixels, Vision
 from trivium.randomness import SampleKey
 from trivium.training.snapshot import TensorFile
 from trivium.types import Completion, Prompt, Request, Sampling

@@ -27,7 +27,7 @@ from trivium.frontdoors.lightrft.strategy import Strategy, get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.translation import freezes_vision, settings_of
 from trivium.frontdoors.tables import Settings, announce, refuse
-from trivium.models.vision import freeze_vision
+from trivium.models.vision.encoder import freeze_vision
 
 _NOT_HERE = ("sp_size",)
 """Flags that `trivium run` alone follows."""

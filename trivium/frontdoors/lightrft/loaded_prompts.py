@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.errors import DataError
-from trivium.models.images import Images
+from trivium.models.vision.images import Images
 from trivium.policy import PromptTooLong
 from trivium.tasks.pictures import read_image
 from trivium.text.renderer import ChatRenderer

@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers import PreTrainedModel
 
+from trivium.clients.hub import ModelPath
 from trivium.errors import ConfigError
-from trivium.models.hub import ModelPath
-from trivium.models.huggingface import missing_model_error
-from trivium.models.load import load_backbone, load_lm
-from trivium.models.lora import LoraConfig, attach
+from trivium.models.backbone.huggingface import missing_model_error
+from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.weights.lora import LoraConfig, attach
 
 _SAME_ANYWAY = ("use_flash_attention_2", "packing_samples", "disable_logprobs_flashattn", "fused_linear_logprob")
 """Options that choose a kernel in the original. Here sequences are always packed and log-probabilities always made in

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.experience import ExperienceVL
-from trivium.models.heads import LanguageModel, ValueModel
-from trivium.models.load import max_positions
-from trivium.models.vision import pixel_reader
+from trivium.models.backbone.load import max_positions
+from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.vision.encoder import pixel_reader
 from trivium.training.batching import Sight, check_lengths, collate
 from trivium.training.fsdp import reshard
 from trivium.training.ranks import Ranks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import DataError
-from trivium.models.vision import Pixels, Vision, pixel_media
+from trivium.models.vision.encoder import Pixels, Vision, pixel_media
 from trivium.types import IntArray, Media
 
 

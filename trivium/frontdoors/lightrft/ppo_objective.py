@@ -22,7 +22,7 @@ from trivium.algorithms.token_weights import top_entropy
 from trivium.errors import ConfigError, UnknownName
 from trivium.frontdoors.lightrft.algorithm_section import ESTIMATORS, KL_ESTIMATORS, OF_GROUPS, estimated
 from trivium.frontdoors.lightrft.arguments import OPTIONAL, option
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.registry import suggest
 from trivium.types import AnyArray, Batch, Metrics
 

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from trivium.clients.http import EndpointError
 from trivium.concurrency import run_here
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
-from trivium.models.classifier import load_score_model
-from trivium.models.heads import ScoreModel
-from trivium.models.http_client import EndpointError
-from trivium.models.images import decoded
+from trivium.models.heads.classifier import load_score_model
+from trivium.models.heads.models import ScoreModel
+from trivium.models.heads.scoring import Conversation, SequenceScorer
 from trivium.models.placement import device_of
-from trivium.models.scoring import Conversation, SequenceScorer
+from trivium.models.vision.images import decoded
 from trivium.registry import resolve
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore

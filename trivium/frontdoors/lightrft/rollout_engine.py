@@ -19,8 +19,8 @@ from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
 from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, PromptRenderer, task_of
-from trivium.models.images import Images, images_of
 from trivium.models.placement import narrowed
+from trivium.models.vision.images import Images, images_of
 from trivium.randomness import SampleKey
 from trivium.types import Group, Sampling, Task, Trajectory
 from trivium.workflows.single_turn import SingleTurn

@@ -53,7 +53,7 @@ from trivium.frontdoors.lightrft.updates import (
     rollout_status,
     rollout_summary,
 )
-from trivium.models.images import Images, check_processor
+from trivium.models.vision.images import Images, check_processor
 from trivium.training.learner import Learner
 from trivium.types import Batch, Group, Metrics
 

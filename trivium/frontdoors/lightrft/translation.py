@@ -163,7 +163,7 @@ def freezes_vision(lightrft: Settings) -> bool | None:
 
 def _sees(lightrft: Settings) -> bool:
     """Whether the model reads images, as far as this machine knows."""
-    from trivium.models.vision import family_in
+    from trivium.models.vision.encoder import family_in
 
     here = os.path.isfile(os.path.join(lightrft["pretrain"], "config.json"))
     return family_in(lightrft["pretrain"]) is not None if here else not lightrft["text_only"]

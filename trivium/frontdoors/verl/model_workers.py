@@ -22,8 +22,8 @@ from trivium.frontdoors.verl.dispatch import Dispatch, register
 from trivium.frontdoors.verl.worker import Worker
 from trivium.frontdoors.verl.worker_group import RayWorkerGroup
 from trivium.metrics import declare_missing
-from trivium.models.classifier import load_score_model
-from trivium.models.loss import LossDenominators
+from trivium.models.heads.classifier import load_score_model
+from trivium.models.heads.loss import LossDenominators
 from trivium.models.placement import dtype_of
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RestingEngine, RolloutEngine, TrainEngine, WeightHandle, Weights

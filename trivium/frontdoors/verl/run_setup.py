@@ -21,7 +21,7 @@ from trivium.frontdoors.verl.reward_managers import read
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.frontdoors.verl.user_data import Sources, custom_dataset, custom_sampler
-from trivium.models.images import Images, check_processor, images_of
+from trivium.models.vision.images import Images, check_processor, images_of
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
 from trivium.tasks.pictures import common_folder

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from trivium.config.model_shape import FEW_BITS
 from trivium.errors import MissingPackage, TriviumError
-from trivium.models.vision import decoder_of
+from trivium.models.vision.encoder import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

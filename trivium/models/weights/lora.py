@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trivium.clients.hub import ModelPath, absence
 from trivium.config import Config
 from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
-from trivium.models.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
-from trivium.models.hub import ModelPath, absence
-from trivium.models.quantized import QuantizedLinear, original
-from trivium.models.saved_tensors import SafetensorsFiles
-from trivium.models.vision import vision_of
+from trivium.models.vision.encoder import vision_of
+from trivium.models.weights.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
+from trivium.models.weights.quantized import QuantizedLinear, original
+from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.randomness import stream
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ lengths, padded on the right: under causal attention no token sees what comes af
 cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
 through the same seam as one padded grid.
 
-Sequences that begin with the same tokens may share them (trivium.models.prefixes): these are in the row once, and
-attention is that of trivium.models.prefix_attention.
+Sequences that begin with the same tokens may share them (`prefixes`): these tokens are in the row once, and the
+attention is that of `prefix_attention`.
 
-Ranks that share a sequence (trivium.models.sequence_parallel) each run a slice of the row through the layers.
+Ranks that share a sequence (trivium.models.backbone.sequence_parallel) each run a slice of the row through the layers.
 
 Legend: B sequences, L tokens of the longest, M tokens of all sequences, T <= M tokens of the row, H heads, D head
 width, S cells of the grids.
@@ -30,15 +30,13 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trivium.errors import ConfigError, TriviumError
-from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
-from trivium.models.linear import ROWS
-from trivium.models.load import max_positions
-from trivium.models.pack_layout import rows_of, tree_rows
-from trivium.models.placement import sent
-from trivium.models.prefix_attention import TreeRows, tree_attention
-from trivium.models.prefixes import Segment, Tree, separate
-from trivium.models.rounding import explained_by_rounding
-from trivium.models.sequence_parallel import (
+from trivium.models.backbone.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
+from trivium.models.backbone.load import max_positions
+from trivium.models.backbone.pack_layout import rows_of, tree_rows
+from trivium.models.backbone.prefix_attention import TreeRows, tree_attention
+from trivium.models.backbone.prefixes import Segment, Tree, separate
+from trivium.models.backbone.rounding import explained_by_rounding
+from trivium.models.backbone.sequence_parallel import (
     LocalStates,
     SequenceGroup,
     Slices,
@@ -47,7 +45,9 @@ from trivium.models.sequence_parallel import (
     heads_together,
     local_states,
 )
-from trivium.models.vision import PlacedImages, refuse_images, vision_of
+from trivium.models.cpu.linear import ROWS
+from trivium.models.placement import sent
+from trivium.models.vision.encoder import PlacedImages, refuse_images, vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,8 +90,8 @@ class Pack:
     images: PlacedImages | None = None
     """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
     routing: torch.Tensor | None = None
-    """(layers, K, T) int16: the experts that each token goes through, as in `trivium.models.routing`; None: those that
-    the routers choose."""
+    """(layers, K, T) int16: the experts of each token (see `trivium.models.backbone.routing`). If None, the routers
+    choose."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def packed_attention(
         raise TriviumError(
             "packed attention",
             f"{type(module).__name__} was called without a pack",
-            "call the model through trivium.models.packed.Backbone",
+            "call the model through trivium.models.backbone.packed.Backbone",
         )
     extras = [name for name in _EXTRAS if arguments.get(name) is not None]
     if extras or attention_mask is not None:

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from trivium.errors import DataError
-from trivium.models.images import Images, images_of, join_pixels
 from trivium.models.placement import sent
+from trivium.models.vision.images import Images, images_of, join_pixels
 from trivium.types import IntArray, Media
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trivium.errors import ConfigError, DataError, TriviumError
-from trivium.models.prefixes import Segment
+from trivium.models.backbone.prefixes import Segment
 from trivium.types import Experience, Request
 
 ROUTER = "Router"

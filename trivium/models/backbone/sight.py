@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trivium.models.packed import Pack
+from trivium.models.backbone.packed import Pack
 from trivium.models.placement import sent
-from trivium.models.vision import PixelReader, Pixels, PlacedImages, Vision
+from trivium.models.vision.encoder import PixelReader, Pixels, PlacedImages, Vision
 from trivium.types import AnyArray, IntArray, Media
 
 

@@ -6,8 +6,8 @@ import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from trivium.clients.http import EndpointClient
 from trivium.errors import described
-from trivium.models.http_client import EndpointClient
 from trivium.types import IMAGE
 
 if TYPE_CHECKING:

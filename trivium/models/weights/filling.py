@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trivium.errors import DataError
-from trivium.models.saved_tensors import Entry, SavedTensors, open_tensors, weight_files
+from trivium.models.weights.saved_tensors import Entry, SavedTensors, open_tensors, weight_files
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from trivium.models.kept import KeptSets
-from trivium.models.linear import AutogradContext
+from trivium.models.cpu.linear import AutogradContext
+from trivium.models.heads.kept import KeptSets
 from trivium.models.precision import Parts, parts_of, product
 
 _CHUNK_BYTES = 64 * 2**20

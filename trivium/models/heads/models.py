@@ -18,21 +18,21 @@ import torch
 from torch import nn
 
 from trivium.errors import TriviumError
-from trivium.models.filling import fill
-from trivium.models.float64 import differentiate_in_float64
-from trivium.models.fused import fuse
-from trivium.models.kept import KeptSets
-from trivium.models.linear import use_onednn
-from trivium.models.load import load_backbone, load_lm
-from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
-from trivium.models.lora import LoraConfig, base_state, inject
-from trivium.models.loss import ScoreHead
-from trivium.models.packed import Backbone, Pack, probe_pack
-from trivium.models.quantized import quantize
-from trivium.models.rounding import explained_by_rounding
-from trivium.models.routing import Routers, routers_of
-from trivium.models.sequence_parallel import LocalStates, SequenceGroup
-from trivium.models.vision import decoder_of
+from trivium.models.backbone.float64 import differentiate_in_float64
+from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.backbone.packed import Backbone, Pack, probe_pack
+from trivium.models.backbone.rounding import explained_by_rounding
+from trivium.models.backbone.routing import Routers, routers_of
+from trivium.models.backbone.sequence_parallel import LocalStates, SequenceGroup
+from trivium.models.cpu.fused import fuse
+from trivium.models.cpu.linear import use_onednn
+from trivium.models.heads.kept import KeptSets
+from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
+from trivium.models.heads.loss import ScoreHead
+from trivium.models.vision.encoder import decoder_of
+from trivium.models.weights.filling import fill
+from trivium.models.weights.lora import LoraConfig, base_state, inject
+from trivium.models.weights.quantized import quantize
 from trivium.randomness import stream
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class LanguageModel(FilledModel):
         """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
         `empty`: the weights of the directory are not read yet. `weights` is the type of weights that are not trained,
-        `quantized` the format in which those of linear layers are kept instead (`models.quantized`);
+        `quantized` the format in which those of linear layers are kept instead (`models.weights.quantized`);
         log-probabilities are computed in `dtype`.
         """
         super().__init__()

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from trivium.errors import DataError
-from trivium.models.heads import ScoreModel
-from trivium.models.load import max_positions
-from trivium.models.packed import pack
-from trivium.models.prefixes import Prefixes
-from trivium.models.sight import Seen, Sight
-from trivium.models.vision import pixel_reader, refuse_images
+from trivium.models.backbone.load import max_positions
+from trivium.models.backbone.packed import pack
+from trivium.models.backbone.prefixes import Prefixes
+from trivium.models.backbone.sight import Seen, Sight
+from trivium.models.heads.models import ScoreModel
+from trivium.models.vision.encoder import pixel_reader, refuse_images
 from trivium.types import IntArray, Media
 
 

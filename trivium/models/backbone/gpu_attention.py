@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from trivium.models.backbone.prefixes import Segment
 from trivium.models.placement import sent
-from trivium.models.prefixes import Segment
 
 Backend = Literal["varlen", "flash_attn", "efficient"]
 """`varlen` (torch.nn.attention.varlen) and `flash_attn` (the package) take sequences of any lengths; `efficient` dense

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from trivium.models.routing import ROUTER, Selection, current_selection, replaying
+from trivium.models.backbone.routing import ROUTER, Selection, current_selection, replaying
 
 _NARROW = ("RMSNorm", ROUTER)
 """How the names of such layers' classes end."""

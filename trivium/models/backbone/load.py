@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from trivium.errors import ConfigError
-from trivium.models.allocator import keep_freed_memory
-from trivium.models.filling import built_empty, fill
-from trivium.models.saved_tensors import open_tensors, weight_files
-from trivium.models.vision import decoder_of, family_in
+from trivium.models.cpu.allocator import keep_freed_memory
+from trivium.models.vision.encoder import decoder_of, family_in
+from trivium.models.weights.filling import built_empty, fill
+from trivium.models.weights.saved_tensors import open_tensors, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

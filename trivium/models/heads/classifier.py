@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trivium.errors import DataError
-from trivium.models.heads import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
-from trivium.models.load import load_backbone, load_sequence_classifier
+from trivium.models.backbone.load import load_backbone, load_sequence_classifier
+from trivium.models.heads.models import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,5 +131,5 @@ def _refusal(directory: Path, found: str) -> DataError:
     return DataError(
         f"a sequence classifier from {directory}",
         found,
-        f"load the directory with trivium.models.heads.ScoreModel, or the backbone and {VALUE_HEAD}.safetensors",
+        f"load the directory with trivium.models.heads.models.ScoreModel, or the backbone and {VALUE_HEAD}.safetensors",
     )

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from trivium.models.described import type_name
+from trivium.models.weights.described import type_name
 
 _PART_BYTES = 2**24
 """Tensors are sent in parts of this size, which are all that is in memory twice."""

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from trivium.models.linear import AutogradContext, is_only_its_weight, product
+from trivium.models.cpu.linear import AutogradContext, is_only_its_weight, product
 
 _ROTARY = "apply_rotary_pos_emb"
 """The name in transformers' modules of the function that rotates queries and keys."""

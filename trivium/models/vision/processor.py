@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trivium.clients.hub import source_of
 from trivium.errors import DataError, MissingPackage, TriviumError
-from trivium.models.hub import source_of
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import DataError, Problem
-from trivium.models.hub import ModelPath, absence
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trivium.models.backbone.prefix_attention import TreeRows, Trunk
+from trivium.models.backbone.prefixes import Segment, Tree
 from trivium.models.placement import sent
-from trivium.models.prefix_attention import TreeRows, Trunk
-from trivium.models.prefixes import Segment, Tree
 
 _FILL = 0.75
 """The shortest sequence of a dense grid, as a part of its longest."""

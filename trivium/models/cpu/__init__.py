@@ -1,0 +1,1 @@
+"""What makes models fast on CPUs: fused layers, oneDNN, worker threads, the allocator."""

@@ -1,0 +1,1 @@
+"""Images: processors, pixels, and the image encoders of models."""

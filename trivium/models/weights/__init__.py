@@ -1,0 +1,1 @@
+"""Weights: reading, writing, filling models, adapters, 8 and 4 bits."""
