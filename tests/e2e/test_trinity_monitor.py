@@ -121,7 +121,7 @@ async def test_steps_are_integers_from_0(step: Any, tmp_path: Path) -> None:
     for update in (monitor.update_latest_checkpoint_step, monitor.update_latest_state_dict_step):
         with pytest.raises(DataError, match=r"(?s)asked: a step of 0 or more.*found:.*do:"):
             update(step)
-    for call in (monitor.register_thread_count, monitor.monitor_step, monitor.notify_finished, monitor.begin):
+    for call in (monitor.register_thread_count, monitor.monitor_step, monitor.notify_finished):
         with pytest.raises(DataError, match="a step of 0 or more"):
             await call(step)
     with pytest.raises(DataError, match="a checkpoint_thread_count of 0 or more"):

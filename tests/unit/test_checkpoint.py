@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,6 @@ async def saved(store: CheckpointStore, *steps: int, **state: object) -> None:
 async def test_round_trip(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert store.latest() is None
-    assert store.monitor.latest_checkpoint_step == 0
     await saved(store, 1, 2)
     latest = store.latest()
     assert latest is not None
@@ -91,18 +91,6 @@ async def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, caplog: pytes
     assert "step-000008 has no manifest.json" in caplog.text
 
 
-async def test_what_the_monitor_calls_latest_is_what_the_store_opens(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
-    for step in (3, 1, 7):  # 1 again after a resume from somewhere else
-        await saved(store, step)
-        latest = store.latest()
-        assert latest is not None
-        assert store.monitor.latest_checkpoint_step == latest.step == CheckpointStore(tmp_path).steps()[-1]
-    (tmp_path / "step-000007" / MANIFEST).unlink()  # somebody removes it by hand: it is gone for both
-    assert store.latest() is None
-    assert store.monitor.latest_checkpoint_step == 0
-
-
 async def test_a_save_that_dies_leaves_the_previous_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     await saved(store, 1)
@@ -114,7 +102,6 @@ async def test_a_save_that_dies_leaves_the_previous_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         await store.save(2, dies, {})
     assert store.steps() == [1]
-    assert store.monitor.latest_checkpoint_step == 1
     (tmp_path / "step-000007").mkdir()  # a removal that died after unsealing
     store.discard_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -258,8 +245,6 @@ async def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(
 
 
 async def test_a_storage_that_hangs_does_not_hang_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     mended = threading.Event()
     url = (tmp_path / "elsewhere").as_uri()
     kind = type(fsspec.url_to_fs(url)[0])
@@ -276,6 +261,32 @@ async def test_a_storage_that_hangs_does_not_hang_the_run(tmp_path: Path, monkey
         with pytest.raises(RunDirError, match="TimeoutError"):
             await store.copied()
     mended.set()
+
+
+async def test_an_attempt_that_was_cancelled_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    """The thread of a cancelled save cannot be stopped: what it still writes is not in the next save of the step."""
+    store = CheckpointStore(tmp_path)
+    writing, saved_again, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def late(directory: Path) -> None:
+        writing.set()
+        assert saved_again.wait(20)
+        try:
+            (directory / "late").write_text("late")
+        finally:
+            ended.set()
+
+    first = asyncio.ensure_future(store.save(1, late, {}))
+    assert await asyncio.to_thread(writing.wait, 20)
+    first.cancel()
+    await asyncio.wait({first})
+    await saved(store, 1)
+    saved_again.set()
+    assert await asyncio.to_thread(ended.wait, 20)
+    latest = store.latest()
+    assert latest is not None
+    assert not (latest.path / "late").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket/run", "s3n://"])

@@ -1,33 +1,49 @@
-"""CheckpointMonitor: complete is announced and everybody done, in whatever order; savers take turns; the dead are
-noticed, and what they were saving never counts."""
+"""Trinity-RFT's CheckpointMonitor: a save is complete once it is announced and all its savers have finished, in any
+order; savers take turns; what a dead saver was saving never counts."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.checkpoint.atomic import MANIFEST, manifest_files
-from trivium.checkpoint.save_monitor import CheckpointMonitor, run_now, save_step, saving
+from trivium.checkpoint.atomic import MANIFEST
+from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife
 from trivium.errors import RunDirError, SyncError
-from trivium.frontdoors.trinity import CheckpointMonitor as TrinityMonitor
+from trivium.frontdoors.trinity import CheckpointMonitor
+from trivium.frontdoors.trinity.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.types import SaveStrategy
 
 
-def monitor(directory: Path, strategy: SaveStrategy = SaveStrategy.UNRESTRICTED, **more: float) -> CheckpointMonitor:
+def monitor(directory: Path, strategy: SaveStrategy = SaveStrategy.UNRESTRICTED, **more: Any) -> CheckpointMonitor:
     return CheckpointMonitor(strategy, str(directory), **more)
+
+
+def state_of(target: CheckpointMonitor) -> SaveState:
+    return SaveState.of(target.board.read())
+
+
+def saver_of(target: CheckpointMonitor, life: ProcessLife, step: int) -> None:
+    """A process registers and queues one saver of a step, through its own monitor over the same board."""
+
+    def change(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        state = SaveState.of(values)
+        state.register(step, {CHECKPOINT: 1, STATE_DICT: 0}, life)
+        state.admit(state.enqueue(Saver("n0", f"doomed on {life.host}", life)))
+        return {**values, **state.values()}
+
+    target.board.write(change)
 
 
 # --------------------------------------------------------------------------- what is complete
@@ -83,8 +99,8 @@ def test_complete_is_announced_and_everybody_done_in_any_order(
                 complete = max(complete, step)
             assert target.latest_checkpoint_step == complete
         assert complete == len(saves)
-        assert target._state.steps == {}  # counters of finished steps are forgotten
-        assert target._state.savers == {}
+        assert state_of(target).steps == {}  # counters of finished steps are forgotten
+        assert state_of(target).savers == {}
 
     asyncio.run(play())
 
@@ -122,27 +138,30 @@ async def test_a_state_dict_may_be_complete_long_before_its_checkpoint(tmp_path:
     assert (target.latest_state_dict_step, target.latest_checkpoint_step) == (5, 5)
 
 
-async def test_what_several_savers_wrote_is_sealed_when_the_last_is_done(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    directory = Path(await target.begin(9))
-    await target.register_thread_count(9, checkpoint_thread_count=2)
-    await target.monitor_step(9)
-    final = tmp_path / "step-000009"
-    for rank in range(2):
-        assert not final.exists()
-        async with saving(target, 9):
-            (directory / f"rank-{rank}").write_text(str(rank))
-    await target.completed(9)
-    assert set(manifest_files(final)) == {"rank-0", "rank-1"}
-    assert json.loads((final / MANIFEST).read_text())["step"] == 9
-    assert monitor(tmp_path).latest_checkpoint_step == 9  # a fact on disk
+async def test_latest_is_the_newest_checkpoint_of_a_run_in_the_same_directory(tmp_path: Path) -> None:
+    store, target = CheckpointStore(tmp_path, keep=1), monitor(tmp_path)
+    assert target.latest_checkpoint_step == 0
+    for step in (3, 1, 7):  # 1 again after a resume from somewhere else
+        await store.save(step, lambda directory: (directory / "weights").touch(), {})
+        assert target.latest_checkpoint_step == target.latest_state_dict_step == store.steps()[-1]
+    (tmp_path / "step-000007" / MANIFEST).unlink()  # somebody removes it by hand: it is gone for both
+    assert store.latest() is None
+    assert target.latest_checkpoint_step == 0
 
 
-async def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    await save_step(target, 3, lambda directory: None, is_state_dict=True)
-    assert (target.latest_state_dict_step, target.latest_checkpoint_step) == (3, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights-000003"]
+async def test_checkpoints_of_a_run_are_copied_when_a_save_is_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await CheckpointStore(tmp_path / "here").save(3, lambda directory: (directory / "weights").touch(), {})
+    elsewhere = tmp_path / "elsewhere"
+    target = CheckpointMonitor(SaveStrategy.UNRESTRICTED, str(tmp_path / "here"), elsewhere.as_uri())
+    await target.monitor_step(3)
+    copied = {path.name for path in (elsewhere / "step-000003").iterdir()}
+    assert copied == {"weights", "state.json", MANIFEST}
+    (tmp_path / "here" / "step-000003" / MANIFEST).write_text("{}")  # nothing can be copied by it
+    await target.monitor_step(4)
+    assert target.latest_checkpoint_step == 4
+    assert "copy checkpoints to" in caplog.text
 
 
 async def test_threads_with_event_loops_of_their_own_save_through_one_monitor(tmp_path: Path) -> None:
@@ -150,14 +169,18 @@ async def test_threads_with_event_loops_of_their_own_save_through_one_monitor(tm
     inside: list[int] = []
     most: list[int] = []
 
-    def write(directory: Path) -> None:
+    async def save(step: int) -> None:
+        await target.register_thread_count(step, checkpoint_thread_count=1)
+        await target.monitor_step(step)
+        await target.notify_started("node", "job")
         inside.append(1)
         most.append(len(inside))
-        threading.Event().wait(0.02)
+        await asyncio.sleep(0.02)
         inside.pop()
+        await target.notify_finished(step)
 
     with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(run_now, save_step(target, step, write)) for step in range(1, 7)]:
+        for done in [pool.submit(asyncio.run, save(step)) for step in range(1, 7)]:
             done.result(timeout=20)
     assert max(most) == 1
     assert target.latest_checkpoint_step == 6
@@ -185,14 +208,14 @@ async def test_who_saves_at_the_same_time(strategy: SaveStrategy, together: obje
     met: set[tuple[int, int]] = set()
 
     async def saver(number: int, place: tuple[str, str]) -> None:
-        ticket = await target.notify_started(*place, step=1)
+        await target.notify_started(*place)
         for other, theirs in inside:
             assert together(place, theirs), (place, theirs)
             met.add((other, number))
         inside.append((number, place))
         await asyncio.sleep(0.02)
         inside.remove((number, place))
-        await target.notify_finished(1, ticket=ticket)
+        await target.notify_finished(1)
 
     async with asyncio.timeout(20):
         await asyncio.gather(*(saver(number, place) for number, place in enumerate(SAVERS)))
@@ -202,45 +225,45 @@ async def test_who_saves_at_the_same_time(strategy: SaveStrategy, together: obje
 
 async def test_turns_are_given_first_come_first_served(tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_NODE)
-    first = await target.notify_started("n0", "a", step=1)
+    await target.notify_started("n0", "a")
     order: list[str] = []
 
     async def saver(node: str) -> None:
-        ticket = await target.notify_started(node, "a", step=1)
+        await target.notify_started(node, "a")
         order.append(node)
-        await target.notify_finished(1, ticket=ticket)
+        await target.notify_finished(1)
 
     waiting = []
     names = [f"n{number * 7 % 20}" for number in range(20)]
     for node in names:
         waiting.append(asyncio.ensure_future(saver(node)))
         await asyncio.sleep(0)
-    await target.notify_finished(1, ticket=first)
+    await target.notify_finished(1)
     await asyncio.gather(*waiting)
     assert order == names
 
 
 async def test_whoever_waits_is_woken_and_does_not_look_now_and_then(tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    ticket = await target.notify_started("n", "a", step=1)
+    await target.notify_started("n", "a")
     async with asyncio.timeout(40):  # looking alone would take 60 s
         for _ in range(120):
-            waiting = asyncio.ensure_future(target.notify_started("n", "a", step=1))
+            waiting = asyncio.ensure_future(target.notify_started("n", "a"))
             await asyncio.sleep(0.001)
-            await target.notify_finished(1, ticket=ticket)
-            ticket = await waiting
+            await target.notify_finished(1)
+            await waiting
 
 
 async def test_a_saver_that_stops_waiting_leaves_the_queue(tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    first = await target.notify_started("n", "a", step=1)
-    gone = asyncio.ensure_future(target.notify_started("n", "b", step=1))
+    await target.notify_started("n", "a")
+    gone = asyncio.ensure_future(target.notify_started("n", "b"))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(target.notify_started("n", "c", step=1))
+    waiting = asyncio.ensure_future(target.notify_started("n", "c"))
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait({gone})
-    await target.notify_finished(1, ticket=first)
+    await target.notify_finished(1)
     async with asyncio.timeout(60):
         await waiting
 
@@ -252,7 +275,7 @@ async def test_no_wait_is_without_a_deadline_and_it_names_both_sides(tmp_path: P
         await target.notify_started("n1", "waiting")
     await target.register_thread_count(8, checkpoint_thread_count=2)
     await target.monitor_step(8)
-    with pytest.raises(SyncError, match=r"(?s)save of step 8 waits for its savers.*8: .*'step': 2"):
+    with pytest.raises(SyncError, match=r"(?s)save of step 8 waits for its savers.*8: .*'checkpoint': 2"):
         await target.completed(8)
 
 
@@ -273,120 +296,83 @@ async def test_a_saver_killed_while_it_writes_gives_up_its_turn_and_its_step(
     strategy: SaveStrategy, process: subprocess.Popen[bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = monitor(tmp_path, strategy)
-    directory = Path(await target.begin(5))
-    await target.register_thread_count(5, checkpoint_thread_count=2)
+    await target.register_thread_count(5, checkpoint_thread_count=1)
+    saver_of(target, life := ProcessLife.of(process.pid), 5)
     await target.monitor_step(5)
-    await target.notify_started("n0", "doomed", step=5, alive=ProcessLife.of(process.pid))
-    (directory / "half").write_text("half")
     os.kill(process.pid, signal.SIGKILL)  # nobody waits for it: a zombie is dead, too
 
     async with asyncio.timeout(10):
-        other = await target.notify_started("n1", "other", step=5)
-        await target.notify_finished(5, ticket=other)
-        with pytest.raises(RunDirError, match="doomed on n0 died: its process is gone"):
+        await target.notify_started("n1", "other")
+        await target.notify_finished(5)
+        with pytest.raises(RunDirError, match=f"doomed on {life.host} died: its process is gone"):
             await target.completed(5)
     await target.notify_finished(5)  # whatever anybody still says of it
     await target.register_thread_count(5, checkpoint_thread_count=1)
     await target.notify_finished(5)
     await target.monitor_step(5)
     assert target.latest_checkpoint_step == 0
-    assert not (tmp_path / "step-000005").exists()
-    assert target._state.steps == {}
-    assert "doomed on n0 died" in caplog.text
+    assert state_of(target).steps == {}
+    assert f"doomed on {life.host} died" in caplog.text
 
-    await save_step(target, 6, lambda directory: None)  # the run goes on
+    await target.monitor_step(6)  # the run goes on
     assert target.latest_checkpoint_step == 6
-    await save_step(target, 5, lambda directory: (directory / "whole").write_text("whole"))  # saved anew, it counts
-    assert set(manifest_files(tmp_path / "step-000005")) == {"whole"}
 
 
 async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    first = await target.notify_started("n", "first", step=1)
-    dead = asyncio.ensure_future(target.notify_started("n", "dead", step=2, alive=ProcessLife.of(process.pid)))
-    await asyncio.sleep(0)
-    last = asyncio.ensure_future(target.notify_started("n", "last", step=3))
+    await target.notify_started("n", "first")
+    saver_of(target, ProcessLife.of(process.pid), 2)
+    last = asyncio.ensure_future(target.notify_started("n", "last"))
     process.kill()
-    await target.notify_finished(1, ticket=first)
+    await target.notify_finished(1)
     async with asyncio.timeout(10):
         await last
-    await asyncio.wait({dead})  # whether it was removed from the queue or at its turn
-    with pytest.raises(SyncError, match="counts as dead"):
-        await target.notify_finished(2, ticket=dead.result() if dead.exception() is None else -1)
+        with pytest.raises(RunDirError, match="its process is gone"):
+            await target.completed(2)
 
 
 async def test_a_saver_without_a_heartbeat_is_dead_wherever_it_is(tmp_path: Path) -> None:
-    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    silent = await target.notify_started("far away", "silent", step=1, heartbeat_s=0.3)
+    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD, heartbeat_s=0.5)
+    saver_of(target, ProcessLife("far away", 1, "1"), 1)
     async with asyncio.timeout(10):
-        beating = await target.notify_started("n", "beating", step=2, heartbeat_s=1.5)
-    with pytest.raises(SyncError, match="counts as dead"):
-        await target.notify_finished(1, ticket=silent)  # it was only slow; it is told
-    waiting = asyncio.ensure_future(target.notify_started("n", "waiting", step=3))
-    for _ in range(7):
-        await asyncio.sleep(0.3)
-        await target.notify_alive(beating)
-    assert not waiting.done()
-    await target.notify_finished(2, ticket=beating)
+        await target.notify_started("n", "beating")
+        with pytest.raises(RunDirError, match=r"no heartbeat for 0\.5 s"):
+            await target.completed(1)
+    waiting = asyncio.ensure_future(target.notify_started("n", "waiting"))
+    await asyncio.sleep(2)
+    assert not waiting.done()  # a long save beats by itself
+    await target.notify_finished(2)
     async with asyncio.timeout(10):
         await waiting
+    await target.notify_finished(2)
 
 
-async def test_a_long_save_beats_by_itself(tmp_path: Path) -> None:
+async def test_a_saver_that_counts_as_dead_does_not_get_a_turn(tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
+    await target.notify_started("n", "first")
+    waiting = asyncio.ensure_future(target.notify_started("n", "slow"))
+    await asyncio.sleep(0.05)
 
-    async def long() -> None:
-        async with saving(target, 1, heartbeat_s=0.4):
-            await asyncio.sleep(1.2)
+    def silent(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        state = SaveState.of(values)
+        state.remove_dead({ticket: (0, "no heartbeat") for ticket, saver in state.savers.items() if not saver.writing})
+        return {**values, **state.values()}
 
-    saver = asyncio.ensure_future(long())
-    await asyncio.sleep(0)
+    target.board.write(silent)
     async with asyncio.timeout(10):
-        await target.notify_started("n", "next", step=2)
-    await saver
-    assert 1 not in target._state.broken
+        with pytest.raises(SyncError, match="counts as dead"):
+            await waiting
 
 
-async def test_a_saver_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    await target.begin(1)
-    await target.register_thread_count(1, checkpoint_thread_count=2)
-    await target.monitor_step(1)
-    with pytest.raises(OSError, match="disk full"):
-        async with saving(target, 1):
-            raise OSError("disk full")
-    async with saving(target, 1):
-        pass
-    with pytest.raises(RunDirError, match="OSError: disk full"):
-        await target.completed(1)
-    assert target.latest_checkpoint_step == 0
-
-
-async def test_a_straggler_of_an_earlier_attempt_does_not_complete_the_next(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    await target.begin(1)
-    await target.register_thread_count(1, checkpoint_thread_count=1)
-    straggler = await target.notify_started("n", "old", step=1)
-    await target.begin(1)
-    await target.register_thread_count(1, checkpoint_thread_count=1)
-    await target.monitor_step(1)
-    with pytest.raises(SyncError, match="began anew without it"):
-        await target.notify_finished(1, ticket=straggler)
-    assert target.latest_checkpoint_step == 0
-    ticket = await target.notify_started("n", "new", step=1)
-    await target.notify_finished(1, ticket=ticket)
-    assert target.latest_checkpoint_step == 1
-
-
-async def test_a_step_that_cannot_be_committed_is_not_complete(tmp_path: Path) -> None:
+async def test_a_step_that_cannot_be_written_down_is_not_complete(tmp_path: Path) -> None:
     class Full(CheckpointMonitor):
         def update_latest_checkpoint_step(self, step: int) -> None:
             raise OSError("disk full")
 
     target = Full(SaveStrategy.UNRESTRICTED, str(tmp_path))
     with pytest.raises(OSError, match="disk full"):
-        await save_step(target, 1, lambda directory: None)
-    with pytest.raises(RunDirError, match="it could not be committed"):
+        await target.monitor_step(1)
+    with pytest.raises(RunDirError, match="it could not be written down"):
         await target.completed(1)
     assert target.latest_checkpoint_step == 0
 
@@ -406,9 +392,9 @@ def test_a_process_of_the_same_number_is_another_process(process: subprocess.Pop
 
 def test_all_threads_of_a_process_get_the_same_monitor(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(TrinityMonitor.get_actor, str(tmp_path), None, str(tmp_path)) for _ in "12345678"]
+        asked = [pool.submit(CheckpointMonitor.get_actor, str(tmp_path), None, str(tmp_path)) for _ in "12345678"]
         monitors = [one.result() for one in asked]
     assert all(one is monitors[0] for one in monitors)
     assert monitors[0].save_strategy is SaveStrategy.UNRESTRICTED
-    assert TrinityMonitor.get_actor(str(tmp_path)) is monitors[0]
-    assert TrinityMonitor.get_actor(f"{tmp_path}/other", None, str(tmp_path)) is not monitors[0]
+    assert CheckpointMonitor.get_actor(str(tmp_path)) is monitors[0]
+    assert CheckpointMonitor.get_actor(f"{tmp_path}/other", None, str(tmp_path)) is not monitors[0]

@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent. Atomic directories, the store of a run, who may write when, remote copies."""
+"""Checkpoints, each complete or absent: atomic directories, the store of a run, saves in the background, copies."""

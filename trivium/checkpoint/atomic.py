@@ -1,4 +1,5 @@
-"""Directories that are complete or absent: staged, hashed, renamed. One counts only once its manifest is there."""
+"""Files and directories that are complete or absent: staged, hashed, renamed. A directory is complete if it has a
+manifest."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from trivium.errors import ConfigError, RunDirError, StorageError
 _log = logging.getLogger("trivium")
 
 MANIFEST = "manifest.json"
-"""Names, sizes and hashes of the files beside it; written last, removed first."""
+"""The file with the names, sizes and hashes of the others in its directory: written last, removed first."""
 
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Raises StorageError, with the path, where the operating system refuses what is written inside the block."""
+    """Turns an error of the operating system inside the block into a StorageError that names the path."""
     try:
         yield
     except StorageError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # so say libraries in Rust: safetensors
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # safetensors
             raise
         problem, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
         full = "space" in problem or "quota" in problem.lower()
@@ -41,12 +42,13 @@ def writing(path: Path) -> Generator[None]:
 
 
 def made_directory(path: Path, key: str) -> Path:
-    """The directory that the config names under `key`, made where it is missing. Raises ConfigError if it cannot be."""
+    """Makes the directory that the config names under `key`, unless it exists. Raises ConfigError if that fails, or if
+    the directory cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
-    except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         problem = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the directory {str(path)!r} ({key})", problem, "name one that can be written") from error
     return path
@@ -57,34 +59,29 @@ def folder_name(kind: str, step: int) -> str:
     return f"{kind}-{step:06d}"
 
 
-def staging_directory(directory: Path, name: str) -> Path:
-    """A new directory to write `name` in, under a name of its own: a process that still writes for an earlier attempt,
-    whose directories are removed, never writes into it."""
-    for earlier in _staged(directory, name):
+def staging_directory(final: Path) -> Path:
+    """A new empty directory beside `final`, in which its files are written until `commit` renames it.
+
+    Removes the staging directories of earlier attempts. Each attempt has a name of its own, so a process that still
+    writes for an earlier attempt never writes into this one.
+    """
+    name = f".{final.name}."
+    for earlier in final.parent.glob(f"{glob.escape(name)}{'[0-9a-f]' * 8}.writing"):
         shutil.rmtree(earlier, ignore_errors=True)
-    staging = directory / f".{name}.{uuid.uuid4().hex[:8]}.writing"
+    staging = final.parent / f"{name}{uuid.uuid4().hex[:8]}.writing"
     staging.mkdir(parents=True)
     return staging
 
 
 def make_unless_staged(directory: Path) -> None:
-    """Makes a directory to write in, unless it is one of `staging_directory`: if that is missing, its attempt is over,
-    and writing into it fails."""
+    """Makes a directory to write in. A directory of `staging_directory` is not made again: if it is missing, its
+    attempt is over, and writing into it fails."""
     if not directory.name.endswith(".writing"):
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _staged(directory: Path, name: str) -> list[Path]:
-    return [*directory.glob(f".{glob.escape(name)}.{'[0-9a-f]' * 8}.writing")]
-
-
-def commit(directory: Path, name: str, step: int) -> bool:
-    """Adds the manifest to what was staged for `name` and renames it to that; False where nothing was staged. Blocks
-    until it is on disk."""
-    final, staged = directory / name, _staged(directory, name)
-    if not staged:
-        return False
-    (staging,) = staged
+def commit(staging: Path, final: Path, step: int) -> None:
+    """Adds the manifest to a staging directory and renames it to `final`. Blocks until it is on disk."""
     with writing(final):
         files = sorted(path for path in staging.rglob("*") if path.is_file())
         entries = {
@@ -94,22 +91,20 @@ def commit(directory: Path, name: str, step: int) -> bool:
         for path in (*files, staging):
             fsync(path)
         if final.exists():
-            shutil.rmtree(final)  # the same step saved again after a resume from an earlier one
+            shutil.rmtree(final)  # a run that resumed from an earlier step saves this step again
         staging.rename(final)
-        fsync(directory)
-    return True
+        fsync(final.parent)
 
 
 def complete_steps(directory: Path, kind: str) -> list[int]:
-    """The steps of a kind that are complete, oldest first."""
+    """The steps whose directory of this kind is complete, oldest first."""
     manifests = directory.glob(f"{kind}-*/{MANIFEST}")
     numbers = (path.parent.name.removeprefix(f"{kind}-") for path in manifests)
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def manifest_files(folder: Path) -> dict[str, dict[str, int | str]]:
-    """The manifest's files: `bytes` and `sha256` of each by its path in the folder. Raises RunDirError where it is
-    damaged."""
+    """`bytes` and `sha256` of each file, by its path in the folder. Raises RunDirError if the manifest is damaged."""
     return _manifest(folder)["files"]
 
 
@@ -125,8 +120,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_files(folder: Path, step: int) -> None:
-    """Raises RunDirError where a complete directory is not what was committed for `step`: a byte has changed, or a file
-    is gone or came to it. Hidden files do not count."""
+    """Raises RunDirError if a complete directory differs from what was committed for `step`: a file is changed, missing
+    or new. Hidden files are ignored."""
     manifest = _manifest(folder)
     if manifest.get("step") != step:
         raise _damaged(folder, f"{MANIFEST} is of step {manifest.get('step')}")
@@ -146,24 +141,24 @@ def _damaged(folder: Path, found: str, do: str = "") -> RunDirError:
 
 
 def discard(folder: Path) -> None:
-    """Removes a complete directory, the manifest first: a kill half-way leaves nothing that looks complete."""
+    """Removes a complete directory, the manifest first: if the process is killed half-way, the rest is not complete."""
     (folder / MANIFEST).unlink()
     shutil.rmtree(folder)
 
 
 def discard_incomplete(directory: Path, kind: str) -> None:
-    """Removes the directories that a killed process left half-written or half-removed."""
+    """Removes the directories of this kind that a killed process left half-written or half-removed."""
     for path in directory.glob(f".{kind}-*.writing"):
         shutil.rmtree(path)
     for path in directory.glob(f"{kind}-*"):
         is_step = path.is_dir() and path.name.removeprefix(f"{kind}-").isdecimal()
         if is_step and not (path / MANIFEST).is_file():
-            _log.warning("%s has no %s, so it was not written whole: it is removed", path, MANIFEST)
+            _log.warning("%s has no %s, so it is incomplete: it is removed", path, MANIFEST)
             shutil.rmtree(path)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Replaces a file by a rename: readers see the old content or the new, never half of it."""
+    """Replaces a file by a rename: a reader sees the old content or the new content, never a part."""
     staging = path.with_name(f".{path.name}.writing")
     with writing(path):
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -177,7 +172,7 @@ def _sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Returns once a file, or the entries of a directory, are on disk."""
+    """Returns once a file, or the list of entries of a directory, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""BackgroundSaver: a trainer's saves, one at a time, which training waits for no longer than its engine needs."""
+"""BackgroundSaver: writes the checkpoints of a trainer one at a time, while training goes on if the engine can."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class BackgroundSaver:
     """Saves steps of a run in the background of one event loop."""
 
     def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool) -> None:
-        """`asynchronous`: training goes on while the files are written, where the engine can do that."""
+        """`asynchronous`: training goes on while the files are written, if the engine supports it."""
         self.store, self.engine, self.asynchronous = store, engine, asynchronous
         self.step: int | None = None
-        """The step whose save was the last to begin, or that the run continues from."""
+        """The step of the last save that began, or the step that the run continues from."""
         self.writing: asyncio.Task[Path] | None = None
-        """The save of that step, while it is being written."""
+        """The save in progress."""
         self.failed = False
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
-        """Saves the engine, `state` and what `write_more` writes. Returns when it is complete or, where it is written
-        beside training, as soon as training may move what is saved.
+        """Saves the engine, `state` and what `write_more` writes. Returns when the save is complete or, if it goes on
+        beside training, as soon as training may change what is saved.
 
-        Waits for the save before. Raises what either save raises.
+        Waits for the previous save. Raises the errors of both.
         """
         await self.wait()
         loop, held = asyncio.get_running_loop(), asyncio.Event()
@@ -47,7 +47,7 @@ class BackgroundSaver:
         self.look()
 
     def write_engine(self, directory: Path, held: Callable[[], object]) -> None:
-        """Writes the engine's part. Calls `held` once training may go on, where that is before the end."""
+        """Writes the engine's part. Calls `held` if training may go on before the end."""
         end = self.engine.begin_saving(directory) if self.asynchronous else None
         if end is None:
             self.engine.save(directory)
@@ -56,13 +56,13 @@ class BackgroundSaver:
             end()
 
     async def wait(self) -> None:
-        """Waits until the save that is being written is complete; raises what went wrong with it."""
+        """Waits until the save in progress is complete. Raises its error."""
         if self.writing is not None:
             await asyncio.wait({self.writing})  # a cancelled trainer does not cancel its save
             self.look()
 
     def look(self) -> None:
-        """Raises what went wrong with the save that was being written, once it is over."""
+        """Raises the error of the save in progress, once it has ended."""
         if self.writing is None or not self.writing.done():
             return
         writing, self.writing = self.writing, None
@@ -70,7 +70,7 @@ class BackgroundSaver:
         try:
             writing.result()
         except TriviumError:
-            raise  # it says which save
+            raise  # its text says what could not be saved
         except Exception as error:
             raise save_failed(self.step, error) from error
 
@@ -79,5 +79,5 @@ def save_failed(step: int | None, error: Exception) -> RunDirError:
     return RunDirError(
         f"save the checkpoint of step {step}",
         f"{type(error).__name__}: {error}",
-        "fix the cause and run the same command again: it continues from the checkpoint before",
+        "fix the cause and run the same command again: it continues from the previous checkpoint",
     )

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.atomic import MANIFEST, manifest_files
-from trivium.errors import ConfigError
+from trivium.concurrency import Threads
+from trivium.errors import ConfigError, RunDirError
 
 
 class RemoteDirectory:
-    """Copies of complete directories. A copy counts only once its manifest is there, which is copied last.
+    """Copies of complete directories. The manifest is copied last, so a copy with a manifest is complete.
 
-    A copy is replaced by a newer one of the same name, and never removed.
+    A newer directory of the same name replaces a copy; nothing removes one.
     """
 
-    def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that fsspec cannot open."""
+    def __init__(self, url: str, deadline_s: float) -> None:
+        """`deadline_s` bounds each `copy_missing`. Raises ConfigError for a URL that fsspec cannot open."""
         # Imported where a run names a remote directory: it takes a moment.
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
-        self.url = url
+        self.url, self._deadline_s = url, deadline_s
+        self._threads = Threads(1, "trivium-copy")
         try:
             opened: tuple[Any, str] = fsspec.url_to_fs(url)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         except (ValueError, ImportError) as error:
@@ -31,15 +35,31 @@ class RemoteDirectory:
             ) from error
         self._files, self._root = opened
 
-    def holds(self, folder: Path) -> bool:
-        """Whether there is a complete and equal copy of a directory."""
+    async def copy_missing(self, folders: Sequence[Path]) -> None:
+        """Copies the complete directories of which there is no equal copy. Raises RunDirError if that fails."""
+
+        def copy() -> None:
+            for folder in folders:
+                if not self._holds(folder):
+                    self._copy(folder)
+
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._threads.run(copy)
+        except Exception as error:  # each kind of storage raises errors of its own
+            raise RunDirError(
+                f"copy checkpoints to {self.url}",
+                f"{type(error).__name__}: {str(error) or f'it was not done within {self._deadline_s:.0f} s'}",
+                "it is tried again after the next save, and when the same command is run again",
+            ) from error
+
+    def _holds(self, folder: Path) -> bool:
         try:
             return self._files.cat_file(f"{self._root}/{folder.name}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
         except FileNotFoundError:
             return False
 
-    def copy(self, folder: Path) -> None:
-        """Copies a complete directory. Raises what the storage raises; a copy that fails does not count."""
+    def _copy(self, folder: Path) -> None:
         target = f"{self._root}/{folder.name}"
         if self._files.exists(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")

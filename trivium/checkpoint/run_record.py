@@ -1,6 +1,6 @@
 """The record of a run in its checkpoints and its summary: measurements, seconds by phase, failed rollouts by cause.
 
-A record is a dict of JSON values. A value in it is replaced, never changed: a save in progress may be reading it.
+A record is a dict of JSON values. Its values are replaced, never changed in place: a save in progress may read them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def with_evaluation(record: Mapping[str, Any], measured: Mapping[str, float], *ends: str) -> dict[str, Any]:
-    """The record with an evaluation at these `ends` of the run (`before`, `after`). Accuracies are left out once any
-    evaluation had partial rewards."""
+    """The record with an evaluation at these `ends` of the run (`before`, `after`). Leaves accuracies out once an
+    evaluation has had partial rewards."""
     record = {**record, **{f"{name}_{end}": value for name, value in measured.items() for end in ends}}
     started_graded = "reward_before" in record and "accuracy_before" not in record
     graded = started_graded or "accuracy" not in measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +13,21 @@ from typing import Any
 
 from trivium.checkpoint.atomic import (
     MANIFEST,
+    commit,
     complete_steps,
     discard,
     discard_incomplete,
     folder_name,
+    staging_directory,
     verify_files,
     writing,
 )
-from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step
-from trivium.checkpoint.savers import CHECKPOINT
+from trivium.checkpoint.remote import RemoteDirectory
 from trivium.errors import RunDirError
-from trivium.types import SaveStrategy
 
+_log = logging.getLogger("trivium")
+CHECKPOINT = "step"
+"""The first part of the name of a checkpoint's directory: `step-000100`."""
 _STATE = "state.json"
 
 
@@ -38,11 +42,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of a run directory, earlier sessions' included.
-
-    Saving goes through a CheckpointMonitor over the same directory, which commits a step when all its savers are done:
-    both agree on the latest step.
-    """
+    """The checkpoints of a run directory, those of earlier sessions included."""
 
     def __init__(
         self,
@@ -50,46 +50,54 @@ class CheckpointStore:
         *,
         keep: int = 3,
         keep_best: str | None = None,
-        save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED,
         remote: str | None = None,
         deadline_s: float = 3600.0,
     ) -> None:
-        """`remote` is an fsspec URL that complete checkpoints are copied to; `deadline_s` bounds waits for other savers
-        and for the copying."""
+        """`remote` is an fsspec URL that complete checkpoints are copied to; `deadline_s` bounds the copying."""
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
-        self.monitor = CheckpointMonitor(save_strategy, str(directory), remote, deadline_s=deadline_s)
+        self._remote = None if remote is None else RemoteDirectory(remote, deadline_s)
 
     async def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, in a thread: `write` fills a directory, which is then committed.
+        """Writes a checkpoint, in threads: `write` fills a directory, which is then committed and copied.
 
-        `state["score"]` is what `keep_best` compares (None where nothing was measured); `state["pinned"]` are steps
+        `state["score"]` is what `keep_best` compares (None if nothing was measured); `state["pinned"]` are steps
         that are kept. Then removes the checkpoints that are not kept.
+
+        Raises what `write` raises; the step has no checkpoint then.
         """
+        path = self._path(step)
 
         def write_all(directory: Path) -> None:
             with writing(directory):
                 write(directory)
                 (directory / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
 
-        await save_step(self.monitor, step, write_all)
+        staging = await asyncio.to_thread(staging_directory, path)
+        await asyncio.to_thread(write_all, staging)
+        await asyncio.to_thread(commit, staging, path, step)
+        try:
+            await self.copied()
+        except RunDirError as error:
+            _log.error("%s", error)  # the run continues: the next save copies again, and so does the end of the run
         await asyncio.to_thread(self.prune, pinned=state.get("pinned", ()))
-        return self._path(step)
+        return path
 
     async def copied(self) -> None:
-        """Copies the checkpoints to the remote directory, where there is one. Raises RunDirError if that fails."""
-        await self.monitor.copied()
+        """Copies the checkpoints to the remote directory, if there is one. Raises RunDirError if that fails."""
+        if self._remote is not None:
+            await self._remote.copy_missing([self._path(step) for step in self.steps()])
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, oldest first."""
         return complete_steps(self.directory, CHECKPOINT)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, verified; None where there is none."""
+        """The newest checkpoint, verified. Returns None if there is no checkpoint."""
         steps = self.steps()
         return self.open(steps[-1]) if steps else None
 
     def open(self, step: int) -> Checkpoint:
-        """The checkpoint of a step. Raises RunDirError if it is absent, or if a byte of it has changed."""
+        """The checkpoint of a step. Raises RunDirError if it is absent or differs from what was saved."""
         path = self._path(step)
         if not (path / MANIFEST).is_file():
             raise RunDirError(
@@ -99,7 +107,7 @@ class CheckpointStore:
         return Checkpoint(step, path, self._state(step))
 
     def prune(self, pinned: Collection[int] = ()) -> None:
-        """Removes all but the newest `keep`, the best, and the pinned ones."""
+        """Removes the checkpoints except for the newest `keep`, the best one and the pinned ones."""
         steps = self.steps()
         kept = {*steps[-self.keep :], *pinned}
         scores = {step: self._state(step).get("score") for step in steps} if self.keep_best else {}
@@ -128,9 +136,10 @@ class CheckpointStore:
 
 
 def export(checkpoint: Checkpoint, out: Path, leave_out: Sequence[str] = ()) -> Path:
-    """Copies the policy of a checkpoint to `out`: a plain Hugging Face directory, without the files of these patterns.
+    """Copies the policy of a checkpoint to `out`, except for the files that match `leave_out`: a plain Hugging Face
+    directory.
 
-    Raises RunDirError where `out` is not empty.
+    Raises RunDirError if `out` is not empty.
     """
     if out.exists() and any(out.iterdir()):
         raise RunDirError(f"export to {out}", "it exists and is not empty", "name a new directory")

@@ -145,7 +145,6 @@ def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
         run_dir / "checkpoints",
         keep=checkpoint.keep,
         keep_best=checkpoint.keep_best,
-        save_strategy=checkpoint.save_strategy,
         remote=checkpoint.remote,
         deadline_s=config.sync.deadline_s,
     )

@@ -92,7 +92,7 @@ class FileChannel:
         """A folder to fill; on disk under its final name after the block. Then removes what is not kept."""
         own = self._clear() if self._own is None else self._own
         folder = self._folder(version)
-        yield (staging := staging_directory(self._directory, folder.name))
+        yield (staging := staging_directory(folder))
         for path in (*staging.iterdir(), staging):
             fsync(path)
         self._remove(version)

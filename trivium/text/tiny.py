@@ -125,12 +125,12 @@ class TinyModel:
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
-        staging = staging_directory(directory.parent, directory.name)
+        staging = staging_directory(directory)
         with writing(staging):
             tokenizer.save_pretrained(staging)
             model.save_pretrained(staging)
             self._save_processor(staging)
-        commit(directory.parent, directory.name, step=0)
+        commit(staging, directory, step=0)
         return directory
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -87,14 +87,14 @@ def save(
     def begin() -> str:
         for unfinished in directory.glob(".*.writing"):  # what a process that was killed left
             shutil.rmtree(unfinished)
-        return str(staging_directory(directory, tag))
+        return str(staging_directory(directory / tag))
 
-    staging = ranks_agree(ranks, begin)
-    take_snapshot(files, ranks, SaveStrategy.UNRESTRICTED, finish, copy=False).write(Path(staging))
+    staging = Path(ranks_agree(ranks, begin))
+    take_snapshot(files, ranks, SaveStrategy.UNRESTRICTED, finish, copy=False).write(staging)
 
     def conclude() -> None:
         present = checkpoints(directory)
-        commit(directory, tag, 1 + max(present.values(), default=0))
+        commit(staging, directory / tag, 1 + max(present.values(), default=0))
         prune(directory, max_num, max_mem)
 
     ranks_agree(ranks, conclude)
@@ -152,8 +152,7 @@ def save_model(
 ) -> None:
     """A directory that transformers loads, an adapter added; what is there already under other names stays. All ranks
     call it. `companions` writes what belongs to it beside the weights (a tokenizer)."""
-    parent, name = directory.parent, directory.name
-    staging = Path(ranks_agree(ranks, lambda: str(staging_directory(parent, name))))
+    staging = Path(ranks_agree(ranks, lambda: str(staging_directory(directory))))
     take_snapshot(weight_files(model, ""), ranks, SaveStrategy.UNRESTRICTED, companions, copy=False).write(staging)
 
     def move() -> None:

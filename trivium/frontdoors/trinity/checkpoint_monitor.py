@@ -1,49 +1,88 @@
-"""Trinity-RFT's CheckpointMonitor: one for all processes of a namespace."""
+"""Trinity-RFT's CheckpointMonitor: which saves are complete, and which saver may write when. One stands for all
+processes of a namespace."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import operator
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar
 
-from trivium.checkpoint import save_monitor
-from trivium.checkpoint.savers import CHECKPOINT, STATE_DICT
-from trivium.errors import ConfigError, UnknownName
+from trivium.board import Board, MemoryBoard, Values, locked
+from trivium.checkpoint import store
+from trivium.checkpoint.atomic import atomic_write, complete_steps, folder_name
+from trivium.checkpoint.remote import RemoteDirectory
+from trivium.concurrency import Heartbeat, HeartbeatTracker, ProcessLife, ProgressDeadline, Waiting, wait_until
+from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
 from trivium.frontdoors.trinity.actors import made_once
 from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
+from trivium.frontdoors.trinity.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.registry import suggest
 from trivium.types import SaveStrategy
 
+T = TypeVar("T")
+
+_log = logging.getLogger("trivium")
 ROLE = "checkpoint_monitor"
 """The name of a CheckpointMonitor in its namespace."""
 HEARTBEAT_S = 60.0
 """A saver on another machine of a Ray cluster that is silent for so long is dead."""
+_POLL_S = 0.5
+"""How often a wait for savers checks whether they are alive."""
 
 
 @actor_like
-class CheckpointMonitor(save_monitor.CheckpointMonitor):
-    """One made by `get_actor` stands for the monitor of a namespace: in every process that asks for it, over one state.
-    A directly made one is of this process alone.
+class CheckpointMonitor:
+    """Knows which saves are complete: announced, and every registered saver has finished, in any order.
 
-    Methods are called as they are, or, on Ray, by `.remote(...)` as those of an actor.
+    The files beside the saves hold the newest complete steps, so they survive the monitor. The monitor does not write
+    the saves; it counts a checkpoint of a run (`step-000100`) under `default_local_dir` as complete, too.
+
+    `get_actor` gives every process of a namespace a monitor over one state. A monitor from the constructor belongs to
+    its process alone. Methods are called as they are, from any thread and any event loop, or, on Ray, by
+    `.remote(...)` like those of an actor. Steps are integers from 0: another value raises DataError.
     """
 
     LATEST: ClassVar[Mapping[str, str]] = {
         CHECKPOINT: "latest_checkpointed_iteration.txt",
         STATE_DICT: "latest_state_dict_iteration.txt",
     }
-    """The files that hold the newest complete steps."""
+    """The files under `default_local_dir` that hold the newest complete steps."""
 
     shared: Shared | None = None
 
-    def _update(self, kind: str, step: int) -> None:
-        super()._update(kind, step)
-        self._note(kind, step)
+    def __init__(
+        self,
+        save_strategy: SaveStrategy,
+        default_local_dir: str,
+        default_hdfs_dir: str | None = None,
+        *,
+        deadline_s: float = 3600.0,
+        board: Board | None = None,
+        heartbeat_s: float | None = None,
+    ) -> None:
+        """`default_hdfs_dir` is the fsspec URL of a directory that complete checkpoints of a run are copied to
+        (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying.
 
-    def __reduce__(self) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self.shared is None:
-            return super().__reduce__()
-        return CheckpointMonitor.get_actor, (self.shared.namespace,)
+        `board` holds the state (default: a board of this process). With `heartbeat_s`, its processes may be on several
+        machines: each sends heartbeats for its savers, and a saver that is silent for so long is dead.
+        """
+        self.save_strategy = SaveStrategy(save_strategy)
+        self.default_local_dir, self.default_hdfs_dir = default_local_dir, default_hdfs_dir
+        self.deadline_s, self.heartbeat_s = deadline_s, heartbeat_s
+        self.board: Board = board or MemoryBoard()
+        self._remote = None if default_hdfs_dir is None else RemoteDirectory(default_hdfs_dir, deadline_s)
+        self._trackers: dict[int, HeartbeatTracker] = {}
+        """The heartbeats of all savers, as this process sees them."""
+        self._beating: dict[int, ExitStack] = {}
+        """The heartbeats that this process sends."""
+
+    # ------------------------------------------------------------------ one for all processes
 
     @classmethod
     def get_actor(
@@ -56,8 +95,8 @@ class CheckpointMonitor(save_monitor.CheckpointMonitor):
         """The monitor of a namespace. The first call of all its processes makes it, and needs `default_local_dir`; it
         lasts as long as one of them lives.
 
-        They are the processes of a Ray cluster where this one is connected to it, else those of this machine and user.
-        Raises ConfigError for settings other than those it was made with.
+        Its processes are those of the Ray cluster that this process is connected to, else those of this machine and
+        user. Raises ConfigError for settings other than those it was made with.
         """
         settings = {
             "save_strategy": None if save_strategy is None else _strategy(save_strategy).value,
@@ -83,6 +122,222 @@ class CheckpointMonitor(save_monitor.CheckpointMonitor):
                     "pass the same everywhere, or use another namespace",
                 )
         return monitor
+
+    def __reduce__(self) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self.shared is None:
+            return super().__reduce__()
+        return CheckpointMonitor.get_actor, (self.shared.namespace,)
+
+    # ------------------------------------------------------------------ what is complete
+
+    @property
+    def latest_checkpoint_step(self) -> int:
+        """The newest step with a complete checkpoint; 0 if there is none."""
+        return max(*complete_steps(Path(self.default_local_dir), store.CHECKPOINT), 0, self._noted(CHECKPOINT))
+
+    @property
+    def latest_state_dict_step(self) -> int:
+        """The newest step whose weights can be loaded, with or without a checkpoint; 0 if there is none."""
+        return max(self.latest_checkpoint_step, self._noted(STATE_DICT))
+
+    def update_latest_checkpoint_step(self, step: int) -> None:
+        """Writes down that the checkpoint of this step is complete. Steps may come in any order. Blocks."""
+        self._note(CHECKPOINT, _checked(step))
+
+    def update_latest_state_dict_step(self, step: int) -> None:
+        """Writes down that the weights of this step are complete. Steps may come in any order. Blocks."""
+        self._note(STATE_DICT, _checked(step))
+
+    def _note(self, kind: str, step: int) -> None:
+        """Writes the step down as the newest one, unless a newer one is written there."""
+        path = Path(self.default_local_dir) / self.LATEST[kind]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            if not path.exists() or step > self._noted(kind):
+                atomic_write(path, f"{step}\n")
+
+    def _noted(self, kind: str) -> int:
+        path = Path(self.default_local_dir) / self.LATEST[kind]
+        try:
+            return _checked(int(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return 0
+        except ValueError as error:
+            raise RunDirError(f"the step in {path}", str(error), "write the newest complete step there") from error
+
+    async def completed(self, step: int, is_state_dict: bool = False) -> None:
+        """Waits until the announced save of this step is complete.
+
+        Raises RunDirError if it cannot become complete (a saver died), SyncError at the deadline.
+        """
+        kind = _kind(is_state_dict)
+
+        def settled(state: SaveState) -> bool:
+            return step not in state.steps or kind not in state.steps[step].announced
+
+        await self._wait(settled, f"the {kind} save of step {step}", "its savers")
+        cause = self._state.broken.get(step)
+        if cause is not None:
+            raise RunDirError(f"a complete save of step {step}", cause, "fix the cause, and save another step")
+
+    # ------------------------------------------------------------------ what savers report
+
+    async def register_thread_count(
+        self, step: int, *, state_dict_thread_count: int = 0, checkpoint_thread_count: int = 0
+    ) -> None:
+        """Adds savers that this step waits for."""
+        step, caller = _checked(step), _this_process()
+        counts = {
+            STATE_DICT: _checked(state_dict_thread_count, "state_dict_thread_count"),
+            CHECKPOINT: _checked(checkpoint_thread_count, "checkpoint_thread_count"),
+        }
+        self._change(lambda state: state.register(step, counts, caller))
+        await self._note_complete(step)
+
+    async def monitor_step(self, step: int, is_state_dict: bool = False) -> None:
+        """Announces that all savers of this step are registered. The step is complete once all of them have finished,
+        which they may have already. A checkpoint waits for the savers of the step's state dict, too."""
+        step = _checked(step)
+        self._change(lambda state: state.announce(step, _kind(is_state_dict)))
+        await self._note_complete(step)
+
+    async def notify_started(self, node_id: str, job_id: str) -> int:
+        """Queues a saver of this process. Returns its ticket once the strategy lets it write.
+
+        A saver whose process dies loses its turn, and the steps for which that process registered savers cannot become
+        complete. Raises SyncError if nothing changes among the savers for `deadline_s`.
+        """
+        place = {
+            SaveStrategy.SINGLE_THREAD: "",  # `enqueue` gives each saver a place of its own
+            SaveStrategy.SINGLE_PROCESS: f"{node_id}/{job_id}",
+            SaveStrategy.SINGLE_NODE: str(node_id),
+            SaveStrategy.UNRESTRICTED: "anywhere",
+        }[self.save_strategy]
+        name = f"{job_id} on {node_id}"
+        ticket = self._change(lambda state: state.enqueue(Saver(place, name, _this_process())))
+        if self.heartbeat_s is not None:
+            stack = self._beating[ticket] = ExitStack()
+            beat = partial(self._change, partial(_count_beat, ticket))
+            stack.enter_context(Heartbeat(beat, self.heartbeat_s / 4, f"saver-{ticket}"))
+        try:
+            admitted: bool | None = False
+            while admitted is False:
+                await self._wait(lambda state: state.may_write(ticket), f"the saver {name}", "its turn")
+                admitted = self._change(lambda state: state.admit(ticket))
+            if admitted is None:
+                raise SyncError(
+                    f"the turn of the saver {name}",
+                    "the saver counts as dead: others may be writing",
+                    "look why this process was silent for so long, and save another step",
+                )
+        except BaseException:
+            self._change(lambda state: state.savers.pop(ticket, None))
+            self._stop_beating(ticket)
+            raise
+        return ticket
+
+    async def notify_finished(self, step: int, is_state_dict: bool = False) -> None:
+        """A saver of this process has written its part of this step. Returns once the step is written down as complete,
+        if this was the last saver."""
+        step, caller = _checked(step), _this_process()
+        self._stop_beating(self._change(lambda state: state.finish(step, _kind(is_state_dict), caller)))
+        await self._note_complete(step)
+
+    # ------------------------------------------------------------------ internals
+
+    async def _note_complete(self, step: int) -> None:
+        """Writes down the saves of a step that have become complete, and copies the checkpoints."""
+        kinds = self._state.complete(step)
+        for kind in kinds:
+            update = self.update_latest_state_dict_step if kind == STATE_DICT else self.update_latest_checkpoint_step
+            try:
+                await asyncio.to_thread(update, step)
+            except BaseException as error:
+                cause = f"it could not be written down: {type(error).__name__}: {error}"
+                self._change(lambda state, cause=cause: state.give_up(step, cause))
+                raise
+        self._change(lambda state: state.forget(step, kinds))
+        if kinds and self._remote is not None:
+            local = Path(self.default_local_dir)
+            steps = complete_steps(local, store.CHECKPOINT)
+            try:
+                await self._remote.copy_missing([local / folder_name(store.CHECKPOINT, each) for each in steps])
+            except RunDirError as error:
+                _log.error("%s", error)  # savers go on: the next complete save copies again
+
+    @property
+    def _state(self) -> SaveState:
+        return SaveState.of(self.board.read())
+
+    def _change(self, change: Callable[[SaveState], T]) -> T:
+        """Applies `change` to the state and wakes those who wait. Returns what `change` returns; it may be called more
+        than once."""
+        results: list[T] = []
+
+        def apply(values: Values) -> Values:
+            state = SaveState.of(values)
+            results[:] = [change(state)]
+            return {**values, **state.values()}
+
+        self.board.write(apply)
+        return results[0]
+
+    def _remove_dead(self) -> None:
+        state = self._state
+        causes = {ticket: (saver.beats, self._cause_of_death(ticket, saver)) for ticket, saver in state.savers.items()}
+        dead = {ticket: (beats, cause) for ticket, (beats, cause) in causes.items() if cause}
+        for ticket in [*self._trackers.keys() - state.savers.keys()]:
+            self._trackers.pop(ticket, None)
+        if dead:
+            for name, cause in self._change(lambda state: state.remove_dead(dead)):
+                _log.error("the saver %s died (%s); what it was saving does not count", name, cause)
+
+    def _cause_of_death(self, ticket: int, saver: Saver) -> str:
+        """Empty as long as the saver may be alive."""
+        if not saver.alive():
+            return "its process is gone"
+        if self.heartbeat_s is None:
+            return ""
+        silence_s = self._trackers.setdefault(ticket, HeartbeatTracker()).silence_s(saver.beats)
+        return f"no heartbeat for {self.heartbeat_s} s" if silence_s > self.heartbeat_s else ""
+
+    def _stop_beating(self, ticket: int | None) -> None:
+        if ticket is not None and (beating := self._beating.pop(ticket, None)) is not None:
+            beating.close()
+
+    async def _wait(self, done: Callable[[SaveState], bool], who: str, whom: str) -> None:
+        """Waits until `done` holds. Any change among the savers is progress."""
+
+        async def poll(deadline: ProgressDeadline) -> tuple[bool | None, object]:
+            self._remove_dead()
+            patience_s = min(_POLL_S, deadline.seconds)
+            state = SaveState.of(await self.board.poll(lambda values: done(SaveState.of(values)), patience_s))
+            return done(state) or None, state.describe()
+
+        await wait_until(poll, lambda: Waiting(who, whom, self._state.describe()), self.deadline_s)
+
+
+def _count_beat(ticket: int, state: SaveState) -> None:
+    """Raises KeyError for a saver that counts as dead, which ends its heartbeat."""
+    state.savers[ticket].beats += 1
+
+
+def _this_process() -> ProcessLife:
+    return ProcessLife.of(os.getpid())
+
+
+def _checked(number: SupportsIndex, name: str = "step") -> int:
+    """A step, or a number of savers. Raises DataError for any other value."""
+    try:
+        if not isinstance(number, bool) and (value := operator.index(number)) >= 0:
+            return value
+    except TypeError:
+        pass
+    raise DataError(f"a {name} of 0 or more, as an integer", described(number), "pass what the trainer counts")
+
+
+def _kind(is_state_dict: bool) -> str:
+    return STATE_DICT if is_state_dict else CHECKPOINT
 
 
 def _strategy(strategy: str) -> SaveStrategy:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from trivium.checkpoint.save_monitor import run_now
+from trivium.concurrency import run_here
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, first_cause
 from trivium.explorer import Explorer
@@ -174,7 +174,7 @@ class Trainer:
             options = {"save_as_hf": True} if save_as_hf else {}
             self.core.wrapped.calls(self.engine.save_checkpoint, block_until_saved=block_until_saved, **options)
             added = self.core.run_state()
-            run_now(self._run.store.save(self.train_step_num, added.write, added.state))
+            run_here(self._run.store.save(self.train_step_num, added.write, added.state))
         return Prepared()
 
     # ------------------------------------------------------------------ the end
