@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from trivium.checkpoint.run_record import add_failures, add_seconds, num_changed_fields, with_evaluation
+from trivium.checkpoint.run_record import (
+    add_failures,
+    add_seconds,
+    last_evaluation,
+    num_changed_fields,
+    with_evaluation,
+)
 from trivium.errors import RolloutsFailing, TriviumError
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
@@ -106,7 +112,7 @@ class Trainer:
         self._earlier = EarlierRollouts(self.buffer, self.recorded_weights)
         self._thread = StepThread()
         self._in_progress: _InProgress | None = None
-        self._measured: dict[str, int | None] = {"evaluated": None, "measured": None}
+        self._measured: dict[str, int | None] = {"evaluated": self.record.get("evaluated"), "measured": None}
         """The step of the last evaluation, and the step at which the held-out loss was measured last."""
         self._reached = False
         """Whether the threshold of `schedule.until` has been crossed."""
@@ -151,7 +157,8 @@ class Trainer:
         if self.publisher.starts_from(version) and (self.publisher.is_followed or self.evaluator is not None):
             await asyncio.to_thread(self.sync_weight)
         if is_first and self.evaluator is not None and self.cadence.evaluate_ends and not self.cadence.skip_start:
-            measured = await self._evaluate(self.evaluator)
+            is_known = self._measured["evaluated"] == version  # by the stage before
+            measured = last_evaluation(self.record) if is_known else await self._evaluate(self.evaluator)
             self.record = with_evaluation(self.record, measured, "before", "after")
         if is_first and self.held_out is not None:
             self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)

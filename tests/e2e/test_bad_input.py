@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trivium.cli import app
+from trivium.concurrency import ProcessLife
 
 TINY = Path(__file__).parent / "tiny.yaml"
 
@@ -242,8 +246,10 @@ def test_a_second_process_in_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps(asdict(ProcessLife.of(os.getpid()))))
+        lock.flush()
         code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\n")
-    refused(code, output, "another process runs there")
+    refused(code, output, f"process {os.getpid()} on host {socket.gethostname()} runs there")
 
 
 def test_eval_export_and_bench(tmp_path: Path) -> None:

@@ -505,6 +505,41 @@ def test_the_stages_of_the_page_about_concepts_learn(start: Callable[..., Forked
     assert summary["reward_after"] > summary["reward_before"] + 0.05, summary
 
 
+BORDER = """
+extends: base.yaml
+tasks: {test: {kind: arithmetic, max_operand: 9, count: 20}}
+rewards: [exact]
+evaluation: {taskset: test, every: 2}
+schedule: {steps: 2}
+stages: [{algorithm: {kind: grpo}}, {algorithm: {kind: rloo}}]
+"""
+
+
+def test_a_policy_is_evaluated_once_between_stages_that_evaluate_alike(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    (tmp_path / "border.yaml").write_text(BORDER)
+    graded = "stages.1.rewards=[{kind: exact, partial_credit: 0.5}]"
+    runs = {"alike": ((), [2, 4]), "other": ((graded,), [2, 2, 4]), "rare": (("evaluation.every=0",), [2, 4])}
+    for name, (changes, steps) in runs.items():
+        command = start(name, "run", "border.yaml", f"run.dir={name}", *changes)
+        assert command.wait(120) == 0, command.text
+        evaluated = [row for row in rows_of(tmp_path / name) if "eval/test/reward" in row]
+        assert [row["step"] for row in evaluated] == steps
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["reward_before"] == evaluated[-2]["eval/test/reward"]
+        assert summary["reward_after"] == evaluated[-1]["eval/test/reward"]
+
+
+def test_a_reward_that_returns_text_is_told_once(start: Callable[..., Forked], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def judged(completion): return 'good'\n")
+    command = start("run", "run", "base.yaml", "rewards=[{kind: mine.py:judged}]")
+    assert command.wait(120) == 1, command.text
+    assert command.text.count("do: fix the reward: this trajectory is left out") == 1
+    assert command.text.count("asked: a finite number from reward 'judged'") == 1
+    assert "the reward: RewardError: a finite number from reward 'judged'" in command.text, "the error names its cause"
+
+
 def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..., Forked], tmp_path: Path) -> None:
     prompts = ["1+1=", "2+3=", "+".join("111111111111=")]
     rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]

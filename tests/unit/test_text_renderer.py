@@ -2,14 +2,19 @@
 
 import json
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from trivium.errors import DataError
+from trivium.config import config_from_mapping, merged
+from trivium.errors import ConfigError, DataError
 from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
+from trivium.models.backbone.huggingface import HuggingFaceModel
+from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import tiny_tokenizer
+from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.types import Media, Message, Prompt, StopReason
 
 THINKING = """{%- for m in messages -%}
@@ -243,3 +248,51 @@ def test_characters_the_policy_cannot_see_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chat.render([user("1+1")])
+
+
+TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "config"])
+def test_variables_of_a_chat_template_are_set_for_every_prompt(where: str, tmp_path: Path) -> None:
+    path = TinyModel(TinyModel.Config(alphabet="bytes"), seed=0).materialize(tmp_path / "model")
+    (path / "chat_template.jinja").unlink()
+    section: dict[str, Any] = {"path": str(path), "template_variables": {"enable_thinking": False}}
+    if where == "config":
+        section["chat_template"] = TEMPLATE
+    elif where == "chat_template.jinja":
+        (path / where).write_text(TEMPLATE)
+    else:
+        settings = json.loads((path / where).read_text())
+        named = [{"name": "tools", "template": "?"}, {"name": "default", "template": TEMPLATE}]
+        (path / where).write_text(json.dumps({**settings, "chat_template": named}))
+    model = HuggingFaceModel(HuggingFaceModel.Config.model_validate(section))
+    directory = model.materialize(tmp_path / "run")
+    renderer = ChatRenderer(hf_tokenizer(str(directory)))
+    assert renderer.text([user("1+1=")]) == "1+1=<none>"
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"model": {"template_variables": {"enable_thinkin": False}}}, "model.template_variables.enable_thinkin"),
+        (
+            {"engine": {"kind": "endpoint", "model": "m", "urls": ["http://a/v1"], "protocol": "chat"}},
+            "engine.extra_body",
+        ),
+    ],
+)
+def test_variables_of_a_chat_template_without_effect_are_refused(
+    change: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    path = TinyModel(TinyModel.Config(alphabet="bytes"), seed=0).materialize(tmp_path / "model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    model = {"kind": "hf", "path": str(path), "template_variables": {"enable_thinking": False}}
+    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
+    with pytest.raises(ConfigError) as raised:
+        config_from_mapping(merged({"model": model, "tasks": tasks, "rewards": ["exact"]}, change))
+    assert any(problem.where.startswith(where) for problem in raised.value.problems), raised.value
+    sent = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    if "engine" in change:
+        engine = {**change["engine"], **sent}
+        config_from_mapping({"model": model, "tasks": tasks, "rewards": ["exact"], "engine": engine})

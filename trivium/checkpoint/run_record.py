@@ -19,6 +19,11 @@ def with_evaluation(record: Mapping[str, Any], measured: Mapping[str, float], *e
     return {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}
 
 
+def last_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
+    """What the newest evaluation in the record measured."""
+    return {name: record[f"{name}_after"] for name in ("accuracy", "reward") if f"{name}_after" in record}
+
+
 def add_seconds(record: dict[str, Any], seconds: Mapping[str, float]) -> None:
     """Adds seconds by phase."""
     before: Mapping[str, float] = record.get("time", {})

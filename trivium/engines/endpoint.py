@@ -73,6 +73,12 @@ class EndpointEngine:
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
+            variables: dict[str, Any] = getattr(run.model, "template_variables", {})
+            sent = self.extra_body.get("chat_template_kwargs")
+            if self.protocol == "chat" and variables and sent != variables:
+                found, do = f"the server renders the prompts, with {sent}", "set them in both places"
+                asked = f"the model.template_variables {variables}"
+                yield Problem(f"{where}.extra_body.chat_template_kwargs", asked, found, do)
             if self.update_urls and self.update_dir is None:
                 do = "name a directory that the servers see as well"
                 yield Problem(f"{where}.update_dir", "weights for update_urls", "no directory to write them to", do)

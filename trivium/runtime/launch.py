@@ -41,7 +41,7 @@ from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import Findings, preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
-from trivium.runtime.stage import Stage, TrainStage
+from trivium.runtime.stage import Stage, TrainStage, evaluates_alike
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
@@ -225,7 +225,9 @@ def _remaining_stages(
             if resume is not None:
                 record.update(carried(resume))
             if resume is None or resume.step < last_version:
-                record |= {"stage": number, "pinned": list(ends)}
+                known = resume is None and number > 0 and evaluates_alike(stages[number - 1], stage_config)
+                evaluated = store.open(ends[number - 1]).state["evaluated"] if known else None
+                record |= {"stage": number, "pinned": list(ends), "evaluated": evaluated}
                 _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
                 (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks the run as finished
                 stage_config = with_reward_models(stage_config, config.stage_names, ends, store)

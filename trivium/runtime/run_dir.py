@@ -81,8 +81,9 @@ def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
         if (owner is not None and owner()) or time.monotonic() > end:
             found = "another process runs there"
             if owner is not None:
-                found += f": {owner.pid} of {owner.host}"
-                found += "" if owner() else f" has ended, and what it started has not within {_ENDING_S:.0f} s"
+                found = f"process {owner.pid} on host {owner.host} runs there"
+                if not owner():
+                    found = f"process {owner.pid} on host {owner.host} has ended, but not what it started"
             raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
         time.sleep(_POLL_S)
     _name_owner(lock, me)
@@ -105,8 +106,8 @@ def hold_with(owner: ProcessLife, run_dir: Path) -> None:
     is_held = _locked(lock, fcntl.LOCK_SH)
     if (holder := _owner(lock)) is not None and not (is_held and holder == owner):
         raise RunDirError(
-            f"write in {run_dir} for process {owner.pid} of {owner.host}",
-            f"process {holder.pid} of {holder.host} runs there",
+            f"write in {run_dir} for process {owner.pid} on host {owner.host}",
+            f"process {holder.pid} on host {holder.host} runs there",
             "nothing: this process ends",
         )
 

@@ -60,6 +60,17 @@ class Stage:
         return renderer_of(self.model_dir, max_image_pixels=self.config.workflow.max_image_pixels)
 
 
+def evaluates_alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether an evaluation of the same weights measures the same in two stages."""
+
+    def evaluation(config: RunConfig) -> tuple[object, ...]:
+        tasks = config.tasks.get(config.evaluation.taskset or "")
+        section = config.evaluation.model_dump(exclude={"every", "held_out"})
+        return tasks, section, config.rewards, config.workflow, config.engine
+
+    return evaluation(one) == evaluation(other)
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """A stage as plain data."""

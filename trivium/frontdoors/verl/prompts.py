@@ -10,6 +10,7 @@ import numpy as np
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Settings
+from trivium.models.huggingface import with_variables
 from trivium.policy import PromptTooLong
 from trivium.protocols import Renderer
 from trivium.types import IntArray, Message, Prompt, StopReason
@@ -81,4 +82,4 @@ def template_of(verl: Settings, tokenizer: PreTrainedTokenizerBase) -> str | Non
         raise ConfigError(
             "data.apply_chat_template_kwargs", "the tokenizer has no chat template", "leave it out, or give it one"
         )
-    return "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items()) + base
+    return with_variables(base, variables)

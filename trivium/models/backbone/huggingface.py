@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path
@@ -38,6 +39,9 @@ class HuggingFaceModel:
         chat_template: Annotated[str, AfterValidator(_template_path)] | None = None
         """How conversations become text, instead of the tokenizer's own template: `plain` (the texts one after another,
         for base models), a `.jinja` file relative to the config, or Jinja text. Exported models have it."""
+        template_variables: dict[str, Any] = Field(default={})
+        """Variables of the chat template, for example `{enable_thinking: false}`. They are set at the start of the
+        template, so every prompt, in training, evaluation and an exported model, is rendered with them."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))
@@ -47,12 +51,25 @@ class HuggingFaceModel:
             template = self.chat_template or ""
             if template.endswith(".jinja") and not Path(template).is_file():
                 yield Problem(f"{where}.chat_template", f"the file {template}", "no such file", "correct the path")
+            elif self.template_variables:
+                text = self._base_template() or ""
+                for name in (name for name in self.template_variables if not re.search(rf"\b{name}\b", text)):
+                    found, do = "the chat template does not read it", "remove it, or set model.chat_template"
+                    yield Problem(f"{where}.template_variables.{name}", "a variable of the template", found, do)
             yield from _unusable(Path(self.path), f"{where}.path")
 
         def template(self) -> str | None:
-            """The chat template as Jinja text; None where the tokenizer's own is used."""
+            """The chat template as Jinja text; None if the tokenizer's own is used as it is."""
+            if self.template_variables:
+                return with_variables(self._base_template() or "", self.template_variables)
+            return self._base_template() if self.chat_template else None
+
+        def _base_template(self) -> str | None:
+            """The chat template without its variables; None if the model directory has none."""
             template = self.chat_template
-            if template is not None and template.endswith(".jinja"):
+            if template is None:
+                return _own_template(Path(self.path))
+            if template.endswith(".jinja"):
                 return Path(template).read_text(encoding="utf-8")
             return PLAIN_TEMPLATE if template == "plain" else template
 
@@ -84,6 +101,24 @@ class HuggingFaceModel:
         (aside / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
         aside.rename(directory)
         return directory
+
+
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """The template with variables set at its start."""
+    return "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items()) + template
+
+
+def _own_template(path: Path) -> str | None:
+    """The chat template in a model directory: a file of its own, or a key of another one."""
+    if (path / _TEMPLATE_FILE).is_file():
+        return (path / _TEMPLATE_FILE).read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            template = json.loads((path / name).read_text(encoding="utf-8")).get("chat_template")
+            named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {}
+            if template := named.get("default", template):
+                return str(template)
+    return None
 
 
 def _unusable(path: Path, where: str) -> Iterator[Problem]:
