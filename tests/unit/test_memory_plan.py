@@ -374,6 +374,27 @@ class TestPlan:
         with pytest.raises(ConfigError, match="GPU"):
             refuse_too_large(config, Machine(64 * 2**30, (gpu * 10**9 // 2,)))
 
+    def test_the_page_about_vllm_has_the_memory_of_its_recipe(self, tmp_path: Path) -> None:
+        """docs/vllm.md, in GiB: each item of trainer and engine, and what is needed and available."""
+        (tmp_path / "config.json").write_text(json.dumps(QWEN_1B5))
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+        (tmp_path / "model.safetensors").touch()
+        rows = [f"tasks.{name}.path={tmp_path / 'rows.jsonl'}" for name in ("train", "test")]
+        machine = Machine(64 * 2**30, (24 * 10**9,))
+        config = load_config(ROOT / "recipes/lora_vllm.yaml", [f"model.path={tmp_path}", *rows])
+        memory = plan_run(config, 1, machine).stages[0].memory
+        assert memory is not None
+        items = {**memory["each rank"], **memory["each engine"]}
+        page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+        shown = {name: float(gib) for name, gib in re.findall(r"^\| `([a-z0-9 ]+)` \| ([\d.]+) \|", page, re.MULTILINE)}
+        total = {"needed": memory["needed"]["gpu"], "available": memory["available"]["gpus"][0]}
+        expected = {name: value for name, value in items.items() if isinstance(value, float) and name != "total"}
+        assert shown == {name: round(value / 1024, 1) for name, value in {**expected, **total}.items()}
+        refuse_too_large(config, machine)
+        greedy = load_config(ROOT / "recipes/lora_vllm.yaml", [f"model.path={tmp_path}", *rows, "engine.cache_gib=14"])
+        with pytest.raises(ConfigError, match="lower engine.gpu_memory_utilization or engine.cache_gib"):
+            refuse_too_large(greedy, machine)
+
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
         on_cpu, on_gpu = (
             plan_run(config_of(tmp_path, engine={}), 1, machine).stages[0].memory or {}

@@ -40,6 +40,7 @@ _KNOBS = {
     "dequantized": "use a smaller model: its widest matrix is in bfloat16 while it is computed with",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
+    "reserved": "lower engine.gpu_memory_utilization or engine.cache_gib",
     "prompts": "lower engine.prefill_tokens",
     "pass": "lower engine.prefill_tokens or engine.max_rows",
     "engine": "set engine.dtype: bfloat16, give engines a GPU of their own (cluster.kind: ray), or use a smaller model",
@@ -447,7 +448,13 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     own = capabilities_of(resolve("engines", engine.kind)).exact_sampling
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
     prompt = min(PROMPT_TOKENS, tokens)
-    return engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
+    items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
+    part = getattr(engine, "gpu_memory_utilization", None)
+    if part and device == "cuda" and machine.gpus:  # vLLM reserves this part of the GPU, however much it needs
+        cache = getattr(engine, "cache_gib", None)
+        reserved = part * min(machine.gpus) - items["engine"] if cache is None else cache * 2**30
+        items = {"engine": items["engine"], "engine reserved": max(0, int(reserved))}
+    return items
 
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
