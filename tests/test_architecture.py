@@ -167,6 +167,26 @@ def _may_import(module: Module, target: Module) -> bool:
     return layer(target) == "core"
 
 
+def forbidden_paths(modules: list[Module]) -> list[str]:
+    """Strings with the import path of a module that may not be imported from there: they import it all the same. The
+    catalogue alone names the packages, whose plugins it lists."""
+    by_name = {module.name: module for module in modules}
+    violations: list[str] = []
+    for module in modules:
+        for node in module.nodes:
+            texts = [n.value for n in ast.iter_child_nodes(node) if isinstance(n, ast.Constant)]
+            if isinstance(node, ast.Expr) or not texts:
+                continue  # a docstring
+            for path in re.findall(r"\btrivium(?:\.\w+)+", " ".join(text for text in texts if isinstance(text, str))):
+                parts = path.split(".")
+                known = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+                target = next((by_name[name] for name in known if name in by_name), None)
+                listed = module.name == "trivium.registry" and target is not None and layer(target) == "package"
+                if target not in (None, module) and not listed and not _may_import(module, target):
+                    violations.append(f"{module.name}: {layer(module)} names {layer(target)} {path}")
+    return violations
+
+
 def ray_outside_its_packages(modules: list[Module]) -> list[str]:
     """Imports of Ray, but for `cluster` and the front doors whose API is Ray's."""
     return [
@@ -328,6 +348,7 @@ def pickles(modules: list[Module]) -> list[str]:
 
 RULES: list[Rule] = [
     forbidden_imports,
+    forbidden_paths,
     ray_outside_its_packages,
     slow_imports,
     only_one_module_imports_every_package,
@@ -409,6 +430,14 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
         "shell imports shell trivium.frontdoors.verl",
     ),
     (forbidden_imports, {"helpers/a.py": ""}, "not in the layout"),
+    (
+        forbidden_paths,
+        {"registry.py": "X = {'a': {'b': 'trivium.frontdoors.verl:C'}}", "frontdoors/verl.py": ""},
+        "trivium.registry: core names shell trivium.frontdoors.verl",
+    ),
+    (forbidden_paths, {"loops.py": "f('trivium.engines.a:B')", "engines/a.py": ""}, "core names package"),
+    (forbidden_paths, {"engines/a.py": "run('python -m trivium.training.b')", "training/b.py": ""}, "names package"),
+    (forbidden_paths, {"runtime/a.py": "x = f'trivium.frontdoors.c:{b}'", "frontdoors/c.py": ""}, "names shell"),
     (ray_outside_its_packages, {"runtime/a.py": "def f():\n    from ray.util import x"}, "trivium.runtime.a:2"),
     (slow_imports, {"models/a.py": "from transformers import AutoModel"}, "trivium.models.a:1"),
     (slow_imports, {"training/a.py": "class A:\n    import torch.distributed.fsdp"}, "trivium.training.a:2"),
@@ -457,6 +486,16 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (
         forbidden_imports,
         {"cli.py": "import trivium.runtime.a", "runtime/a.py": "import trivium.sync.a", "sync/a.py": ""},
+    ),
+    (
+        forbidden_paths,
+        {
+            "registry.py": "X = {'a': {'b': 'trivium.engines.a:C'}}",
+            "engines/a.py": "'''As `trivium.cli` does.'''\nrun('trivium.engines.a')",
+            "loops.py": "x = 'trivium.keys_of_other_trainers'",
+            "cli.py": "f('trivium.frontdoors.d')",
+            "frontdoors/d.py": "",
+        },
     ),
     (ray_outside_its_packages, {"cluster/a.py": "import ray", "frontdoors/verl/b.py": "import ray"}),
     (

@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from trivium.config.engine_memory import engine_memory
-from trivium.config.hints import FOREIGN
 from trivium.config.memory_estimate import memory_plan
 from trivium.config.model_shape import ModelShape
 from trivium.frontdoors.lightrft.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.trl import KEYS as TRL_KEYS
 from trivium.frontdoors.verl.config_table import TABLE as VERL
+from trivium.frontdoors.verl.key_hints import KEYS as VERL_KEYS
 from trivium.monitors.health import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,7 +31,7 @@ def with_table(page: str, table: Callable[[], str]) -> str:
 
 def _keys() -> str:
     """The names of other trainers' config keys in Trivium."""
-    rows = [f"| `{key}` | {_code(here)} |" for key, here in sorted(FOREIGN.items())]
+    rows = [f"| `{key}` | {_code(here)} |" for key, here in sorted({**VERL_KEYS, **TRL_KEYS}.items())]
     return "\n".join(["| other trainers | Trivium |", "|---|---|", *rows, ""])
 
 

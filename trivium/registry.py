@@ -1,4 +1,4 @@
-"""The catalogue of plugins: kind -> short name -> import path. What ships is listed here; users give their own paths.
+"""The catalogue of plugins: kind -> short name -> import path. It lists what ships; users give import paths.
 
 A name is a short name (`grpo`), a path (`my.package:Thing`) or a file (`rewards.py:mine`, relative to the config).
 """
@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,12 +51,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "remote": "trivium.rewards.remote:RemoteReward",
         "generative_judge": "trivium.rewards.generative:GenerativeJudge",
         "recipe": "trivium.rewards.recipe:Recipe",
-    },
-    "reward_managers": {
-        "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",
-        "dapo": "trivium.frontdoors.verl.reward_managers:DAPORewardManager",
-        "batch": "trivium.frontdoors.verl.reward_managers:BatchRewardManager",
-        "prime": "trivium.frontdoors.verl.reward_managers:PrimeRewardManager",
     },
     "renderers": {
         "chat": "trivium.text.renderer:renderer_of",
@@ -288,6 +282,11 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "mlflow": "trivium.monitors.mlflow:MlflowMonitor",
     },
 }
+
+
+def add_names(kind: str, names: Mapping[str, str]) -> None:
+    """Adds short names of a kind to the catalogue, as a front door does for plugins of its own."""
+    CATALOGUE.setdefault(kind, {}).update(names)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from trivium.config import (
     parse_override,
     read_yaml,
 )
-from trivium.config.hints import FOREIGN
+from trivium.config.hints import keys_of_other_trainers
 from trivium.config.plan import plan_run
 from trivium.config.resume import as_begun, fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
@@ -662,7 +662,7 @@ def test_what_no_file_and_no_array_could_hold_is_refused_by_key() -> None:
 
 def test_every_key_that_a_hint_names_exists() -> None:
     pages = [(Path(__file__).parents[2] / "docs" / page).read_text() for page in ("config.md", "algorithms.md")]
-    for theirs, ours in FOREIGN.items():
+    for theirs, ours in keys_of_other_trainers().items():
         for path in re.findall(r"\b[a-z_]+(?:\[\])?(?:\.[a-z_]+)+", ours):
             last = path.rpartition(".")[2]
             assert any(f"`{path}`" in page or f"`{last}`" in page for page in pages), f"{theirs} -> {path}"

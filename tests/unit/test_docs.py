@@ -46,13 +46,9 @@ def test_no_section_kind_or_metric_is_left_out() -> None:
     heads = [line for line in algorithms.splitlines() if line.startswith("### ")]
     for kind in algorithms_page.KINDS:
         assert [name for name in CATALOGUE[kind] if not any(f"`{name}`" in head for head in heads)] == []
-    # The others are named by workflow.environment, sync.method and the configs of verl.
-    assert set(CATALOGUE) - kinds - set(algorithms_page.KINDS) == {
-        "environments",
-        "channels",
-        "reward_managers",
-        "renderers",
-    }
+    # The others are named by workflow.environment and sync.method, or belong to a front door that a test has imported.
+    rest = set(CATALOGUE) - kinds - set(algorithms_page.KINDS)
+    assert rest - {"reward_managers"} == {"environments", "channels", "renderers"}
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 

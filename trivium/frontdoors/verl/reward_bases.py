@@ -23,7 +23,7 @@ from torch import Tensor
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import ConfigError, RewardError
 from trivium.frontdoors.verl.batch_view import BatchView
-from trivium.registry import resolve
+from trivium.registry import add_names, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,15 @@ C = TypeVar("C", bound=type)
 
 # --------------------------------------------------------------------------- by name
 
+add_names(
+    "reward_managers",
+    {
+        "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",
+        "dapo": "trivium.frontdoors.verl.reward_managers:DAPORewardManager",
+        "batch": "trivium.frontdoors.verl.reward_managers:BatchRewardManager",
+        "prime": "trivium.frontdoors.verl.reward_managers:PrimeRewardManager",
+    },
+)
 _registered: dict[str, type] = {}
 
 
