@@ -493,9 +493,9 @@ class ProcessLife:
         return True
 
     def activity(self) -> tuple[bool, float]:
-        """(whether a process of this machine is stopped, its CPU seconds so far); where the system has no /proc, a
-        time that always advances."""
-        if not self.started:
+        """(whether the process is stopped, its CPU seconds so far); of another machine, or where the system has no
+        /proc, a time that always advances."""
+        if not self.started or self.host != socket.gethostname():
             return False, time.monotonic()
         state, _, ticks = _proc_stat(self.pid) or ("", "", 0)
         return state == "T", ticks / os.sysconf("SC_CLK_TCK")

@@ -151,7 +151,7 @@ def launch(config: Path, run_dir: Path, kill: Kill | None, overrides: Sequence[s
     with reading, writing:
         process = Forked("trivium", output, _command, arguments, kill, writing)
         try:
-            code = process.wait(120)
+            code = process.wait(600)
         finally:
             process.kill()
         if code == -signal.SIGKILL and reading.poll():

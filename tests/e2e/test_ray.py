@@ -132,6 +132,19 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
     assert outcome_of(run.dir) == one_process(*arguments)
 
 
+@pytest.mark.parametrize("role", ["buffer", "synchronizer"])
+def test_a_host_that_is_stopped_ends_the_run_naming_it(ray_address: str, role: str, tmp_path: Path) -> None:
+    def stop(run: Run) -> None:
+        run.until(lambda: run.steps >= 1)
+        os.kill(run.pids()[role], signal.SIGSTOP)
+
+    how = ["sync.deadline_s=20", "schedule.steps=1000"]
+    run = run_command(tmp_path / "run", PLAIN, *how, *on_ray(ray_address, pause_s=0.1), meanwhile=stop)
+    assert run.code == 1, run.said
+    assert f"found: {role} failed: its process did not answer within 20 s" in run.said
+    assert not survivors(run.pids().values())
+
+
 def test_the_cause_reaches_the_terminal(ray_address: str, tmp_path: Path) -> None:
     run = run_command(tmp_path / "run", PLAIN, *on_ray(ray_address), "workflow.kind=slow.py:Broken")
     assert run.code == 1, run.said

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import Forked, trivium
+from tests.processes import Forked, eventually, trivium
 
 HERE = Path(__file__).parent
 
@@ -58,9 +60,9 @@ def pids(run_dir: Path) -> dict[int, int]:
     return found
 
 
-def assert_ranks_end(code: int, run_dir: Path, *arguments: str, config: Path = HERE / "ray.yaml") -> list[str]:
-    """The commands that torchrun starts, in their environment, but forked: all end with this exit code. What they
-    wrote, by rank."""
+@contextmanager
+def forked_ranks(run_dir: Path, *arguments: str, config: Path = HERE / "ray.yaml") -> Generator[list[Forked]]:
+    """The commands that torchrun starts, in their environment, but forked; none is left at the end."""
     run_dir.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -70,12 +72,18 @@ def assert_ranks_end(code: int, run_dir: Path, *arguments: str, config: Path = H
         environment = {**shared, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
         ranks.append(Forked(f"rank {rank}", run_dir / f"rank-{rank}.out", as_rank, environment, *command))
     try:
-        for rank in ranks:
-            assert rank.wait(120) == code, rank.text
-        return [rank.text for rank in ranks]
+        yield ranks
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def assert_ranks_end(code: int, run_dir: Path, *arguments: str, config: Path = HERE / "ray.yaml") -> list[str]:
+    """All ranks end with this exit code. What they wrote, by rank."""
+    with forked_ranks(run_dir, *arguments, config=config) as ranks:
+        for rank in ranks:
+            assert rank.wait(120) == code, rank.text
+        return [rank.text for rank in ranks]
 
 
 def as_rank(environment: dict[str, object], *arguments: str) -> None:
@@ -108,6 +116,16 @@ def test_the_death_of_a_rank_ends_the_run_naming_it_and_the_same_command_continu
     assert sum(map(int, sampled)) > 0  # not the first rank alone
     assert "continuing from step-" in (tmp_path / "log.txt").read_text()
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] >= 6
+
+
+def test_a_rank_holds_the_run_directory_and_ends_with_the_driving_rank(tmp_path: Path) -> None:
+    with forked_ranks(tmp_path, "workflow.pause_s=0.2", "schedule.steps=60") as (driver, other):
+        eventually(lambda: steps(tmp_path) >= 2, 120, lambda: driver.text + other.text, driver)
+        held = [os.readlink(path) for path in Path(f"/proc/{other.pid}/fd").iterdir()]
+        assert str(tmp_path / ".lock") in held, "a new run waits for it"
+        os.kill(driver.pid, signal.SIGKILL)
+        assert other.wait(10) != 0
+    assert_ranks_end(0, tmp_path, "schedule.steps=6", "workflow.pause_s=0")
 
 
 def test_what_ranks_cannot_do_is_refused_by_each_of_them(tmp_path: Path) -> None:

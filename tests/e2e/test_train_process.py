@@ -20,9 +20,8 @@ from tests.processes import Forked, commands, eventually, survivors
 pytestmark = pytest.mark.slow
 
 STEPS = 5 + 40
-
-
 KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
+"""How often the run is killed at a random call, and begun again at once."""
 
 
 def arguments(run_dir: Path, own_process: bool = True) -> list[str]:
@@ -77,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("whole")
     with commands(directory) as start:
         command = start("whole", *arguments(directory / "run", own_process=False))
-        assert command.wait(120) == 0, command.text
+        assert command.wait(600) == 0, command.text
     return outcome_of(directory / "run")
 
 

@@ -275,6 +275,22 @@ def test_rewards_that_differ_by_rounding_teach_nothing(variant: Variant) -> None
         assert which.function(x).advantages[of_group].abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if str(variant) != "accept,best=True"], ids=str)
+def test_no_estimator_magnifies_rounding_errors(variant: Variant) -> None:
+    """`accept` with `best` is left out: it chooses one of the best, which rounding errors may do."""
+    which = estimator(variant)
+    for reward in (0.3, 0.7, 25.0):
+        near = float(np.nextafter(np.float32(reward), np.float32(100)))
+        rewards = ([reward] * 8, [reward, near] * 4)
+        equal, rounded = (
+            which.function(
+                inputs(which, [group(n, *(member(i, r, 10 * n + i) for i, r in enumerate(of))) for n in (0, 1)])
+            )
+            for of in rewards
+        )
+        assert (equal.advantages - rounded.advantages).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("variant", [variant for variant in CENTRED if str(variant) not in EXCEPT], ids=str)
 def test_one_reward_apart_from_equal_ones_neither_explodes_nor_vanishes(variant: Variant) -> None:
     which = estimator(variant)

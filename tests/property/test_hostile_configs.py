@@ -32,7 +32,7 @@ CONFIGS = sorted(
     if path.stem not in ("trinity", "gpu_24gb", "gsm8k", "reasoning_gym")
 )
 MUTATIONS = int(os.environ.get("TRIVIUM_FUZZ", "400"))
-LONGEST_S = 30
+LONGEST_S = 300 if "TRIVIUM_FUZZ" in os.environ else 30  # a long search shares its machine
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2**31, 2**62, 2**64, 10**400, 1e308, float("nan"), float("inf"), "", "x", "é\u0000", "1"),
     *("/dev/zero", "/nowhere", "file.py:Name", "os:system", "$HOME", "{{", "a" * 5000),

@@ -577,6 +577,17 @@ def test_a_processor_that_reads_images_otherwise_than_the_model_is_refused(visio
         make_trainer(vision_model, args, processor=processor)
 
 
+def test_attributes_of_args_without_effect_are_announced_and_unsupported_ones_refused(
+    model: Path, args: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "trivium"):
+        make_trainer(model, Namespace(**vars(args), zero_stage=3, mine=object()))
+    assert "zero_stage: no effect: DeepSpeed is not supported" in caplog.text
+    assert "mine" not in caplog.text
+    with pytest.raises(ConfigError, match="FIRE sampling is not supported"):
+        make_trainer(model, Namespace(**vars(args), use_fire=True))
+
+
 def test_pretraining_reads_images(vision_model: Path, args: Namespace) -> None:
     """One batch (lengths, ids, mask, pixels, grids), the first row with an image: its loss is that of transformers over
     what is no placeholder."""

@@ -210,6 +210,11 @@ class Host(Actor):
             await asyncio.wait(tasks)
         return Answer()
 
+    async def beat(self, after_s: float) -> Answer:
+        """Answers after so many seconds, unless the process is stopped or its event loop hangs."""
+        await asyncio.sleep(after_s)
+        return Answer()
+
     async def live(self) -> None:
         """Never returns: only the death of this process ends the call."""
         await asyncio.Event().wait()

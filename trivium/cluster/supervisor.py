@@ -38,6 +38,8 @@ _POLL_S = 1.0
 """How often the driver returns to Python while it waits, so that signals reach it."""
 _GRACE_S = 1.0
 """One failure causes others: how long to collect them before the first cause is chosen."""
+_BEAT_S = 1.0
+"""How long a host waits before it answers that it lives."""
 _DRAIN_S = 20.0
 """How long explorers may take to leave once the trainer has finished."""
 _ANSWER_S = 20.0
@@ -52,9 +54,9 @@ class Supervisor:
         self._spec = StageSpec.of(stage)
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._watched: dict[ray.ObjectRef[Answer], tuple[str, str]] = {}
-        """Reference that the driver waits for -> (process, what ends: `start`, `work` or `life`)."""
-        self._start_deadlines: dict[str, float] = {}
-        """Until when each process that has not started yet must have."""
+        """Reference that the driver waits for -> (process, what ends: `start`, `work`, `beat` or `life`)."""
+        self._deadlines: dict[str, tuple[float, str]] = {}
+        """By process: (until when it must have started or answered, what it has not done if it is late)."""
         self._explorers: set[str] = set()
         """Those that run."""
         self._record: dict[str, Any] | None = None
@@ -113,7 +115,8 @@ class Supervisor:
 
     def _watch(self, name: str, actor: ActorHandle[Any], **refs: ray.ObjectRef[Answer]) -> None:
         self._actors[name] = actor
-        self._start_deadlines[name] = time.monotonic() + self._stage.config.sync.deadline_s
+        missing = "answer" if "beat" in refs else "start"
+        self._deadlines[name] = time.monotonic() + self._stage.config.sync.deadline_s, missing
         self._watched |= {ref: (name, what) for what, ref in refs.items()}
 
     # ------------------------------------------------------------------ watching
@@ -144,23 +147,30 @@ class Supervisor:
         return failures
 
     def _handle_end(self, name: str, what: str, value: dict[str, Any] | None) -> None:
-        self._start_deadlines.pop(name, None)
+        self._deadlines.pop(name, None)
+        if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):  # other roles beat on the board
+            self._watch(name, self._actors[name], beat=self._actors[name].beat.remote(_BEAT_S))
         if what == "work":
             self._explorers.discard(name)
         if what == "work" and name == TRAINER:
             self._record = value
 
     def _late(self) -> list[Exception]:
-        late = [name for name, end in self._start_deadlines.items() if end < time.monotonic()]
-        waited = f"its process did not start within {self._stage.config.sync.deadline_s:.0f} s"
-        return [RoleFailed(name, f"{waited}; the cluster has {ray.available_resources()} left") for name in late]
+        late = [(name, missing) for name, (end, missing) in self._deadlines.items() if end < time.monotonic()]
+        within = f"within {self._stage.config.sync.deadline_s:.0f} s"
+        return [
+            RoleFailed(
+                name, f"its process did not {missing} {within}; the cluster has {ray.available_resources()} left"
+            )
+            for name, missing in late
+        ]
 
     def _handle_death(self, name: str, cause: str) -> list[Exception]:
         """The failures that follow from a death: none where an explorer is restarted or others remain."""
         if name not in self._explorers:
             return [ActorDied(name, cause)]
         self._explorers.discard(name)
-        self._start_deadlines.pop(name, None)
+        self._deadlines.pop(name, None)
         if self._failing or self._record is not None:
             return []
         first, _, restarts = name.partition("~")

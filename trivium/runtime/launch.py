@@ -39,7 +39,7 @@ from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.logs import BEGINS, logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import Findings, preflight
-from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
+from trivium.runtime.run_dir import as_saved, hold_with, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
 from trivium.runtime.stage import Stage, TrainStage, evaluates_alike
 from trivium.runtime.stage_models import stage_ends, with_reward_models
@@ -150,8 +150,11 @@ def _connect_ranks(config: RunConfig) -> None:
 
 def train_as_rank(config: RunConfig) -> dict[str, Any]:
     """Trains as one of the ranks that torchrun started; rank 0 drives."""
+    from trivium.training.torchrun import life_of_rank
+
     run_dir, rank = Path(config.run.dir), this_rank()
     with logging_to(run_dir, f"log-rank-{rank}.txt"):
+        hold_with(life_of_rank(0), run_dir)
         serve_train_rank(config)
     return {"rank": rank, "run_dir": str(run_dir)}
 

@@ -44,8 +44,8 @@ _ENDING_S = 20.0
 _POLL_S = 0.05
 _RUN_ENDED = "ended: "
 """Written before the owner's name once its run is over."""
-_joined: list[TextIO] = []
-"""The locks that `hold_with` took."""
+_joined: dict[Path, TextIO] = {}
+"""The locks that `hold_with` took, by run directory."""
 
 
 @contextmanager
@@ -71,45 +71,48 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
 
 @contextmanager
 def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
-    """Waits until the last process of a run that is over has ended: until then it may write. Then holds the lock,
-    shared with the processes that join this one, and names this one in its file."""
-    end, me = time.monotonic() + _ENDING_S, json.dumps(asdict(ProcessLife.of(os.getpid())))
-    while not _locked(lock, fcntl.LOCK_EX):
-        if _text(lock) == _RUN_ENDED + me:
-            break  # workers of an earlier run of this process remain
-        owner = _owner(lock)
-        if (owner is not None and owner()) or time.monotonic() > end:
-            found = "another process runs there"
-            if owner is not None:
-                found = f"process {owner.pid} on host {owner.host} runs there"
-                if not owner():
-                    found = f"process {owner.pid} on host {owner.host} has ended, but not what it started"
-            raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
-        time.sleep(_POLL_S)
-    _name_owner(lock, me)
+    """Holds the lock, and names this process in its file until its run is over."""
+    me = ProcessLife.of(os.getpid())
+    _share(lock, run_dir, me, _RUN_ENDED + _name(me))
+    _write(lock, _name(me))
     try:
-        if not _locked(lock, fcntl.LOCK_SH):  # taken between the two: the kernel exchanges one lock for the other
-            raise RunDirError(f"run in {run_dir}", "another process began there at the same time", "end one of the two")
         yield
     finally:
-        _name_owner(lock, _RUN_ENDED + me)
+        _write(lock, _RUN_ENDED + _name(me))
 
 
 def hold_with(owner: ProcessLife, run_dir: Path) -> None:
-    """Holds the run directory to the end of this process, beside `owner`, with which it ends: no other run begins while
-    it may write. Does nothing where no run holds the directory. Raises RunDirError where another one does."""
-    if owner.pid == os.getpid() or not (run_dir / _LOCK).is_file():
+    """Holds the run directory to the end of this process, for the runs of `owner`, with which it ends: no other run
+    begins while it may write. Raises RunDirError where another run holds it."""
+    if owner.pid == os.getpid() or run_dir in _joined or not run_dir.is_dir():
         return
     end_with(owner)
     lock = open(run_dir / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (open to the end of the process)
-    _joined.append(lock)
-    is_held = _locked(lock, fcntl.LOCK_SH)
-    if (holder := _owner(lock)) is not None and not (is_held and holder == owner):
-        raise RunDirError(
-            f"write in {run_dir} for process {owner.pid} on host {owner.host}",
-            f"process {holder.pid} on host {holder.host} runs there",
-            "nothing: this process ends",
-        )
+    _share(lock, run_dir, owner, _name(owner), _RUN_ENDED + _name(owner))
+    _joined[run_dir] = lock
+
+
+def _share(lock: TextIO, run_dir: Path, owner: ProcessLife, *allowed: str) -> None:
+    """Takes the lock, which processes of one owner share: those that find an `allowed` text in its file. Waits until
+    the last process of a run that is over has ended: until then it may write."""
+    end = time.monotonic() + _ENDING_S
+    while True:
+        is_alone = _locked(lock, fcntl.LOCK_EX)
+        if is_alone:
+            _write(lock, _RUN_ENDED + _name(owner))
+        # flock(2) does not exchange the two locks at once: another process may take it in between, and write its name.
+        if (is_alone or _text(lock) in allowed) and _locked(lock, fcntl.LOCK_SH) and _text(lock) in allowed:
+            return
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        holder = _holder(lock)
+        if (holder is not None and holder()) or time.monotonic() > end:
+            found = "another process runs there"
+            if holder is not None:
+                found = f"process {holder.pid} on host {holder.host} runs there"
+                if not holder():
+                    found = f"process {holder.pid} on host {holder.host} has ended, but not what it started"
+            raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
+        time.sleep(_POLL_S)
 
 
 def _locked(lock: TextIO, kind: int) -> bool:
@@ -120,8 +123,12 @@ def _locked(lock: TextIO, kind: int) -> bool:
     return True
 
 
-def _owner(lock: TextIO) -> ProcessLife | None:
-    """The process that the file of the lock names; None if it names none, or is being written."""
+def _name(owner: ProcessLife) -> str:
+    return json.dumps(asdict(owner))
+
+
+def _holder(lock: TextIO) -> ProcessLife | None:
+    """The process whose run the file of the lock names; None if that run is over, or the file is being written."""
     try:
         return ProcessLife(**json.loads(_text(lock)))
     except (ValueError, TypeError):
@@ -133,7 +140,7 @@ def _text(lock: TextIO) -> str:
     return lock.read()
 
 
-def _name_owner(lock: TextIO, text: str) -> None:
+def _write(lock: TextIO, text: str) -> None:
     lock.truncate(0)
     lock.write(text)
     lock.flush()

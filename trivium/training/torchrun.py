@@ -51,8 +51,15 @@ def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGrou
         store.set(f"trivium/process/{dist.get_rank()}", life)
         if dist.get_rank() == 0:
             store.set("trivium/key", secrets.token_hex())
-        _OPEN.append(_CommandGroups(_group(_IDLE), _group(timedelta(seconds=deadline_s)), store.get("trivium/key")))
+        deadline = timedelta(seconds=deadline_s)
+        commands = _group(_IDLE if dist.get_rank() else deadline)  # each process waits for as long as it says itself
+        _OPEN.append(_CommandGroups(commands, _group(deadline), store.get("trivium/key")))
     return _OPEN[0]
+
+
+def life_of_rank(rank: int) -> ProcessLife:
+    """The process of a rank that is connected."""
+    return ProcessLife(**json.loads(dist.distributed_c10d._get_default_store().get(f"trivium/process/{rank}")))
 
 
 def shared_key() -> bytes:
@@ -148,12 +155,15 @@ def _receive_command(group: dist.ProcessGroup) -> object:
 
 
 def _diagnosed(error: RuntimeError) -> Exception:
-    """The rank that died, as far as this machine knows, or a timeout; else the error itself."""
-    store = dist.distributed_c10d._get_default_store()
-    for rank in range(1, dist.get_world_size()):
-        is_alive = ProcessLife(**json.loads(store.get(f"trivium/process/{rank}")))
-        if not is_alive():
+    """The rank that died or was stopped, as far as this machine knows, or a timeout; else the error itself."""
+    lives = {rank: life_of_rank(rank) for rank in range(1, dist.get_world_size())}
+    for rank, life in lives.items():
+        if not life():
             return RoleFailed(f"trainer rank {rank}", "its process died")
     if "timed out" in str(error).lower():
-        return RoleFailed("trainer", f"a rank did not answer in time: {str(error).splitlines()[0]}")
+        stopped = [
+            f"rank {n}: process {life.pid} was stopped (SIGSTOP)" for n, life in lives.items() if life.activity()[0]
+        ]
+        cause = "; ".join(stopped) or str(error).splitlines()[0]
+        return RoleFailed("trainer", f"a rank did not answer in time: {cause}")
     return error

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trivium.errors import ConfigError, Problem
+from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.tables import Restricted, announce, refuse
 from trivium.registry import suggest
 
 REQUIRED: Mapping[str, str] = {
@@ -106,6 +108,13 @@ def check_args(args: object) -> None:
         raise ConfigError(
             "counts of at least 1 in `args`", values, "correct them (-1: eval_steps and save_steps alone)"
         )
+
+
+def check_values(args: object) -> None:
+    """Announces the attributes of `args` that have no effect. Raises ConfigError for values that are not supported."""
+    given = TABLE.read({name: value for name, value in vars(args).items() if name in TABLE.entries})
+    refuse(p for p in given.problems if isinstance(TABLE.entries[p.where], Restricted))
+    announce(given.notes())
 
 
 def check_numbers(**given: float | None) -> None:

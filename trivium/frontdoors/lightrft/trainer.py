@@ -18,7 +18,7 @@ from tqdm import tqdm
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, option, sorted_arguments
+from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
 from trivium.frontdoors.lightrft.evaluation import evaluated
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
@@ -204,6 +204,7 @@ class PPOTrainerVL:
 
     def _read_args(self, args: Any) -> None:
         """Builds what `args` decides; keyword arguments of the constructor count more."""
+        check_values(args)
         self.args = Namespace(**{**vars(args), **self._overrides})
         self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
         ratio = option(self.args, "high_entropy_token_ratio") or self.actor.high_entropy_token_ratio

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from trivium.config.reading import read_bounded
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
 
@@ -41,6 +43,12 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
 
 
 def _model_conflicts(verl: Settings) -> Iterator[Problem]:
+    for section in ("actor_rollout_ref.model", "critic.model", "reward_model.model"):
+        described = Path(verl[f"{section}.path"] or "") / "config.json"
+        if verl[f"{section}.trust_remote_code"] and described.is_file() and '"auto_map"' in read_bounded(described):
+            found = f"{described} names code of its own (auto_map), which is not run"
+            do = "use a model class that transformers ships, or leave this out"
+            yield Problem(f"{section}.trust_remote_code", "True", found, do)
     path, critic = verl["actor_rollout_ref.model.path"], verl["critic.model.path"]
     has_critic = verl["algorithm.adv_estimator"] == "gae"
     if not path:

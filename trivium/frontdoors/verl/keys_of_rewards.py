@@ -58,7 +58,7 @@ _REWARD_MODEL: dict[str, Entry] = {
     "model.use_shm": Ignored("it only copies files"),
     "model.external_lib": Restricted((None,), "import it in your script"),
     "model.override_config": Restricted(({},), "change config.json of the model"),
-    "model.trust_remote_code": Ignored("code in model repositories is not run"),
+    "model.trust_remote_code": Ignored("no code of a model repository is run; a model that needs it is refused"),
     "model.use_remove_padding": Ignored("sequences are always packed"),
     "model.use_fused_kernels": Ignored("a reward model computes no logits"),
     "megatron": Ignored("Megatron is not supported; reward_model.strategy must be fsdp or fsdp2"),

@@ -73,6 +73,7 @@ class OverridableValidator(Validator):
         if self.samples_seen:
             shown = {name: [sample[key] for sample in self.samples_seen] for name, key in _SHOWN.items()}
             await asyncio.to_thread(self.owner._maybe_log_val_generations, **shown)
+            self.owner._dump("trainer.validation_data_dir", version, self.samples_seen)
         return {**self.results, **metrics}
 
     async def validate(self, version: int) -> Metrics:

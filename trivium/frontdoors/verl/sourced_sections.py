@@ -88,6 +88,8 @@ _OBJECTS = (
     "trainer.val_before_train",
     "trainer.val_only",
     "trainer.log_val_generations",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
     "trainer.resume_from_path",
     "data.truncation",
     "data.reward_fn_key",

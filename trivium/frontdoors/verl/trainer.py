@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import KlController
 from trivium.board import MemoryBoard
+from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.cluster.session import connect
 from trivium.concurrency import usable_cores
@@ -25,7 +27,7 @@ from trivium.explorer import Explorer
 from trivium.frontdoors.verl.absent import refuse_unused
 from trivium.frontdoors.verl.adoption import adopt_checkpoint
 from trivium.frontdoors.verl.attributes import Attributes
-from trivium.frontdoors.verl.batch_view import BatchView, trained_view
+from trivium.frontdoors.verl.batch_view import BatchView, living, trained_view
 from trivium.frontdoors.verl.dashboard import Dashboard, balance_metrics, epoch_steps
 from trivium.frontdoors.verl.data import RowDataset
 from trivium.frontdoors.verl.group_rewards import Hooks
@@ -45,7 +47,7 @@ from trivium.frontdoors.verl.run_setup import RunSetup
 from trivium.frontdoors.verl.sourced_sections import reward_model_dtype
 from trivium.frontdoors.verl.translation import settings_of
 from trivium.frontdoors.verl.user_data import RowLoader, Sources
-from trivium.frontdoors.verl.validation import Validator
+from trivium.frontdoors.verl.validation import Validator, sample
 from trivium.frontdoors.verl.worker_group import RayWorkerGroup
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
@@ -321,6 +323,7 @@ class RayPPOTrainer(Attributes):
         """Looks at what a step trains on: for the metrics, and for a sampler that learns."""
         if keep is not None:
             keep(step, groups, batch)
+        self._dump("trainer.rollout_data_dir", step, [sample(g, m, m.metrics) for g, m in living(groups)])
         assert self._dashboard is not None
         self._dashboard.keep(cast(GroupAlgorithm, self._engine.algorithm), groups, batch)
         if self._setup.train is not None and self._setup.train.orders.learns:
@@ -416,6 +419,13 @@ class RayPPOTrainer(Attributes):
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
             chosen = permutation(len(ordered), "val_generations")[:count]
             self._dashboard.table(version, "val_generations", [ordered[int(place)] for place in chosen])
+
+    def _dump(self, key: str, step: int, samples: list[dict[str, Any]]) -> None:
+        """Writes the samples into the folder that the config names under `key`, if any."""
+        if (folder := self._verl[key]) is not None:
+            path = made_directory(Path(folder), key) / f"{step}.jsonl"
+            lines = (json.dumps({**row, "step": step}, ensure_ascii=False, default=str) for row in samples)
+            atomic_write(path, "".join(f"{line}\n" for line in lines))
 
     def _adopt_checkpoint(self) -> None:
         """With `resume_path`, makes that checkpoint the latest one of the run directory."""

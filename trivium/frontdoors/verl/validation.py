@@ -12,7 +12,7 @@ from typing import Any
 from trivium.evaluate import Evaluator, maj_at_k
 from trivium.frontdoors.verl.batch_view import living
 from trivium.frontdoors.verl.group_rewards import GroupRewards, number_of
-from trivium.types import Group, Metrics
+from trivium.types import Group, Metrics, Trajectory
 
 _ALWAYS = ("reward", "acc")
 """Variables that a failed rollout has too: 0."""
@@ -43,20 +43,24 @@ class Validator(Evaluator):
         }
         tables = [(self._source(group), _table(group, extra_of)) for group in groups]
         self.samples_seen = [
-            {
-                "input": "\n".join(message.content for message in group.task.prompt),
-                "output": member.completion,
-                "score": member.reward,
-                "gts": group.task.columns.get("answer"),
-                **{name: value for name, value in extra_of[group.group_id, member.index].items() if name != "score"},
-            }
-            for group, member in living(groups)
+            sample(group, member, extra_of[group.group_id, member.index]) for group, member in living(groups)
         ]
         self.results = {**self.measured(groups, version), **statistics(tables), **_turns(groups)}
         return self.results
 
     def _source(self, group: Group) -> str:
         return str(group.task.columns.get(self.source_key, group.task.taskset))
+
+
+def sample(group: Group, member: Trajectory, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout under verl's names, with what its reward returned beside the score."""
+    return {
+        "input": "\n".join(message.content for message in group.task.prompt),
+        "output": member.completion,
+        "score": member.reward,
+        "gts": group.task.columns.get("answer"),
+        **{name: value for name, value in extra.items() if name != "score"},
+    }
 
 
 Table = Mapping[str, Sequence[Any]]

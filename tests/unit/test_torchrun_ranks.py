@@ -1,0 +1,54 @@
+"""A rank of torchrun that is stopped: the driving rank names it, whatever it was sending."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_processes import run_ranks
+from trivium.errors import RoleFailed
+from trivium.training.data_parallel import RankVerbs
+from trivium.training.ranks import Ranks
+from trivium.training.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
+
+DEADLINE_S = 2.0
+
+
+class Engine:
+    def take(self, data: bytes) -> int:
+        return len(data)
+
+
+def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
+    """What the driving rank raises for a call of a rank that is stopped."""
+    connect_ranks("cpu", DEADLINE_S)
+    engine: Any = Engine()
+    if rank:
+        with suppress(RoleFailed, RuntimeError):  # it continues after the driving rank has given up
+            serve_rank("cpu", lambda spec: RankVerbs(engine))
+        return ""
+    time.sleep(1.5 * DEADLINE_S)  # a rank waits for a command as long as it takes
+    group = TorchrunRanks("cpu", "a spec", lambda: (Ranks(0, size), engine))
+    assert group.run_on_all_ranks("take", b"123") == 3
+    life = life_of_rank(1)
+    os.kill(life.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(RoleFailed) as failed:
+            group.run_on_all_ranks("take", bytes(num_bytes))
+    finally:
+        os.kill(life.pid, signal.SIGCONT)
+    assert time.monotonic() - began < 20
+    return str(failed.value).replace(str(life.pid), "PID")
+
+
+@pytest.mark.parametrize("num_bytes", [10, 100_000_000], ids=["small", "more than the kernel holds"])
+def test_a_stopped_rank_is_named(num_bytes: int, tmp_path: Path) -> None:
+    said = run_ranks([2], with_a_stopped_rank, tmp_path / "ranks", num_bytes, deadline_s=90)
+    assert "rank 1: process PID was stopped (SIGSTOP)" in said[2][0]
