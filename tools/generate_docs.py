@@ -65,7 +65,7 @@ Generated from the code by `make docs`. A config is YAML; `extends: base.yaml` l
 `section.field=value` on the command line lays a value over both. Unknown keys are errors. A section with a `kind` names
 the class that owns its fields: a name listed here, `package.module:Name`, or `file.py:Name` beside the config file.
 
-*Resume* says whether a continued run may change the field: `free` if it may, `same` if the change needs a new `run.dir`.
+*Resume* says whether a continued run may change the field: `free` if it may, `same` if a change needs a new `run.dir`.
 """
 
 METRICS_HEAD = """# Metrics

@@ -392,7 +392,7 @@ class TestPlan:
         assert shown == {name: round(value / 1024, 1) for name, value in {**expected, **total}.items()}
         refuse_too_large(config, machine)
         greedy = load_config(ROOT / "recipes/lora_vllm.yaml", [f"model.path={tmp_path}", *rows, "engine.cache_gib=14"])
-        with pytest.raises(ConfigError, match="lower engine.gpu_memory_utilization or engine.cache_gib"):
+        with pytest.raises(ConfigError, match=r"lower engine\.gpu_memory_utilization or engine\.cache_gib"):
             refuse_too_large(greedy, machine)
 
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:

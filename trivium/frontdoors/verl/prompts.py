@@ -10,7 +10,7 @@ import numpy as np
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Settings
-from trivium.models.huggingface import with_variables
+from trivium.models.backbone.huggingface import with_variables
 from trivium.policy import PromptTooLong
 from trivium.protocols import Renderer
 from trivium.types import IntArray, Message, Prompt, StopReason
