@@ -210,7 +210,7 @@ class Host(Actor):
             await asyncio.wait(tasks)
         return Answer()
 
-    async def beat(self, after_s: float) -> Answer:
+    async def respond(self, after_s: float) -> Answer:
         """Answers after so many seconds, unless the process is stopped or its event loop hangs."""
         await asyncio.sleep(after_s)
         return Answer()

@@ -149,7 +149,7 @@ class Supervisor:
     def _handle_end(self, name: str, what: str, value: dict[str, Any] | None) -> None:
         self._deadlines.pop(name, None)
         if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):  # other roles beat on the board
-            self._watch(name, self._actors[name], beat=self._actors[name].beat.remote(_BEAT_S))
+            self._watch(name, self._actors[name], beat=self._actors[name].respond.remote(_BEAT_S))
         if what == "work":
             self._explorers.discard(name)
         if what == "work" and name == TRAINER:
