@@ -4,6 +4,7 @@ them are in test_doctor_runs.py."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
-from trivium.monitors.health import RULES, Row, evidence_of, findings
+from trivium.monitors.health import RULES, Row, earlier_findings, evidence_of, findings
 from trivium.runtime.doctor import diagnose, examine_machine
 from trivium.runtime.launch import run
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -57,6 +58,7 @@ def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(
     shutil.copytree(stuck, evaluated)
     with (evaluated / "metrics.jsonl").open("a") as file:
         file.write('{"step": 0, "eval/train/reward": 0.5}\n')
+    assert report.facts[0].endswith(f"{steps * 3 * 4} rollouts of {steps} steps")
     assert f": {steps} steps, " in diagnose(evaluated).facts[0], "step 0 is the evaluation before training"
     assert "engine.sampling.max_new_tokens" in str(report.findings[1])
 
@@ -117,6 +119,20 @@ def test_a_rule_finds_what_provokes_it_and_no_other_does(name: str) -> None:
     assert finding.do
 
 
+def test_a_problem_that_the_run_has_overcome_is_listed_with_its_steps() -> None:
+    rows = healthy()
+    trained = [row for row in rows if "reward/mean" in row]
+    bad = {row["step"] for row in trained[len(trained) // 2 : len(trained) // 2 + 15]}
+    rows = [{**row, "rollout/truncated": 0.9} if row["step"] in bad and "reward/mean" in row else row for row in rows]
+    assert findings(evidence_of(rows)) == []
+    (earlier,) = earlier_findings(rows, [])
+    assert earlier.rule == "truncation"
+    last, first = (int(number) for number in re.findall(r"step (\d+)", earlier.figures))
+    assert {first, last} <= bad
+    assert first < last
+    assert earlier_findings(rows, [earlier]) == []  # one that still holds is listed once
+
+
 def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:
     (finding,) = findings(evidence_of(PROVOKED["not finite"]))
     assert finding.figures.startswith("mismatch/kl is inf")
@@ -139,10 +155,13 @@ def test_completions_that_repeat_each_other() -> None:
 
     task = Task("a", (Message("user", "?"),))
     same = [Group(slot, task, tuple(rollout(i, slot) for i in range(4))) for slot in range(8)]
-    (finding,) = findings(replace(evidence_of(healthy()), groups=same))
+    (finding,) = findings(replace(evidence_of(healthy()), groups=[same]))
     assert finding.rule == "duplicated rollouts"
     different = [Group(slot, task, tuple(rollout(i, slot + 9 * i) for i in range(4))) for slot in range(8)]
-    assert findings(replace(evidence_of(healthy()), groups=different)) == []
+    assert findings(replace(evidence_of(healthy()), groups=[different])) == []
+    early = [same] * 3 + [different] * 3  # the whole run is looked at, not its newest steps alone
+    (finding,) = findings(replace(evidence_of(healthy()), groups=early))
+    assert finding.figures.endswith(", in earlier steps")
 
 
 def test_the_tokens_of_the_worst_mismatch_are_named() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -34,8 +34,8 @@ class Evidence:
     """The metrics of the train steps that learned from rollouts, in order, each with `step`."""
     evaluations: Sequence[Row] = ()
     """Rows with metrics of an evaluation, in order."""
-    groups: Sequence[Group] = ()
-    """Recorded groups of the newest steps; none while the run is in progress."""
+    groups: Sequence[Sequence[Group]] = ()
+    """Recorded groups, step by step; none while the run is in progress."""
     everything: Sequence[Row] = ()
     """All rows, in order."""
     mismatched: Sequence[str] = ()
@@ -297,16 +297,23 @@ def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
-    """More than half of the completions of at least 8 tokens are identical to another one of their group."""
-    repeated = total = 0
-    for group in evidence.groups:
-        texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
-        total += len(texts)
-        repeated += sum(number - 1 for number in Counter(texts).values())
-    if total < 16 or repeated <= 0.5 * total:
+    """In some 3 consecutive steps, more than half of the completions of at least 8 tokens are identical to another one
+    of their group."""
+    counts = [tuple(map(sum, zip((0, 0), *map(_repeated, groups), strict=True))) for groups in evidence.groups]
+    windows = [tuple(map(sum, zip(*counts[max(0, end - 2) : end + 1], strict=True))) for end in range(len(counts))]
+    found = [(number, total) for number, total in windows if total >= 16 and number > 0.5 * total]
+    if not found:
         return None
-    found = f"{repeated} of {total} completions repeat another one of their group, above 50 %"
-    return found, "raise engine.sampling.temperature or algorithm.entropy.coef"
+    number, total = found[-1]
+    over = "" if windows[-1] == found[-1] else ", in earlier steps"
+    figures = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
+    return figures, "raise engine.sampling.temperature or algorithm.entropy.coef"
+
+
+def _repeated(group: Group) -> tuple[int, int]:
+    """(completions of at least 8 tokens that repeat another one, all of at least 8 tokens) of a group."""
+    texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
+    return len(texts) - len(set(texts)), len(texts)
 
 
 @rule
@@ -369,17 +376,19 @@ class LiveWarnings:
         self._reported: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"step": float(step), **metrics}
-        finite = all(map(math.isfinite, metrics.values()))
-        rows = self._first if len(self._first) < 2 * WINDOW else self._newest
-        rows.append(row)
-        if finite and step % WINDOW:
-            return
-        evidence = replace(evidence_of([*self._first, *self._newest]), everything=[row])
-        for finding in findings(evidence):
+        for finding in self.findings_at({"step": float(step), **metrics}):
             if finding.rule not in self._reported:
                 self._reported.add(finding.rule)
                 _log.warning("step %d: %s", step, finding)
+
+    def findings_at(self, row: Row) -> list[Finding]:
+        """The findings after one more row; they are computed every `WINDOW` steps and at a value that is not finite."""
+        finite = all(map(math.isfinite, row.values()))
+        rows = self._first if len(self._first) < 2 * WINDOW else self._newest
+        rows.append(row)
+        if finite and row["step"] % WINDOW:
+            return []
+        return findings(replace(evidence_of([*self._first, *self._newest]), everything=[row]))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -389,6 +398,21 @@ class LiveWarnings:
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def earlier_findings(rows: Iterable[Row], current: Iterable[Finding]) -> list[Finding]:
+    """The findings of rules that held at earlier rows of a run and are not among its current ones, with their steps."""
+    warnings, held = LiveWarnings(), dict[str, tuple[float, float, Finding]]()
+    for row in rows:
+        for finding in warnings.findings_at(row):
+            first = held[finding.rule][0] if finding.rule in held else row["step"]
+            held[finding.rule] = first, row["step"], finding
+    for finding in current:
+        held.pop(finding.rule, None)
+    return [
+        replace(finding, figures=f"at step {last:.0f}, first at step {first:.0f}, no longer: {finding.figures}")
+        for first, last, finding in held.values()
+    ]
 
 
 def evidence_of(rows: Iterable[Row], **further: Any) -> Evidence:

@@ -19,15 +19,15 @@ from trivium.buffers.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
 from trivium.errors import RunDirError
-from trivium.monitors.health import Finding, evidence_of, findings
+from trivium.monitors.health import Finding, earlier_findings, evidence_of, findings
 from trivium.runtime.logs import BEGINS, ENDED
 from trivium.runtime.recorded_run import bound, rows_of
 from trivium.runtime.rollout_view import decoder
 from trivium.training.device import processor_name
 
 _GIB = 2**30
-_STEPS = 3
-"""Number of newest train steps whose rollouts are read."""
+_ROLLOUT_BYTES = 64 * 2**20
+"""Size of the recorded rollouts that are read: those of all train steps, or of as many of them, evenly spread."""
 _PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
 """Default ports of the servers."""
 _LOG_BYTES = 65536
@@ -50,13 +50,15 @@ def diagnose(run_dir: Path) -> Report:
         raise RunDirError(
             f"the metrics of {run_dir}", found, "name the directory of a run; `monitors` needs kind jsonl"
         )
-    rollouts = list(_newest_rollouts(run_dir))
-    groups = list({(each.stage, each.group.slot, each.group.attempt): each.group for each in rollouts}.values())
-    mismatched = _mismatched(run_dir, rollouts)
-    evidence = evidence_of(rows, groups=groups, mismatched=mismatched, error=error)
+    chosen = _steps_to_read(run_dir)
+    rollouts = [list(read_rollouts(run_dir, step=step)) for step in chosen]
+    every = [rollout for each in rollouts for rollout in each]
+    groups = [list({(r.stage, r.group.slot, r.group.attempt): r.group for r in each}.values()) for each in rollouts]
+    mismatched = _mismatched(run_dir, every)
+    current = findings(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
-    facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", bound(rows)]
-    return Report(facts, findings(evidence))
+    facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", bound(rows)]
+    return Report(facts, [*current, *earlier_findings(rows, current)])
 
 
 def _error(log: Path) -> str:
@@ -70,11 +72,12 @@ def _error(log: Path) -> str:
     return lines[ended].partition(ENDED)[2] if ended > started else ""
 
 
-def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:
-    """The rollouts of the newest steps; empty if none are recorded."""
-    if any((run_dir / "rollouts").glob("stage-*/*.msgpack")):
-        for step in planned_steps(run_dir)[-_STEPS:]:
-            yield from read_rollouts(run_dir, step=step)
+def _steps_to_read(run_dir: Path) -> list[int]:
+    """The train steps whose rollouts are read, the newest one among them; empty if none are recorded."""
+    size = sum(path.stat().st_size for path in (run_dir / "rollouts").glob("stage-*/*.msgpack"))
+    steps = planned_steps(run_dir) if size else []
+    number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
+    return [steps[(at + 1) * len(steps) // number - 1] for at in range(number)]
 
 
 def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list[str]:
