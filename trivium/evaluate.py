@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trivium.explorer import Explorer
     from trivium.protocols import Buffer, TaskSource
     from trivium.synchronizer import Synchronizer
-    from trivium.types import Group, Metrics, Sampling
+    from trivium.types import Group, Metrics, Sampling, Trajectory
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -65,6 +65,17 @@ def worst_at_k(rewards: Sequence[float], k: int) -> float:
     return -best_at_k([-reward for reward in rewards], k)
 
 
+def is_right(trajectory: Trajectory, threshold: float | None) -> bool:
+    """Whether a rollout has the full reward: `evaluation.threshold`, or 1."""
+    return trajectory.failure is None and trajectory.reward >= (1.0 if threshold is None else threshold)
+
+
+def is_partial(trajectory: Trajectory, threshold: float | None) -> bool:
+    """Whether the reward is graded, and the fraction of full rewards says little: it is not -1, 0 or 1, and there is
+    no `evaluation.threshold`."""
+    return threshold is None and trajectory.reward not in (-1, 0, 1)
+
+
 @dataclass
 class Evaluator:
     """Rolls out every task of a taskset `samples` times with one version of the policy."""
@@ -102,7 +113,7 @@ class Evaluator:
         check_failures(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         metrics["failed"] = sum(t.failure is not None for g in groups for t in g.trajectories)
-        metrics["partial"] = sum(self.threshold is None and t.reward not in (-1, 0, 1) for g in groups for t in g.alive)
+        metrics["partial"] = sum(is_partial(t, self.threshold) for g in groups for t in g.alive)
         return {f"eval/{self.taskset}/{name}": value for name, value in {**metrics, "version": version}.items()}
 
     async def _rollout(self, index: int) -> Group:
@@ -122,8 +133,7 @@ class Evaluator:
 
     def _judge(self, group: Group) -> Metrics:
         """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
-        threshold = 1.0 if self.threshold is None else self.threshold
-        right = [t.failure is None and t.reward >= threshold for t in group.trajectories]
+        right = [is_right(t, self.threshold) for t in group.trajectories]
         # Completions judged right are one answer, however they are spelled; a wrong one is its own text.
         votes = [
             "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)

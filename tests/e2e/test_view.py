@@ -9,12 +9,14 @@ import os
 import re
 import signal
 from collections.abc import Callable, Generator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import yaml
 from browser import Page, browser, chromium
 
 from tests.processes import Forked, commands, eventually
@@ -146,14 +148,231 @@ def test_an_axis_magnifies_no_rounding_errors_and_gives_a_constant_its_surroundi
     page.evaluate(f"{module}.then(module => {{ window.axisRange = module.axisRange; }}); 0")
     page.wait("typeof window.axisRange === 'function'")
 
-    def ends(least: float, most: float) -> list[float]:
-        return json.loads(page.evaluate(f"JSON.stringify(window.axisRange({least}, {most}))"))
+    def ends(least: float, most: float, floor: float = 1e-10) -> list[float]:
+        return json.loads(page.evaluate(f"JSON.stringify(window.axisRange({least}, {most}, {floor}))"))
 
     assert ends(0, 0) == ends(-1e-13, 3e-13) == [0, 1]
+    assert ends(0, 0, 0) == ends(1e-7, 2e-7, 1e-6) == [0, 1]  # a divergence in nats below its floor
+    assert ends(2, 2 + 1e-7, 1e-6) == [1, 3 + 1.5e-7]
     assert ends(0.25, 0.25) == [0.125, 0.375]
     assert ends(-2, -2) == [-3, -1]
     low, high = ends(1e-7, 2e-7)  # a learning rate
     assert 0 <= low <= 1e-7 < 2e-7 <= high < 4e-7
+    assert page.problems == []
+
+
+RUNS = "short", "longer", "the longest of them", "another seed", "another learning rate"
+
+
+@pytest.fixture(scope="module")
+def five(view: Start, demo: Path) -> str:
+    """The address of five runs: the demo's metrics under other configs, whose first stages end at other steps."""
+    paths = [demo.parent / name for name in RUNS]
+    for number, path in enumerate(paths):
+        path.mkdir()
+        for item in demo.iterdir():
+            if item.name not in ("config.yaml", "metrics.jsonl"):
+                (path / item.name).symlink_to(item)
+        config = yaml.safe_load((demo / "config.yaml").read_text())
+        config["run"]["seed"] += number == 3
+        config["stages"][0]["schedule"]["steps"] = 1 + number % 3
+        config["stages"][1]["train"]["optimizer"]["lr"] *= 2 if number == 4 else 1
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        rows = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {key: row[key] + number / 10 for key in ("train/entropy",) if key in row} for row in rows]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return view(*paths)
+
+
+def test_five_runs_begin_with_their_curves_and_each_can_be_switched_off(five: str, page: Page) -> None:
+    page.open("about:blank")
+    page.open(f"{five}#/overview")
+    legend = "document.querySelector('figure[data-title=Entropy] .legend')"
+    page.wait(f"document.querySelector('figure canvas') && {legend}?.children.length === 5")
+    names = page.evaluate(f"[...{legend}.children].map((each) => each.textContent)")
+    assert [name.rsplit(" ", 2)[0] for name in names] == [*RUNS]
+    # Curves, then what the configs differ in, then the prose, folded.
+    places = (
+        "['figure', '.differences', '.card'].map((each) => document.querySelector(each).getBoundingClientRect().top)"
+    )
+    tops = page.evaluate(places)
+    assert tops == sorted(tops)
+    assert page.evaluate("document.querySelectorAll('details.card:not([open])').length") == 5
+    assert tops[0] < 200
+    rows = page.evaluate(
+        "[...document.querySelectorAll('.differences tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    values = {name: cells for name, *cells in rows}
+    assert values[""] == [*RUNS]
+    assert values["stages.0.schedule.steps"] == ["1", "2", "3", "1", "2"]
+    assert values["run.seed"][3] not in {*values["run.seed"][:3], values["run.seed"][4]}
+    assert values.keys() == {"", "run.seed", "stages.0.schedule.steps", "stages.1.train.optimizer.lr"}
+    page.evaluate("document.querySelectorAll('.switches input')[1].click()")
+    page.wait(f"{legend}.children.length === 4")
+    assert "hide=1" in page.evaluate("location.hash")
+    assert page.evaluate(f"{legend}.textContent.includes('longer')") is False
+    page.open("about:blank")
+    page.open(f"{five}#/overview?hide=1.2")
+    page.wait(f"{legend}?.children.length === 3")
+    assert page.problems == []
+
+
+def test_labels_of_several_runs_do_not_overprint(five: str, page: Page) -> None:
+    page.resize(300, 800)  # a step is narrower than a label
+    page.open("about:blank")
+    page.open(f"{five}#/overview?metric=train/entropy")
+    page.wait("document.querySelector('figure canvas')")
+    # What is written into the charts, with its place; the next theme draws them again.
+    page.evaluate(
+        "window.texts = []; const write = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) { window.texts.push([this.canvas.closest("
+        "'figure').dataset.title, text, x, y, this.measureText(text).width]); write.call(this, text, x, y); }; 0"
+    )
+    page.press("t")
+    page.wait("window.texts.some(([title, text]) => title === 'train/entropy' && text.startsWith('stage'))")
+    written = page.evaluate("window.texts")
+    page.press("t")
+    page.resize(1440, 900)
+    labels = sorted({tuple(each[1:]) for each in written if each[0] == "train/entropy" and each[1].startswith("stage")})
+    assert len(labels) == 3  # one for each step at which some run's stage begins
+    assert len({y for _, _, y, _ in labels}) > 1
+    for at, (_, x, y, width) in enumerate(labels):
+        for _, other_x, other_y, other_width in labels[:at]:
+            assert abs(y - other_y) >= 10 or x + width <= other_x or other_x + other_width <= x
+
+
+# Kinds of colour vision as matrices on linear RGB: Machado et al. 2009, severity 1.
+VISION = {
+    "normal": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def seen(colour: str, vision: str) -> Any:
+    """CIE Lab of a colour as people with this vision see it."""
+    rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    x, y, z = np.cbrt(TO_XYZ @ np.clip(np.array(VISION[vision]) @ linear, 0, 1) / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def nearest_two(colours: list[str]) -> float:
+    """The smallest distance of two of the colours, over the kinds of vision."""
+    pairs = [(a, b, vision) for a, b in combinations(colours, 2) for vision in VISION]
+    return min(float(np.linalg.norm(seen(a, vision) - seen(b, vision))) for a, b, vision in pairs)
+
+
+def test_colours_of_curves_differ_for_the_colour_blind_as_well(url: str, page: Page) -> None:
+    assert nearest_two(["#c2410c", "#b45309"]) < 2  # two kinds of orange are one
+    source = httpx.get(f"{url}pages/lib.js", timeout=60).text
+    report = httpx.get(f"{url}pages/report.css", timeout=60).text
+    palettes = re.findall(r'(?:light|dark): \["(#[^\]]+)"\]', source)
+    assert len(palettes) == 2
+    for number, palette in enumerate(palettes):
+        colours = palette.split('", "')
+        assert nearest_two(colours[:5]) > 30
+        assert nearest_two(colours) > 20
+        assert re.findall(r"--c\d: (#\w+);", report)[6 * number : 6 * number + 6] == colours[:6]
+
+
+@pytest.fixture(scope="module")
+def large(view: Start, demo: Path) -> str:
+    """The address of a run with 10,000 rollouts in a step, in groups of 8, and of 64 in the next one."""
+    path = demo.parent / "large"
+    path.mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "model"):
+        (path / name).symlink_to(demo / name)
+    (recorded,) = [next(iter(read_rollouts(demo, step=4)))]
+    turns = recorded.trajectory.turns
+
+    def group(slot: int, size: int) -> Group:
+        members = tuple(Trajectory(n, turns, {"exact": float(n * 7 % size < slot % size)}) for n in range(size))
+        return Group(slot, Task(f"task-{slot:04d} with a long name", (Message("user", f"{slot}?"),)), members)
+
+    for step, groups in ((4, [group(slot, 8) for slot in range(1250)]), (5, [group(5000 + n, 64) for n in range(8)])):
+        write_groups(path / "rollouts" / "stage-1" / f"step-{step:06d}.msgpack", groups)
+    return view(path)
+
+
+def test_ten_thousand_rollouts_of_a_step_stay_fluent(large: str, page: Page) -> None:
+    page.open("about:blank")
+    page.open(f"{large}#/rollouts?run=0&step=4&sort=reward")
+    page.wait("document.querySelectorAll('.member').length === 8")
+    assert page.evaluate("document.querySelector('.pager').textContent").startswith("‹ previous1–50 of 1250")
+    assert page.evaluate("document.querySelectorAll('.groups li').length") == 50
+    assert page.evaluate("document.querySelectorAll('*').length") < 3000
+    # What a key costs the page itself, without the server's part.
+    began = page.evaluate("performance.now()")
+    for key, shown in (("n", "51–100"), ("n", "101–150"), ("p", "51–100")):
+        page.press(key)
+        page.wait(f"document.querySelector('.pager').textContent.includes('{shown} of 1250')")
+    assert page.evaluate("performance.now()") - began < 15_000  # a tenth of a second each on an idle machine
+    page.press("j")
+    page.wait("document.querySelectorAll('.groups a')[1].hasAttribute('aria-current')")
+    assert page.problems == []
+
+
+def test_bars_of_a_large_group_leave_room_for_its_task(large: str, page: Page) -> None:
+    page.open("about:blank")
+    page.open(f"{large}#/rollouts?run=0&step=5")
+    page.wait("document.querySelectorAll('.member').length === 32")
+    task, bars = (
+        page.evaluate(f"document.querySelector('.groups {each}').getBoundingClientRect().width")
+        for each in (".task", ".strip")
+    )
+    assert task > 150
+    assert bars <= 100
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.groups a')[7].querySelectorAll('.strip i')].map((bar) => bar.offsetHeight)"
+    )
+    assert len(heights) == 24
+    assert heights == sorted(heights, reverse=True)
+    page.evaluate("[...document.querySelectorAll('.detail button')].at(-1).click()")
+    page.wait("document.querySelectorAll('.member').length === 64")
+    assert page.problems == []
+
+
+def test_a_narrow_screen_keeps_the_navigation(five: str, page: Page) -> None:
+    page.resize(420, 800)
+    try:
+        for view in ("overview", "rollouts", "timeline", "compare", "tasks"):
+            page.open("about:blank")
+            page.open(f"{five}#/{view}")
+            page.wait(f"document.querySelector('#tabs a[aria-current]')?.textContent.toLowerCase() === '{view}'")
+            page.wait("document.querySelector('main').children.length && !document.querySelector('[aria-busy]')")
+            rights = page.evaluate(
+                "[...document.querySelectorAll('#tabs a, header button')].map((it) => it.getBoundingClientRect().right)"
+            )
+            assert len(rights) == 7
+            assert max(rights) <= 420
+            assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    finally:
+        page.resize(1440, 900)
+    assert page.problems == []
+
+
+def test_the_table_of_tasks_leads_to_their_rollouts(url: str, page: Page, demo: Path) -> None:
+    page.open("about:blank")
+    page.open(f"{url}#/tasks?run=0")
+    page.wait("document.querySelector('table.tasks td')")
+    tasks = {rollout.group.task.task_id for rollout in read_rollouts(demo)}
+    column = "[...document.querySelectorAll('table.tasks tr:has(td)')].map((row) => row.cells[{}].textContent)"
+    assert len(page.evaluate(column.format(0))) == len(tasks)
+    for _ in range(2):  # descending, then ascending
+        page.evaluate("[...document.querySelectorAll('table.tasks th button')][2].click()")
+        page.wait("document.querySelector('table.tasks th[aria-sort]')")
+    page.wait("document.querySelector('table.tasks th[aria-sort=ascending]')")
+    rates = [int(each.removesuffix(" %")) for each in page.evaluate(column.format(2))]
+    assert rates == sorted(rates)
+    task, last = page.evaluate(f"[{column.format(0)}.at(-1), {column.format(2)}.at(-1)]")
+    page.evaluate("[...document.querySelectorAll('table.tasks tr')].at(-1).cells[2].firstChild.click()")
+    page.wait("document.querySelector('.member')")
+    assert page.evaluate("document.querySelector('.detail h2').firstChild.textContent") == task.removesuffix(" train")
+    rewards = page.evaluate("[...document.querySelectorAll('.member .reward')].map((each) => Number(each.textContent))")
+    assert f"{100 * np.mean([reward >= 1 for reward in rewards]):.0f} %" == last
     assert page.problems == []
 
 
@@ -167,6 +386,7 @@ def test_every_view_opens_in_both_themes_and_by_the_keyboard(url: str, page: Pag
         page.open(f"{url}#/overview")
         page.wait(f"document.querySelector('figure canvas') && {legend}.textContent.includes('{reward:.4g}')")
         assert page.evaluate("document.documentElement.dataset.theme") == theme
+        page.evaluate("document.querySelector('.card').open = true")
         page.wait("document.querySelector('.card pre')?.textContent.includes('minimise')")
     assert page.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
     page.press("2")

@@ -23,6 +23,7 @@ from trivium.runtime.launch import run
 from trivium.viewer.line_chart import line_chart
 from trivium.viewer.report import report_of
 from trivium.viewer.run_data import Curve, Mark, keys_of
+from trivium.viewer.watched_run import WatchedRun
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -143,13 +144,16 @@ def test_curves_are_broken_where_steps_are_missing() -> None:
 
 
 def test_rounding_errors_are_drawn_as_zero_and_a_constant_has_its_surroundings() -> None:
-    def labels(*values: float) -> list[str]:
-        drawn = line_chart("a", [Curve("a", "", "", [*range(len(values))], list(values))], [])
+    def labels(*values: float, unit: str = "") -> list[str]:
+        drawn = line_chart("a", [Curve("a", "", unit, [*range(len(values))], list(values))], [])
         return re.findall(r'text-anchor="end">([^<]*)<', drawn)
 
     assert labels(0.0, 0.0)[-1] == labels(3e-13, -1e-13)[-1] == "1"
     assert [float(label) for label in labels(0.25, 0.25)][-1] < 1
     assert float(labels(1e-7, 2e-7)[-1]) < 1e-6  # a learning rate
+    assert labels(1e-7, 2e-7, unit="nats")[-1] == "1"  # the same as a divergence is a rounding error
+    assert float(labels(1e-5, 2e-5, unit="nats")[-1]) < 1e-4
+    assert float(labels(2.0, 2.0 + 1e-9, unit="s")[-1]) >= 3
 
 
 def test_accuracies_of_graded_rewards_are_in_no_chart() -> None:
@@ -157,6 +161,22 @@ def test_accuracies_of_graded_rewards_are_in_no_chart() -> None:
     assert graded_accuracies([graded]) == {"eval/a/accuracy"}
     assert "eval/a/accuracy" not in keys_of([graded])
     assert "eval/b/accuracy" in keys_of([graded])
+
+
+def partly(prompt: str, completion: str) -> float:
+    """Part of a point, never all of it."""
+    return len(set(completion)) / 10
+
+
+def test_report_and_page_of_a_run_with_graded_rewards_have_no_accuracy(tmp_path: Path) -> None:
+    path, config = tmp_path / "graded", config_of(tmp_path / "graded")
+    config |= {"evaluation": {"taskset": "train", "every": 1}, "rewards": [{"kind": f"{__file__}:partly"}]}
+    run(config_from_mapping(config))
+    facts = Elements(report_of(path).partition("<section>")[0])
+    assert "accuracy" not in "".join(facts.text)
+    assert "reward0." in "".join(facts.text)  # the held-out reward, before and after
+    charts = {chart["title"]: chart["keys"] for chart in WatchedRun(path, "graded").about()["charts"]}
+    assert (charts["Accuracy"], charts["Held-out reward"]) == ([], ["eval/train/reward"])
 
 
 # SQLAlchemy warns about a feature that MLflow's own queries use.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.unit.test_rollouts import CONFIG, GROUPS, SIZE, STEPS
-from trivium.buffers.journal import write_groups
+from trivium.buffers.journal import read_recorded, write_groups
 from trivium.buffers.rollouts import Rollout, read_rollouts
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
@@ -20,8 +23,10 @@ from trivium.runtime.launch import run
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.rollout_view import decoder
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
+from trivium.viewer.group_list import GroupList, Query
 from trivium.viewer.rollout_data import RecordedGroups, group_row, piecewise, rollout_values, token_values
 from trivium.viewer.run_data import CHARTS, Mark, curves, keys_of, marks, matching, run_verdict
+from trivium.viewer.task_table import TaskTable
 from trivium.viewer.timeline import chrome_trace, lanes, read_spans
 
 
@@ -60,6 +65,93 @@ def test_the_groups_of_a_step_and_their_tokens_are_those_that_the_reader_reads(r
     json.dumps([group_row(place, recorded.group(place), means) for place in places], allow_nan=False)
     with pytest.raises(RunDirError, match="step 9"):
         recorded.of_step(9)
+
+
+def without_tokens(run_dir: Path, path: Path, **changes: Any) -> Path:
+    """The run without what its steps computed, with a changed config."""
+    shutil.copytree(run_dir, path, ignore=shutil.ignore_patterns("tokens"))
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    for section, values in changes.items():
+        config[section] |= values
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_advantages_that_follow_from_the_rewards_are_those_that_the_step_kept(run_dir: Path, tmp_path: Path) -> None:
+    recorded, kept = RecordedGroups(without_tokens(run_dir, tmp_path / "run")), RecordedGroups(run_dir)
+    pieces = piecewise(decoder(run_dir))
+    for step in (1, 2, 3):
+        assert recorded.advantages(step) == pytest.approx(kept.advantages(step), abs=1e-6)
+        for place, original in zip(recorded.of_step(step), kept.of_step(step), strict=True):
+            group = recorded.group(place)
+            for trajectory in group.trajectories:
+                values, expected = (
+                    rollout_values(source.rollout(at, group, trajectory, step), pieces)
+                    for source, at in ((recorded, place), (kept, original))
+                )
+                (sequence,), (known,) = values["sequences"], expected["sequences"]
+                assert sequence["values"]["advantages"] == known["values"]["advantages"]  # every bit of them
+                assert sequence["values"].keys() < known["values"].keys()
+                assert (values["kept"], expected["kept"]) == (False, True)
+
+
+def test_advantages_that_need_a_model_are_not_guessed(run_dir: Path, tmp_path: Path) -> None:
+    penalised = {"algorithm": {"kl": {"coef": 0.01, "place": "reward"}}}
+    recorded = RecordedGroups(without_tokens(run_dir, tmp_path / "penalised", **penalised))
+    assert recorded.advantages(1) == {}
+    lost = without_tokens(run_dir, tmp_path / "lost")  # a group of the step is not recorded
+    journal = lost / "rollouts" / "stage-0" / "step-000001.msgpack"
+    groups = [group for _, group in read_recorded(journal)]
+    journal.unlink()
+    write_groups(journal, groups[:-1])
+    assert RecordedGroups(lost).advantages(1) == {}
+    assert RecordedGroups(lost).advantages(2) != {}
+
+
+def test_every_task_has_its_success_rate_at_each_step(run_dir: Path, tmp_path: Path) -> None:
+    rewards: dict[str, dict[int, list[float]]] = {}
+    for rollout in read_rollouts(run_dir):
+        by_step = rewards.setdefault(rollout.group.task.task_id, {})
+        by_step.setdefault(rollout.steps[0], []).append(rollout.trajectory.reward)
+    for path, graded in (
+        (run_dir, True),
+        (without_tokens(run_dir, tmp_path / "run", evaluation={"threshold": 1.0}), False),
+    ):
+        table = TaskTable(RecordedGroups(path))
+        page = table.page("change", True, "", 0, 100)
+        assert (page["total"], page["graded"]) == (len(rewards), graded)  # 2 is right by both of its components
+        for row in page["rows"]:
+            expected = {
+                step: np.mean(each if graded else [reward >= 1 for reward in each])
+                for step, each in sorted(rewards[row["task"]].items())
+            }
+            assert {point["step"]: point["value"] for point in row["points"]} == pytest.approx(expected)
+            assert row["rollouts"] == sum(map(len, rewards[row["task"]].values()))
+        changes = [row["points"][-1]["value"] - row["points"][0]["value"] for row in page["rows"]]
+        assert changes == sorted(changes, reverse=True)
+        second = table.page("task", False, "", 1, 2)["rows"]
+        assert [row["task"] for row in second] == sorted(rewards)[1:3]
+        assert table.page("", True, "no such task", 0, 100)["matching"] == 0
+
+
+def test_ten_thousand_rollouts_of_a_step_are_listed_without_delay(tmp_path: Path) -> None:
+    groups = [
+        replace(made(slot), trajectories=tuple(member(slot, index) for index in range(8))) for slot in range(1250)
+    ]
+    write_groups(tmp_path / "rollouts" / "stage-0" / "step-000001.msgpack", groups)
+    listed = GroupList(RecordedGroups(tmp_path))
+    began = time.process_time()
+    page = listed.page(1, Query(sort="reward"))
+    assert time.process_time() - began < 5
+    assert (page["total"], len(page["rows"])) == (1250, 50)
+    began = time.process_time()
+    for first in range(0, 500, 50):  # the pages after it read nothing again
+        assert len(listed.page(1, Query(sort="reward", first=first))["rows"]) == 50
+    assert time.process_time() - began < 2.5
+
+
+def member(slot: int, index: int) -> Trajectory:
+    return replace(made(slot).trajectories[0], index=index, rewards={"exact": float(slot % 9 > index)})
 
 
 def identity(rollout: Rollout) -> tuple[int, int, int]:

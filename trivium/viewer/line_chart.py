@@ -14,8 +14,6 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 190, 46, 8, 8, 22
 _POINTS = 300
 """At most so many of a curve are drawn; each stands for the mean of those that it replaces."""
 _COLOURS = 6
-ROUNDING = 1e-10
-"""Values up to this size count as 0: they are rounding errors, which an axis of their own would magnify."""
 _SMOOTHED = 40
 """Points from which a curve is drawn smoothed, over the noise itself."""
 
@@ -26,7 +24,7 @@ def line_chart(title: str, curves: Sequence[Curve], marks: Sequence[Mark]) -> st
     steps = [step for each, _ in drawn for step in each]
     values = [value for _, each in drawn for value in each]
     x = _scale(min(steps), max(max(steps), min(steps) + 1), _LEFT, _WIDTH - _RIGHT)
-    ticks = _ticks(min(values), max(values))
+    ticks = _ticks(min(values), max(values), max(curve.floor for curve in curves))
     y = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     parts = [*_grid(ticks, y), *_steps(min(steps), max(steps), x)]
     for mark in marks:
@@ -100,11 +98,12 @@ class _scale:
         return self._start + (value - self._low) * self._factor
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from one below the lowest to one above the highest."""
-    if max(abs(low), abs(high)) < ROUNDING:
+def _ticks(low: float, high: float, floor: float = 0.0) -> list[float]:
+    """Round numbers from one below the lowest to one above the highest. Differences below `floor` are rounding errors,
+    which an axis of their own would magnify: it shows the surroundings of the value."""
+    if max(abs(low), abs(high)) < floor:
         low, high = 0.0, 1.0
-    if high - low < 1e-9 * max(abs(low), abs(high), 1e-30):
+    if high - low < max(floor, 1e-9 * max(abs(low), abs(high), 1e-30)):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     rough = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(rough))

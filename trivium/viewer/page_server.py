@@ -161,9 +161,14 @@ def _add_values(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
         query = Query(sort, descending, text, show, least, most, max(0, first), min(max(1, count), 200))
         return of(run).groups.page(step, query)
 
-    @app.get("/api/rollout")
-    def _(run: int, step: int, stage: int, slot: int, attempt: int, index: int) -> Any:
-        return of(run).rollout(step, {"stage": stage, "slot": slot, "attempt": attempt}, index)
+    @app.get("/api/rollouts")
+    def _(run: int, step: int, stage: int, slot: int, attempt: int, first: int = 0, count: int = 1) -> Any:
+        place = {"stage": stage, "slot": slot, "attempt": attempt}
+        return of(run).rollouts(step, place, max(0, first), max(1, count))
+
+    @app.get("/api/progress")
+    def _(run: int, sort: str = "", descending: bool = True, text: str = "", first: int = 0, count: int = 100) -> Any:
+        return of(run).tasks.page(sort, descending, text, max(0, first), min(max(1, count), 500))
 
     @app.get("/api/timeline")
     def _(run: int, start: float | None = None, stop: float | None = None) -> Any:

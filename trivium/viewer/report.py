@@ -33,7 +33,7 @@ from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.rollout_view import decoder
 from trivium.types import Group, Trajectory
 from trivium.viewer.line_chart import line_chart, shown
-from trivium.viewer.rollout_data import VALUES, Place, RecordedGroups, piecewise, rollout_values
+from trivium.viewer.rollout_data import TITLES, Place, RecordedGroups, piecewise, rollout_values
 from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, run_verdict
 
 _log = logging.getLogger("trivium")
@@ -47,7 +47,6 @@ _FAILED_STEPS = 5
 """Newest steps in which failed rollouts are looked for."""
 _IMAGE_BYTES = 200_000
 _MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-_TITLES = {value.name: value.title for value in VALUES}
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
@@ -227,7 +226,7 @@ def _examples(run: RecordedRun) -> str:
     return (
         f'<section><h2>Rollouts</h2><p class="dim">Of the {number}: the best, the worst, and those that failed lately. '
         'Tokens are shaded by <i class="p" style="--a:.6">advantage above</i> or <i class="n" style="--a:.6">below 0'
-        "</i>, or by how improbable they were where no advantages were kept (run.keep: tokens).</p>"
+        "</i>, or by how improbable they were if the run has no advantages (run.keep: tokens).</p>"
         f"{''.join(articles)}</section>"
     )
 
@@ -306,7 +305,7 @@ def _token(text: str, numbers: Mapping[str, float | None], name: str, largest: f
     if value is None:
         return text
     title = ", ".join(
-        f"{_TITLES.get(key, key)} {shown(number)}"
+        f"{TITLES.get(key, key)} {shown(number)}"
         for key, number in numbers.items()
         if number is not None and key != "response_mask"
     )

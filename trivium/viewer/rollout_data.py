@@ -13,9 +13,11 @@ Legend: L tokens of a sequence.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +27,13 @@ import msgpack
 import numpy as np
 
 from trivium.buffers.journal import read_record
-from trivium.buffers.rollouts import Rollout, TokenSequence, kept_means, kept_steps, kept_values
+from trivium.buffers.rollouts import Columns, Rollout, TokenSequence, kept_means, kept_steps, kept_values
 from trivium.buffers.step_log import STEPS, read_steps
-from trivium.errors import RunDirError
+from trivium.errors import RunDirError, TriviumError
+from trivium.runtime.recorded_run import RecordedRun
 from trivium.types import EXPERT_VERSION, AnyArray, Group, Media, Trajectory
 
+_log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
 _PEEK = 96
 """Bytes of a record that hold its slot and its attempt."""
@@ -37,36 +41,26 @@ _PROMPT = 400
 """Characters of a prompt that a row shows."""
 Means = Mapping[tuple[int, int, int], float]
 """(slot, attempt, index) -> a number of each rollout."""
+Estimates = Mapping[tuple[int, int, int], tuple[Columns, ...]]
+"""(slot, attempt, index) -> the advantages of each of a rollout's sequences, and which of its tokens are trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Something known of every token of a sequence."""
-
-    name: str
-    title: str
-    help: str
-    lacking: str = ""
-    """Why a run may not have recorded it."""
-
-
-_TOKENS = "set run.keep: tokens"
-VALUES = (
-    Value("advantages", "advantage", "of the advantage estimator", _TOKENS),
-    Value("log_prob", "log-prob, engine", "under the distribution that the token was sampled from"),
-    Value("old_log_prob", "log-prob, trainer", "by the trainer before the step", f"{_TOKENS}; algorithm.old_log_prob"),
-    Value("ref_log_prob", "log-prob, reference", "by the frozen reference", f"{_TOKENS}, and a KL term"),
-    Value("mismatch", "trainer / engine", "ratio of their probabilities before the step", _TOKENS),
-    Value("update_log_prob", "log-prob at the update", "by the weights that the loss saw", _TOKENS),
-    Value("ratio", "ratio", "current / old probability, as the loss saw it", _TOKENS),
-    Value("clipped", "clipped", "1 where the loss clipped the ratio", f"{_TOKENS}, and a loss that clips"),
-    Value("update_entropy", "entropy", "of the trainer's distribution at the update, in nats", _TOKENS),
-    Value("returns", "return", "what values are regressed on", f"{_TOKENS}, and a critic"),
-    Value("values", "value", "by the critic before the step", f"{_TOKENS}, and a critic"),
-    Value("response_mask", "mask", "1 where the token is trained on"),
-    Value("policy_version", "policy version", "the weights that sampled the token"),
-)
-"""In the order in which pages offer them; a sequence's other columns follow by their names."""
+TITLES = {
+    "advantages": "advantage",
+    "log_prob": "log-prob, engine",
+    "old_log_prob": "log-prob, trainer",
+    "ref_log_prob": "log-prob, reference",
+    "mismatch": "trainer / engine",
+    "update_log_prob": "log-prob at the update",
+    "ratio": "ratio",
+    "clipped": "clipped",
+    "update_entropy": "entropy",
+    "returns": "return",
+    "values": "value",
+    "response_mask": "mask",
+    "policy_version": "policy version",
+}
+"""What is known of a token, in the order in which pages offer it; a sequence's other columns follow by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +95,29 @@ class RecordedGroups:
 
         Raises RunDirError for a step without any.
         """
-        taken = _taken(*_stamp(self.run_dir))
-        stage, wanted = taken.get(step, (None, ()))
-        by_group: dict[tuple[int, int, int], list[int]] = {}
-        for number, (its_stage, groups) in taken.items():
-            for slot, attempt, _ in groups:
-                by_group.setdefault((its_stage, slot, attempt), []).append(number)
-        planned = {each for _, _, each in wanted}
+        stage, wanted = _taken(*_stamp(self.run_dir)).get(step, (None, ()))
+        planned = {(stage, each) for _, _, each in wanted}
         places: dict[tuple[int, int, int], Place] = {}
-        for its_stage, number, path in self._journals():
-            if number == step or (its_stage == stage and number in planned):
-                for offset, slot, attempt, checksum in _records(path, *_version(path)):
-                    takers = tuple(by_group.get((its_stage, slot, attempt), ()))
-                    if step in takers or (number == step and not takers):
-                        group = its_stage, slot, attempt
-                        places[group] = Place(its_stage, number, path, offset, slot, attempt, checksum, takers)
+        for place in self._recorded(lambda its_stage, number: number == step or (its_stage, number) in planned):
+            if step in place.takers or (place.planned_step == step and not place.takers):
+                places[place.stage, place.slot, place.attempt] = place
         order = {(stage, slot, attempt): n for n, (slot, attempt, _) in enumerate(wanted)}
         chosen = sorted(places.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
         if not chosen:
             raise RunDirError(f"the rollouts of step {step} of {self.run_dir}", "none", "choose another step")
         return [place for _, place in chosen]
+
+    def everywhere(self) -> Iterator[Place]:
+        """Every group of the run that a train step took or that is planned for one, file by file."""
+        return self._recorded(lambda _, number: number is not None)
+
+    def _recorded(self, wanted: Callable[[int, int | None], bool]) -> Iterator[Place]:
+        """The groups in the journals of these stages and steps."""
+        takers = _takers(*_stamp(self.run_dir))
+        for stage, number, path in self._journals():
+            for offset, slot, attempt, checksum in _records(path, *_version(path)) if wanted(stage, number) else ():
+                by = takers.get((stage, slot, attempt), ())
+                yield Place(stage, number, path, offset, slot, attempt, checksum, by)
 
     def group(self, place: Place) -> Group:
         """A recorded group; its media have their hashes alone."""
@@ -128,14 +125,25 @@ class RecordedGroups:
 
     def advantages(self, step: int, places: Iterable[Place] | None = None) -> Means:
         """The mean advantage of each rollout that a train step trained on, or of those in these groups alone; empty
-        where they were not kept."""
+        if they were not kept and do not follow from the rewards."""
         groups = None if places is None else {(place.slot, place.attempt) for place in places}
-        return kept_means(self.run_dir, step, "advantages", groups)
+        kept = kept_means(self.run_dir, step, "advantages", groups)
+        estimated = {} if kept else self._estimated(step)
+        return kept or {it: _mean(parts) for it, parts in estimated.items() if groups is None or it[:2] in groups}
+
+    def _estimated(self, step: int) -> Estimates:
+        """The advantages that follow from the rewards of the groups that a step took."""
+        if (self.run_dir / "tokens" / f"step-{step:06d}.safetensors").is_file():
+            return {}
+        return _estimated(*_stamp(self.run_dir), step)
 
     def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
         """A rollout of a group with what a train step computed for it; None: the first one that took it."""
         steps = place.takers if step is None or step not in place.takers else (step,)
         kept = {} if trajectory is group.greedy else dict(self._columns(group, trajectory, steps))
+        for taker in steps if trajectory is not group.greedy else ():
+            estimated = self._estimated(taker).get((group.slot, group.attempt, trajectory.index), ())
+            kept[taker] = kept[taker] or estimated
         return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
 
     def place(self, step: int, stage: int, slot: int, attempt: int) -> Place:
@@ -188,7 +196,49 @@ def _taken(run_dir: Path, stamp: tuple[int, int]) -> dict[int, tuple[int, list[t
     }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
+def _takers(run_dir: Path, stamp: tuple[int, int]) -> Mapping[tuple[int, int, int], tuple[int, ...]]:
+    """(stage, slot, attempt) -> the train steps that took the group, in order."""
+    takers: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for step, (stage, groups) in _taken(run_dir, stamp).items():
+        for slot, attempt, _ in groups:
+            takers[stage, slot, attempt] = (*takers.get((stage, slot, attempt), ()), step)
+    return takers
+
+
+@lru_cache(maxsize=4)
+def _estimated(run_dir: Path, stamp: tuple[int, int], step: int) -> Estimates:
+    """What the run's own algorithm estimates from the rewards of a step. Empty if the estimator needs more: scores of a
+    model, what earlier steps left behind, or groups that are not recorded."""
+    from trivium.runtime.build import algorithm_of
+
+    recorded, (_, taken) = RecordedGroups(run_dir), _taken(run_dir, stamp).get(step, (0, []))
+    places = [place for place in recorded.of_step(step) if step in place.takers]
+    try:
+        algorithm = algorithm_of(RecordedRun.open(run_dir).stage_config(step))
+        derived = algorithm.estimator is not None and not algorithm.advantage_needs and not algorithm.state()
+        if not derived or len(places) < sum(slot >= 0 for slot, _, _ in taken):
+            return {}
+        groups, _ = algorithm.filter([recorded.group(place) for place in places])
+        batch, _ = algorithm.advantages(algorithm.batch(groups))
+    except TriviumError as error:  # the run's own code is not here, or it refuses these groups
+        _log.warning("no advantages of step %d: %s", step, error)
+        return {}
+    by_id = {group.group_id: (group.slot, group.attempt) for group in groups}
+    estimates = defaultdict[tuple[int, int, int], tuple[Columns, ...]](tuple)
+    for experience, values in zip(batch.experiences, batch.columns["advantages"], strict=True):
+        member = (*by_id[experience.group_id], experience.index)
+        estimates[member] += ({"advantages": values, "response_mask": experience.response_mask},)
+    return dict(estimates)
+
+
+def _mean(parts: Sequence[Columns]) -> float:
+    """The mean advantage over the trained tokens of a rollout's sequences."""
+    trained = np.concatenate([columns["advantages"][columns["response_mask"]] for columns in parts])
+    return float(trained.sum(dtype=np.float64)) / max(1, len(trained))
+
+
+@lru_cache(maxsize=4096)
 def _records(path: Path, size: int, written_ns: int) -> list[tuple[int, int, int, int]]:
     """(offset, slot, attempt, checksum) of every whole record of a journal file: headers are read, and no group."""
     del written_ns
@@ -285,7 +335,7 @@ def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]
         ],
         "columns": dict(group.task.columns),
         "sequences": [_sequence(rollout, each, pieces) for each in rollout.sequences],
-        "kept": any(rollout.kept.values()),
+        "kept": any("returns" in columns for each in rollout.kept.values() for columns in each),
     }
 
 
@@ -322,7 +372,7 @@ def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
     written = {"log_prob": _numbers(sequence.log_prob, sampled), "response_mask": [int(each) for each in trained]}
     written["policy_version"] = _numbers(sequence.policy_version, sampled)
     written |= {name: _numbers(array, trained) for name, array in columns.items()}
-    order = [value.name for value in VALUES]
+    order = [*TITLES]
     return dict(sorted(written.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 

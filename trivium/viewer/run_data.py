@@ -19,6 +19,10 @@ from trivium.metrics import declared, graded_accuracies
 from trivium.runtime.recorded_run import RecordedRun, bound
 
 Row = Mapping[str, float]
+_FLOORS = {"nats": 1e-6, "tokens": 1e-2, "tokens/s": 1e-2, "versions": 1e-2, "s": 1e-6, "1/s": 1.0}
+"""Unit -> the smallest difference that an axis shows; a smaller one is a rounding error."""
+_FLOOR = 1e-10
+"""The same for metrics without a unit: learning rates are among them."""
 
 
 class Chart(NamedTuple):
@@ -33,7 +37,8 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Reward", ("reward/mean",), "rewards are of runs that roll out tasks"),
-    Chart("Accuracy", ("eval/*/accuracy",), "set evaluation.taskset"),
+    Chart("Held-out reward", ("eval/*/reward",), "set evaluation.taskset"),
+    Chart("Accuracy", ("eval/*/accuracy",), "set evaluation.taskset; graded rewards have evaluation.threshold"),
     Chart("Loss", ("train/loss/*",)),
     Chart("Completion length", ("rollout/response_tokens",)),
     Chart("Entropy", ("train/entropy",)),
@@ -60,6 +65,11 @@ class Curve:
     unit: str
     steps: list[int]
     values: list[float]
+
+    @property
+    def floor(self) -> float:
+        """The smallest difference that an axis shows."""
+        return _FLOORS.get(self.unit, _FLOOR)
 
 
 @dataclass(frozen=True, slots=True)

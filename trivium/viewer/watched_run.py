@@ -12,11 +12,13 @@ from typing import Any
 
 from trivium.buffers.media import MediaFiles
 from trivium.errors import TriviumError
+from trivium.monitors.identity import settings_of
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.rollout_view import decoder
 from trivium.viewer.group_list import GroupList
 from trivium.viewer.rollout_data import RecordedGroups, member_row, piecewise, rollout_values
 from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, run_verdict
+from trivium.viewer.task_table import TaskTable
 
 _END = 256
 """Bytes before the position in a growing file that tell whether it was cut."""
@@ -59,6 +61,7 @@ class WatchedRun:
         self.path, self.name = path, name
         self.recorded = RecordedGroups(path)
         self.groups = GroupList(self.recorded)
+        self.tasks = TaskTable(self.recorded)
         self.metrics = MetricRows(path / "metrics.jsonl")
         self.media = MediaFiles(path / "rollouts" / "media")
         self._pieces_lock = Lock()
@@ -79,6 +82,7 @@ class WatchedRun:
             "marks": [{"step": each.step, "kind": each.kind, "text": each.text} for each in marks(run)],
             "planned_steps": sum(stage.schedule.steps for stage in run.config.stage_configs()),
             "config": (self.path / "config.yaml").read_text(encoding="utf-8"),
+            "settings": settings_of(self.path),
             **self.state(),
         }
 
@@ -114,17 +118,19 @@ class WatchedRun:
             "objective": _or_error(lambda: explain(RecordedRun.open(self.path).config)),
         }
 
-    def rollout(self, step: int, place: Mapping[str, int], index: int) -> dict[str, Any]:
-        """A rollout of a step token by token; `place` has its group's stage, slot and attempt; `index` is its place
-        in the group, of which the greedy rollout is the last."""
+    def rollouts(self, step: int, place: Mapping[str, int], first: int, count: int) -> list[dict[str, Any]]:
+        """Rollouts of a group of a step token by token; `place` has the group's stage, slot and attempt; the greedy
+        rollout is the last one. At least one: the last one stands for those beyond."""
         recorded = self.recorded.place(step, place["stage"], place["slot"], place["attempt"])
         group = self.recorded.group(recorded)
-        members = [*group.rollouts]
-        trajectory = members[min(index, len(members) - 1)]
-        rollout = self.recorded.rollout(recorded, group, trajectory, step)
-        row = member_row(group, trajectory, self.recorded.advantages(step, [recorded]))
+        members, means = [*group.rollouts], self.recorded.advantages(step, [recorded])
         about = {"task": group.task.task_id, "epoch": group.epoch, "dropped": group.dropped, "size": len(members)}
-        return {**row, **rollout_values(rollout, self._pieces), **about}
+        rows: list[dict[str, Any]] = []
+        for trajectory in members[first : first + count] or members[-1:]:
+            rollout = self.recorded.rollout(recorded, group, trajectory, step)
+            row = member_row(group, trajectory, means)
+            rows.append({**row, **rollout_values(rollout, self._pieces), **about})
+        return rows
 
     @cached_property
     def _decode(self) -> Callable[[Sequence[int]], list[str]]:
@@ -136,7 +142,7 @@ class WatchedRun:
 
 
 def _curve(curve: Any) -> dict[str, Any]:
-    return {"help": curve.help, "unit": curve.unit, "steps": curve.steps, "values": curve.values}
+    return {"help": curve.help, "unit": curve.unit, "floor": curve.floor, "steps": curve.steps, "values": curve.values}
 
 
 def _or_error(work: Callable[[], Any]) -> Any:

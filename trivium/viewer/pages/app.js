@@ -3,14 +3,15 @@ import { address, api, go, h, hideTip, link, problem } from "./lib.js";
 import { compare } from "./compare.js";
 import { overview } from "./overview.js";
 import { rollouts } from "./rollouts.js";
+import { tasks } from "./tasks.js";
 import { timeline } from "./timeline.js";
 
-const VIEWS = { overview, rollouts, timeline, compare };
+const VIEWS = { overview, rollouts, timeline, compare, tasks };
 const KEYS = [
-  ["1 2 3 4", "Overview, Rollouts, Timeline, Compare"],
+  ["1 2 3 4 5", "Overview, Rollouts, Timeline, Compare, Tasks"],
   ["j k", "next, previous group"],
   [", .", "previous, next train step"],
-  ["n p", "next, previous page of groups"],
+  ["n p", "next, previous page of groups or tasks"],
   ["/", "search"],
   ["← →", "previous, next token, in a rollout that has the focus; Home, End"],
   ["+ − 0", "zoom in, out, the whole run, in the timeline; ← → move"],

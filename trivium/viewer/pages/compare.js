@@ -66,7 +66,7 @@ export function compare(root, runs) {
     if (!row) return null;
     const at = Math.min(Number(index || 0), row.size - 1);
     const { stage, slot, attempt } = row;
-    return { row, at, ...(await once("rollout", { run: side.run, step: side.step, stage, slot, attempt, index: at })) };
+    return { row, at, ...(await once("rollouts", { run: side.run, step: side.step, stage, slot, attempt, first: at }))[0] };
   }
 
   function controls(state, a, b, task, tasks, common, stepsA, stepsB) {

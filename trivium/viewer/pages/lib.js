@@ -82,14 +82,37 @@ export function seconds(value) {
 
 // --------------------------------------------------------------------------- colours
 
+// Any two differ for the colour-blind as well, the first five by a lot (tests/e2e/test_view.py).
 const SERIES = {
-  light: ["#1f5fbf", "#c2410c", "#15803d", "#8b3fb5", "#b45309", "#0e7490", "#be185d", "#4d5b6b"],
-  dark: ["#7cb0ff", "#ff9a62", "#6fd08c", "#cf9bf0", "#f2c14e", "#5fd0e0", "#f48fb8", "#b3bfcc"],
+  light: ["#1f5fbf", "#f95720", "#4a2424", "#c07c9e", "#7c06f1", "#8c2604", "#3b2f61", "#f920f9"],
+  dark: ["#7cb0ff", "#f98006", "#fed4c6", "#7346fa", "#ac8053", "#c1fc86", "#f906bc", "#ac5369"],
 };
 
 export const theme = () => document.documentElement.dataset.theme;
 export const seriesColour = (number) => SERIES[theme()][number % SERIES.light.length];
 export const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export function swatch(number) {
+  const square = h("i", { class: "swatch" });
+  square.style.background = seriesColour(number);
+  return square;
+}
+
+// At most BARS of these, evenly spread, the first and the last among them.
+export const BARS = 24;
+export const spread = (items) =>
+  items.length <= BARS ? items : Array.from({ length: BARS }, (_, at) => items[Math.round((at * (items.length - 1)) / (BARS - 1))]);
+
+// Numbers at a glance: a bar for each of `items`, {value, kind}, by the largest value; a failed one is hatched.
+export function strip(items, title, largest = 0) {
+  const values = items.map((item) => item.value).filter((value) => value !== null);
+  const least = Math.min(0, ...values), most = Math.max(largest, ...values, least + 1e-9);
+  return h("span", { class: `strip${items.length > BARS / 2 ? " dense" : ""}`, title }, items.map(({ value, kind }) => {
+    const bar = h("i", { class: kind || "" });
+    bar.style.height = value === null ? "100%" : `${8 + 92 * ((value - least) / (most - least))}%`;
+    return bar;
+  }));
+}
 
 // --------------------------------------------------------------------------- the tooltip
 

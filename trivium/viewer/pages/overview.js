@@ -1,16 +1,16 @@
 // Curves of all runs against the step, and what each run is: verdict, findings, objective.
-import { address, api, go, h, link, problem, seriesColour, show, variable } from "./lib.js";
+import { address, api, go, h, problem, seriesColour, show, swatch, variable } from "./lib.js";
 
 const HEIGHT = 190;
 const POLL_MS = 2500;
+const STEPS = Array.from({ length: 7 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat(); // ticks are whole steps
 
-const ROUNDING = 1e-10; // values up to this size count as 0, as in line_chart.py
-
-// The ends of a y axis: a constant gets its surroundings, not 0 to 100, and rounding errors are not magnified.
-export function axisRange(least, most) {
+// The ends of a y axis: a constant gets its surroundings, not 0 to 100, and differences below `floor` are rounding
+// errors, which are not magnified.
+export function axisRange(least, most, floor = 0) {
   const size = Math.max(Math.abs(least), Math.abs(most));
-  if (!(size >= ROUNDING)) return [0, 1];
-  if (most - least < 1e-9 * size) return [least - Math.abs(least) / 2, most + Math.abs(most) / 2];
+  if (!(size >= floor && size > 0)) return [0, 1];
+  if (most - least < Math.max(floor, 1e-9 * size)) return [least - Math.abs(least) / 2, most + Math.abs(most) / 2];
   return uPlot.rangeNum(least, most, 0.1, true);
 }
 
@@ -20,7 +20,19 @@ export function overview(root, runs) {
   let smoothing = Number(address().smooth || 0);
   let timer = null;
 
-  const cards = h("section", { class: "cards", "aria-label": "Runs" }, runs.map(card));
+  const several = runs.length > 1;
+  const hidden = () => new Set((address().hide || "").split(".").filter(Boolean).map(Number));
+  const visible = () => runs.filter((run) => !hidden().has(run.number));
+  const cards = h("section", { class: "cards", "aria-label": "Runs" }, runs.map((run) => card(run, several)));
+  const switches = h("section", { class: "bar switches", "aria-label": "Runs shown" });
+  const paintSwitches = () => switches.replaceChildren(...runs.map((run) => h("label", { title: run.path },
+    h("input", { type: "checkbox", checked: !hidden().has(run.number), onchange: (event) => {
+      const left = hidden();
+      left[event.target.checked ? "delete" : "add"](run.number);
+      go({ hide: [...left].join(".") }, { replace: true });
+      plots.forEach(draw);
+    } }), swatch(run.number), run.name, h("span", { class: "dim" }, ` ${stateOf(run)}, step ${run.step} of ${run.planned_steps}`))));
+  paintSwitches();
   const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: smoothing, "aria-label": "Smoothing" });
   slider.addEventListener("input", () => {
     smoothing = Number(slider.value);
@@ -33,7 +45,7 @@ export function overview(root, runs) {
     "point at a curve for its values; click to read the rollouts of that step"));
   const grid = h("section", { class: "charts", "aria-label": "Curves" });
   const absent = h("p", { class: "dim absent" });
-  root.append(cards, bar, grid, absent);
+  root.append(...(several ? [switches, bar, grid, absent, differences(runs), cards] : [cards, bar, grid, absent]));
 
   // Charts are made when they come into sight.
   const seen = new IntersectionObserver((entries) => {
@@ -106,19 +118,19 @@ export function overview(root, runs) {
       known.set(place, {
         steps: [...(before?.steps.slice(0, kept) || []), ...curve.steps],
         values: [...(before?.values.slice(0, kept) || []), ...curve.values],
-        rows: state.rows, help: curve.help || before?.help, unit: curve.unit || before?.unit,
+        rows: state.rows, help: curve.help || before?.help, unit: curve.unit || before?.unit, floor: curve.floor || before?.floor,
       });
     }
   }
 
   function lines(plot) {
     const result = [];
-    for (const run of runs) for (const key of plot.keys) {
+    for (const run of visible()) for (const key of plot.keys) {
       const curve = known.get(`${run.number}:${key}`);
       if (!curve?.steps.length) continue;
       const table = broken(key, curve, run.marks, smoothing);
       const name = [runs.length > 1 ? run.name : "", plot.keys.length > 1 || runs.length === 1 ? tail(key, plot.keys) : ""];
-      result.push({ run, key, table, name: name.filter(Boolean).join(" "), help: curve.help, unit: curve.unit });
+      result.push({ run, key, table, name: name.filter(Boolean).join(" "), help: curve.help, unit: curve.unit, floor: curve.floor });
     }
     return result;
   }
@@ -128,8 +140,8 @@ export function overview(root, runs) {
     const all = lines(plot);
     plot.figure.title = all[0]?.help || "";
     const dashes = [[], [5, 4], [2, 3], [8, 3, 2, 3]];
+    const floor = Math.max(0, ...all.map((line) => line.floor));
     const series = all.map((line, number) => {
-      const several = runs.length > 1;
       return {
         label: line.name,
         stroke: seriesColour(several ? line.run.number : number),
@@ -150,12 +162,12 @@ export function overview(root, runs) {
     plot.area.replaceChildren();
     plot.chart = new uPlot({
       width: plot.area.clientWidth || 360, height: HEIGHT, series: [{}, ...series],
-      scales: { x: { time: false }, y: { range: (_, least, most) => axisRange(least, most) } },
-      axes: [{ ...axis, space: 60, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(show) }],
+      scales: { x: { time: false }, y: { range: (_, least, most) => axisRange(least, most, floor) } },
+      axes: [{ ...axis, space: 60, size: 28, incrs: STEPS }, { ...axis, size: 56, values: (_, ticks) => ticks.map(show) }],
       legend: { show: false },
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { size: 7 } },
       hooks: {
-        draw: [(chart) => marks(chart, runs)],
+        draw: [(chart) => marks(chart, visible())],
         setCursor: [(chart) => legend(plot, chart.cursor.idx)],
       },
     }, data, plot.area);
@@ -172,9 +184,7 @@ export function overview(root, runs) {
       ...plot.lines.map((line, number) => {
         const [steps, values] = line.table;
         const at = step === null ? last(values) : nearest(steps, values, step);
-        const swatch = h("i", {});
-        swatch.style.background = seriesColour(runs.length > 1 ? line.run.number : number);
-        return h("span", {}, swatch, line.name ? `${line.name} ` : "", h("b", {}, show(at)), line.unit ? ` ${line.unit}` : "");
+        return h("span", {}, swatch(several ? line.run.number : number), line.name ? `${line.name} ` : "", h("b", {}, show(at)), line.unit ? ` ${line.unit}` : "");
       }),
       step === null ? "" : h("span", { class: "dim" }, `step ${Math.round(step)}`),
     );
@@ -188,7 +198,8 @@ export function overview(root, runs) {
         const answers = await Promise.all(runs.map((run) => api("curves", { run: run.number, keys: "step", after: run.rows })));
         if (answers.map((answer) => answer.rows).join() !== before) await load(visible);
         answers.forEach((answer, number) => Object.assign(runs[number], { age_s: answer.age_s, finished: answer.finished }));
-        cards.replaceChildren(...runs.map(card));
+        runs.forEach((run) => run.facts.replaceChildren(...factsOf(run))); // a card that was opened stays open
+        paintSwitches();
       } catch (error) {
         document.getElementById("live").textContent = `the server does not answer: ${error.message}`;
         return;
@@ -212,7 +223,8 @@ export function overview(root, runs) {
     },
     repaint() {
       plots.forEach(draw);
-      cards.replaceChildren(...runs.map(card));
+      paintSwitches();
+      cards.replaceChildren(...runs.map((run) => card(run, several)));
     },
     key(event) {
       if (event.key !== "/") return false;
@@ -265,7 +277,7 @@ function marks(chart, runs) {
   ctx.textAlign = "left";
   ctx.textBaseline = "alphabetic";
   ctx.lineWidth = devicePixelRatio;
-  const seen = new Map();
+  const seen = new Set(), placed = [];
   for (const run of runs) for (const mark of run.marks) {
     if (mark.step === 0) continue;
     const x = chart.valToPos(mark.step + 0.5, "x", true);
@@ -277,30 +289,42 @@ function marks(chart, runs) {
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
     const label = mark.kind === "stage" ? mark.text : mark.kind;
-    const labels = seen.get(Math.round(x)) || new Set();
-    if (labels.has(label)) continue;
-    const row = labels.size;
-    seen.set(Math.round(x), labels.add(label));
+    if (seen.has(`${Math.round(x)} ${label}`)) continue;
+    seen.add(`${Math.round(x)} ${label}`);
     const width = ctx.measureText(label).width;
     const left = x + 4 + width > bbox.left + bbox.width ? x - 4 - width : x + 4;
-    ctx.fillText(label, left, bbox.top + (11 + 12 * row) * devicePixelRatio);
+    const free = [0, 1, 2].find((row) => placed.every((each) => each.row !== row || left > each.right || left + width < each.left));
+    if (free === undefined) continue; // the list of the run's card has it
+    placed.push({ row: free, left: left - 4, right: left + width + 4 });
+    ctx.fillText(label, left, bbox.top + (11 + 12 * free) * devicePixelRatio);
   }
   ctx.restore();
 }
 
 // --------------------------------------------------------------------------- what a run is
 
-function card(run) {
-  const swatch = h("i", { class: "swatch" });
-  swatch.style.background = seriesColour(run.number);
-  const ended = run.finished ? "finished" : run.age_s === null ? "no rows yet" : run.age_s < 120 ? "in progress" : `no row for ${Math.round(run.age_s / 60)} min`;
+const stateOf = (run) => run.finished ? "finished" : run.age_s === null ? "no rows yet" : run.age_s < 120 ? "in progress" : `no row for ${Math.round(run.age_s / 60)} min`;
+const factsOf = (run) => [h("span", { class: `state ${run.finished ? "done" : ""}` }, stateOf(run)),
+  ` step ${run.step} of ${run.planned_steps} · `, h("span", { class: "path" }, run.path)];
+
+// The settings in which the configs of the runs differ.
+function differences(runs) {
+  const text = (run, key) => (key in run.settings ? JSON.stringify(run.settings[key]) : "–");
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) => key !== "run.dir" && new Set(runs.map((run) => text(run, key))).size > 1);
+  return h("details", { class: "differences" }, h("summary", {}, keys.length ? `${keys.length} differences of the configs` : "the configs do not differ"),
+    h("table", { class: "plain" }, h("tr", {}, h("th", {}), runs.map((run) => h("th", {}, swatch(run.number), run.name))),
+      keys.map((key) => h("tr", {}, h("th", {}, h("code", {}, key)), runs.map((run) => h("td", {}, text(run, key)))))));
+}
+
+function card(run, folded) {
   const details = h("div", { class: "verdict" });
-  verdictOf(run).then((answer) => details.replaceChildren(...told(answer)), (error) => details.replaceChildren(problem(error)));
+  const load = () => verdictOf(run).then((answer) => details.replaceChildren(...told(answer)), (error) => details.replaceChildren(problem(error)));
   const notes = run.marks.filter((mark) => mark.kind !== "stage").map((mark) => h("li", {}, mark.text));
-  return h("article", { class: "card" },
-    h("h2", {}, swatch, run.name),
-    h("p", { class: "facts" }, h("span", { class: `state ${run.finished ? "done" : ""}` }, ended),
-      ` step ${run.step} of ${run.planned_steps} · `, h("span", { class: "path" }, run.path)),
+  run.facts = h("p", { class: "facts" }, factsOf(run));
+  if (!folded) load();
+  return h(folded ? "details" : "article", { class: "card", ontoggle: load },
+    folded ? h("summary", {}, swatch(run.number), run.name) : h("h2", {}, swatch(run.number), run.name),
+    run.facts,
     notes.length ? h("ul", { class: "notes" }, notes) : null,
     details,
     h("details", {}, h("summary", {}, "config.yaml"), h("pre", {}, run.config)));

@@ -1,8 +1,9 @@
 // The groups of a train step, and the members of one of them side by side, token by token.
-import { address, api, go, h, link, newest, option, problem, show, variable } from "./lib.js";
+import { address, api, go, h, link, newest, option, problem, show, spread, strip } from "./lib.js";
 import { domain, facts, image, scale, shadeSelect, transcript } from "./tokens.js";
 
 const PAGE = 50;
+const MEMBERS = 32; // rollouts of a group that are shown at first
 const SORTS = [["", "order of the batch"], ["reward", "reward"], ["spread", "spread of rewards"], ["advantage", "advantage"], ["length", "length"], ["failures", "failures"]];
 const SHOWN = [["", "all groups"], ["failed", "with failures"], ["truncated", "cut by a length limit"], ["mixed", "rewards differ"], ["equal", "rewards are equal"], ["dropped", "dropped"], ["replayed", "trained on again"]];
 
@@ -81,7 +82,7 @@ export function rollouts(root, runs) {
       const failed = row.members.filter((member) => member.failure).length;
       return h("li", {}, h("a", { href: link({ ...address(), step, group: place(row), index: "", token: "" }), data: { group: place(row) } },
         h("span", { class: "task" }, row.task),
-        strip(row),
+        rewards(row),
         h("span", { class: "numbers" }, `reward ${alive.length ? show(mean) : "–"} · ${show(Math.round(tokens * 10) / 10)} tokens`,
           failed ? h("span", { class: "warn" }, ` · ${failed} failed`) : "", row.dropped ? h("span", { class: "warn" }, " · dropped") : "",
           row.steps.length > 1 ? ` · steps ${row.steps.join(", ")}` : ""),
@@ -105,15 +106,14 @@ export function rollouts(root, runs) {
 
   async function open(state, run, row) {
     const [stage, slot, attempt] = (row ? place(row) : state.group).split(".").map(Number);
-    const name = `${run}/${step}/${stage}.${slot}.${attempt}/${row?.size ?? 1}`;
+    const count = Math.max(MEMBERS, Number(state.members || 0), Number(state.index || 0) + 1);
+    const name = `${run}/${step}/${stage}.${slot}.${attempt}/${row?.size ?? 1}/${count}`;
     if (name !== shownGroup) {
       const current = opened();
       detail.setAttribute("aria-busy", "true");
       let loaded;
       try {
-        const first = await api("rollout", { run, step, stage, slot, attempt, index: 0 });
-        const others = Array.from({ length: first.size - 1 }, (_, at) => api("rollout", { run, step, stage, slot, attempt, index: at + 1 }));
-        loaded = [first, ...(await Promise.all(others))];
+        loaded = await api("rollouts", { run, step, stage, slot, attempt, count });
       } catch (error) {
         if (current()) detail.replaceChildren(problem(error));
         shownGroup = "";
@@ -151,7 +151,7 @@ export function rollouts(root, runs) {
           h("label", {}, h("input", { type: "checkbox", checked: !!state.prompt, onchange: (event) => go({ prompt: event.target.checked ? 1 : "" }, { replace: true }) }), " prompt tokens"),
           one === null ? null : h("a", { href: link({ ...keep, index: "", token: "" }) }, "all members"),
           h("a", { href: link({ view: "compare", run, step, task: head.task }) }, "compare")),
-        recorded ? null : h("p", { class: "dim" }, "Nothing was kept of what a train step computed for these tokens: no step took them, or run.keep: tokens is not set (a resumed run may set it).")),
+        members.some((member) => member.kept) ? null : h("p", { class: "dim" }, recorded ? "The advantage follows from the rewards. Other values of the train step need run.keep: tokens (a resumed run may set it)." : "Nothing was kept of what a train step computed for these tokens: no step took them, or run.keep: tokens is not set (a resumed run may set it).")),
       h("div", { class: one === null ? "members" : "members single" }, visible.map((member) => {
         const at = members.indexOf(member);
         return h("article", { class: `member${member.failure ? " failed" : ""}`, data: { index: at } },
@@ -164,7 +164,8 @@ export function rollouts(root, runs) {
           member.failure ? h("p", { class: "warn" }, member.failure) : null,
           transcript(member, { run, name: shadeBy, range, whole: !!state.prompt, picked: one === at ? picked : null, pick: ([sequence, token]) => history.replaceState(null, "", link({ ...address(), step, group, index: at, token: `${sequence}.${token}` })) }),
           one === at && picked && member.sequences[picked[0]] ? h("div", { class: "facts" }, facts(member.sequences[picked[0]], picked[1])) : null);
-      })));
+      })),
+      one === null && members.length < head.size ? h("p", {}, h("button", { onclick: () => go({ members: members.length + MEMBERS }, { replace: true }) }, `${Math.min(MEMBERS, head.size - members.length)} more of ${head.size} rollouts`)) : "");
   }
 
   const place = (row) => `${row.stage}.${row.slot}.${row.attempt}`;
@@ -201,15 +202,13 @@ export function rollouts(root, runs) {
   };
 }
 
-// The members of a group at a glance: a bar for each reward, by the largest of the group.
-function strip(row) {
-  const rewards = row.members.map((member) => member.reward).filter((reward) => reward !== null);
-  const least = Math.min(0, ...rewards), most = Math.max(...rewards, least + 1e-9);
-  return h("span", { class: "strip", title: row.members.map((member) => (member.failure ? "failed" : show(member.reward))).join("  ") }, row.members.map((member) => {
-    const bar = h("i", { class: member.failure ? "failed" : member.greedy ? "greedy" : "" });
-    bar.style.height = member.failure ? "100%" : `${8 + 92 * ((member.reward - least) / (most - least))}%`;
-    return bar;
-  }));
+// The rewards of a group at a glance: a bar for each member; of a large group for some, sorted by their rewards.
+function rewards(row) {
+  const bars = row.members.map((member) => ({ value: member.failure ? null : member.reward, kind: member.failure ? "failed" : member.greedy ? "greedy" : "" }));
+  const some = spread(bars);
+  if (some === bars) return strip(bars, bars.map(({ value }) => (value === null ? "failed" : show(value))).join("  "));
+  bars.sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));
+  return strip(spread(bars), `${row.size} rollouts, sorted by reward`);
 }
 
 const brief = (value) => {

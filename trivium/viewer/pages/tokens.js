@@ -3,7 +3,7 @@ import { h, hideTip, show, showTip, theme, variable } from "./lib.js";
 
 // Every value that may be known of a token: the same names and order as the server's.
 export const VALUES = [
-  ["advantages", "advantage", "diverging", "set run.keep: tokens"],
+  ["advantages", "advantage", "diverging", "set run.keep: tokens: it does not follow from the rewards alone"],
   ["log_prob", "log-prob, engine", "low", ""],
   ["old_log_prob", "log-prob, trainer", "low", "set run.keep: tokens; algorithm.old_log_prob"],
   ["ref_log_prob", "log-prob, reference", "low", "set run.keep: tokens, and algorithm.kl.coef"],

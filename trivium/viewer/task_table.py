@@ -1,0 +1,95 @@
+"""How a run does at each of its tasks over its train steps, as a table that is sorted, searched and paged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from trivium.config import RunConfig
+from trivium.evaluate import is_partial, is_right
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.viewer.rollout_data import Place, RecordedGroups
+
+_PROMPT = 200
+"""Characters of a prompt that a row shows."""
+SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "task": lambda row: row["task"],
+    "rollouts": lambda row: row["rollouts"],
+    "times": lambda row: len(row["points"]),
+    "first": lambda row: row["points"][0]["value"],
+    "last": lambda row: row["points"][-1]["value"],
+    "change": lambda row: row["points"][-1]["value"] - row["points"][0]["value"],
+}
+"""What tasks are sorted by; nothing means the order in which the run met them."""
+
+
+class _Result(NamedTuple):
+    """What a group says about its task."""
+
+    taskset: str
+    task: str
+    prompt: str
+    rollouts: int
+    success: float
+    reward: float | None
+    partial: bool
+
+
+class TaskTable:
+    """Lists the tasks of a run, which may be in progress. Every recorded group is read once."""
+
+    def __init__(self, recorded: RecordedGroups) -> None:
+        self._recorded = recorded
+        self._results: dict[tuple[Path, int, int], _Result] = {}
+        """(file, offset, checksum) of a group -> its result."""
+        self._lock = Lock()
+
+    def page(self, sort: str, descending: bool, text: str, first: int, count: int) -> dict[str, Any]:
+        """`rows` of the tasks that have `text` in their id or prompt, with a point for every train step that rolled
+        it out: `value` is the success rate, or the mean reward if `graded`."""
+        rows, graded = self._rows()
+        wanted = text.casefold()
+        matching = [row for row in rows if wanted in f"{row['task']}\n{row['prompt']}".casefold()]
+        if sort in SORTS:
+            matching.sort(key=SORTS[sort], reverse=descending)
+        shown = matching[first : first + count]
+        return {"total": len(rows), "matching": len(matching), "first": first, "graded": graded, "rows": shown}
+
+    def _rows(self) -> tuple[list[dict[str, Any]], bool]:
+        stages = RecordedRun.open(self._recorded.run_dir).config.stage_configs()
+        with self._lock:  # one request reads the groups, further ones wait for it
+            results = [(self._result(each, stages[each.stage]), each) for each in self._recorded.everywhere()]
+        graded, rows = any(result.partial for result, _ in results), dict[tuple[str, str], dict[str, Any]]()
+        for result, place in results:
+            value = result.reward if graded else result.success
+            if value is not None:
+                new = {"taskset": result.taskset, "task": result.task, "prompt": result.prompt}
+                row = rows.setdefault((result.taskset, result.task), {**new, "rollouts": 0, "steps": {}})
+                row["rollouts"] += result.rollouts
+                step = place.takers[0] if place.takers else place.planned_step
+                group = f"{place.stage}.{place.slot}.{place.attempt}"
+                row["steps"].setdefault(step, (group, list[float]()))[1].append(value)
+        for row in rows.values():
+            row["points"] = [
+                {"step": step, "value": sum(values) / len(values), "group": group}
+                for step, (group, values) in sorted(row.pop("steps").items())
+            ]
+        return list(rows.values()), graded
+
+    def _result(self, place: Place, config: RunConfig) -> _Result:
+        key, threshold = (place.path, place.offset, place.checksum), config.evaluation.threshold
+        if key not in self._results:
+            group = self._recorded.group(place)
+            members, alive, task = group.trajectories, group.alive, group.task
+            self._results[key] = _Result(
+                taskset=task.taskset,
+                task=task.task_id,
+                prompt=(task.prompt[-1].content if task.prompt else "")[:_PROMPT],
+                rollouts=len(members),
+                success=sum(is_right(each, threshold) for each in members) / max(1, len(members)),
+                reward=sum(each.reward for each in alive) / len(alive) if alive else None,
+                partial=any(is_partial(each, threshold) for each in alive),
+            )
+        return self._results[key]
