@@ -145,8 +145,12 @@ def test_the_page_shows_the_advantage_that_the_journal_has(url: str, page: Page,
 def test_an_axis_magnifies_no_rounding_errors_and_gives_a_constant_its_surroundings(url: str, page: Page) -> None:
     page.open(f"{url}#/overview")
     module = "import(new URL('pages/overview.js', document.baseURI))"
-    page.evaluate(f"{module}.then(module => {{ window.axisRange = module.axisRange; }}); 0")
+    page.evaluate(f"{module}.then(module => Object.assign(window, {{ ...module }})); 0")
     page.wait("typeof window.axisRange === 'function'")
+    steps = page.evaluate(
+        "[window.stepRange([0], 0, 100), window.stepRange([5], 0, 10), window.stepRange([1, 9], 2, 8)]"
+    )
+    assert steps == [[0, 1], [4, 6], [2, 8]]
 
     def ends(least: float, most: float, floor: float = 1e-10) -> list[float]:
         return json.loads(page.evaluate(f"JSON.stringify(window.axisRange({least}, {most}, {floor}))"))

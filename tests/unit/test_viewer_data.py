@@ -109,26 +109,36 @@ def test_advantages_that_need_a_model_are_not_guessed(run_dir: Path, tmp_path: P
 
 
 def test_every_task_has_its_success_rate_at_each_step(run_dir: Path, tmp_path: Path) -> None:
-    rewards: dict[str, dict[int, list[float]]] = {}
-    for rollout in read_rollouts(run_dir):
-        by_step = rewards.setdefault(rollout.group.task.task_id, {})
-        by_step.setdefault(rollout.steps[0], []).append(rollout.trajectory.reward)
-    for path, graded in (
-        (run_dir, True),
-        (without_tokens(run_dir, tmp_path / "run", evaluation={"threshold": 1.0}), False),
-    ):
+    graded = without_tokens(run_dir, tmp_path / "graded")
+    journal = graded / "rollouts" / "stage-0" / "step-000002.msgpack"
+    groups = [group for _, group in read_recorded(journal)]
+    journal.unlink()
+    partly = [
+        tuple(replace(each, rewards={"exact": 0.1 * each.index}) for each in group.trajectories) for group in groups
+    ]
+    write_groups(journal, [replace(group, trajectories=each) for group, each in zip(groups, partly, strict=True)])
+    changes = {
+        "evaluation": {"taskset": "test", "threshold": 0.2},
+        "tasks": {"test": {"kind": "arithmetic", "max_operand": 9, "count": 4}},
+    }
+    threshold = without_tokens(graded, tmp_path / "threshold", **changes)
+    for path, least in ((run_dir, 1.0), (graded, None), (threshold, 0.2)):
+        rewards: dict[str, dict[int, list[float]]] = {}
+        for rollout in read_rollouts(path):
+            by_step = rewards.setdefault(rollout.group.task.task_id, {})
+            by_step.setdefault(rollout.steps[0], []).append(rollout.trajectory.reward)
         table = TaskTable(RecordedGroups(path))
         page = table.page("change", True, "", 0, 100)
-        assert (page["total"], page["graded"]) == (len(rewards), graded)  # 2 is right by both of its components
+        assert (page["total"], page["graded"]) == (len(rewards), least is None)
         for row in page["rows"]:
             expected = {
-                step: np.mean(each if graded else [reward >= 1 for reward in each])
+                step: np.mean(each if least is None else [reward >= least for reward in each])
                 for step, each in sorted(rewards[row["task"]].items())
             }
             assert {point["step"]: point["value"] for point in row["points"]} == pytest.approx(expected)
             assert row["rollouts"] == sum(map(len, rewards[row["task"]].values()))
-        changes = [row["points"][-1]["value"] - row["points"][0]["value"] for row in page["rows"]]
-        assert changes == sorted(changes, reverse=True)
+        differences = [row["points"][-1]["value"] - row["points"][0]["value"] for row in page["rows"]]
+        assert differences == sorted(differences, reverse=True)
         second = table.page("task", False, "", 1, 2)["rows"]
         assert [row["task"] for row in second] == sorted(rewards)[1:3]
         assert table.page("", True, "no such task", 0, 100)["matching"] == 0

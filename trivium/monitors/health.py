@@ -301,11 +301,11 @@ def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
     of their group."""
     counts = [tuple(map(sum, zip((0, 0), *map(_repeated, groups), strict=True))) for groups in evidence.groups]
     windows = [tuple(map(sum, zip(*counts[max(0, end - 2) : end + 1], strict=True))) for end in range(len(counts))]
-    found = [(number, total) for number, total in windows if total >= 16 and number > 0.5 * total]
-    if not found:
+    repeating = [(number, total) for number, total in windows if total >= 16 and number > 0.5 * total]
+    if not repeating:
         return None
-    number, total = found[-1]
-    over = "" if windows[-1] == found[-1] else ", in earlier steps"
+    number, total = repeating[-1]
+    over = "" if windows[-1] == repeating[-1] else ", in earlier steps"
     figures = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
     return figures, "raise engine.sampling.temperature or algorithm.entropy.coef"
 

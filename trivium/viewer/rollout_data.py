@@ -107,7 +107,7 @@ class RecordedGroups:
             raise RunDirError(f"the rollouts of step {step} of {self.run_dir}", "none", "choose another step")
         return [place for _, place in chosen]
 
-    def everywhere(self) -> Iterator[Place]:
+    def of_run(self) -> Iterator[Place]:
         """Every group of the run that a train step took or that is planned for one, file by file."""
         return self._recorded(lambda _, number: number is not None)
 

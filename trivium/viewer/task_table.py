@@ -60,7 +60,7 @@ class TaskTable:
     def _rows(self) -> tuple[list[dict[str, Any]], bool]:
         stages = RecordedRun.open(self._recorded.run_dir).config.stage_configs()
         with self._lock:  # one request reads the groups, further ones wait for it
-            results = [(self._result(each, stages[each.stage]), each) for each in self._recorded.everywhere()]
+            results = [(self._result(each, stages[each.stage]), each) for each in self._recorded.of_run()]
         graded, rows = any(result.partial for result, _ in results), dict[tuple[str, str], dict[str, Any]]()
         for result, place in results:
             value = result.reward if graded else result.success

@@ -14,6 +14,9 @@ export function axisRange(least, most, floor = 0) {
   return uPlot.rangeNum(least, most, 0.1, true);
 }
 
+// The ends of the axis of steps: a single step gets its neighbours, where uPlot would give step 0 an axis of 0 to 100.
+export const stepRange = ([step, ...others], first, last) => (others.length ? [first, last] : [Math.max(0, step - 1), step + 1]);
+
 export function overview(root, runs) {
   const known = new Map(); // `run:key` -> {steps, values}
   const plots = new Map(); // title -> what is drawn
@@ -162,7 +165,7 @@ export function overview(root, runs) {
     plot.area.replaceChildren();
     plot.chart = new uPlot({
       width: plot.area.clientWidth || 360, height: HEIGHT, series: [{}, ...series],
-      scales: { x: { time: false }, y: { range: (_, least, most) => axisRange(least, most, floor) } },
+      scales: { x: { time: false, range: (chart, first, last) => stepRange(chart.data[0], first, last) }, y: { range: (_, least, most) => axisRange(least, most, floor) } },
       axes: [{ ...axis, space: 60, size: 28, incrs: STEPS }, { ...axis, size: 56, values: (_, ticks) => ticks.map(show) }],
       legend: { show: false },
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { size: 7 } },
