@@ -270,7 +270,7 @@ class RunRole:
                 self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)
 
     def may_return(self, role: str) -> bool:
-        """Whether a role that failed died in silence, or was started again: it is waited for."""
+        """Whether the failed role may be started again: its heartbeat stopped, or it runs again already."""
         failed = self.board.read().get("failed")
         return failed is None or (failed["role"] == role and failed["silent"])
 

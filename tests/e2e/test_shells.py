@@ -139,6 +139,21 @@ def test_a_killed_side_is_waited_for_and_the_run_goes_on(victim: str, pause_s: f
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16
 
 
+def test_a_second_trainer_is_refused_at_once(tmp_path: Path) -> None:
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}")
+    with commands(tmp_path) as start:
+        first = start("first", "run", str(path), "run.mode=train")
+        eventually(lambda: (tmp_path / "run" / "plan.yaml").is_file(), 60, lambda: first.text, first)
+        eventually(lambda: (tmp_path / "buffer.db").is_file(), 60, lambda: first.text, first)
+        same = start("same", "run", str(path), "run.mode=train")
+        other = start("other", "run", str(path), "run.mode=train", f"run.dir={tmp_path / 'other'}")
+        assert same.wait(60) == 1
+        assert f"found: another process runs there: {first.pid} of" in same.text
+        assert other.wait(60) == 2
+        assert "found: another run has this name in this database" in other.text
+        assert max(len(same.text), len(other.text)) < 700
+
+
 @pytest.mark.parametrize("victim", ["explore", "train"])
 def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
     path, waits = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=16), "sync.deadline_s=12"

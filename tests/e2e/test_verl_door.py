@@ -202,6 +202,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     shutil.copytree(whole / "model", taken_up / "model")
     begun = whole / "run" / "checkpoints" / "step-000001"
     resume = {"resume_mode": "resume_path", "resume_from_path": str(begun)}
+    resume |= {f"{what}_data_dir": str(tmp_path / what) for what in ("rollout", "validation")}
     trainer = example.make_trainer(
         "grpo", taken_up, steps=3, config=small(example, "grpo", taken_up, 3, trainer=resume)
     )
@@ -227,6 +228,14 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     shown = [json.loads(line) for line in table.read_text().splitlines()]
     assert [row["step"] for row in shown] == [0, 0, 2, 2, 3, 3]
     assert [row["input"] for row in shown[:2]] == [row["input"] for row in shown[4:]]
+    dumped = {
+        f"{file.parent.name} {file.stem}": [json.loads(line) for line in file.read_text().splitlines()]
+        for file in tmp_path.glob("*/*.jsonl")
+        if file.parent.name in ("rollout", "validation")
+    }
+    assert {"rollout 2", "rollout 3", "validation 2", "validation 3"} <= dumped.keys()
+    assert all(row["step"] == 3 and {"input", "output", "gts", "score"} <= row.keys() for row in dumped["rollout 3"])
+    assert len(dumped["rollout 3"]) == 16
     (taken_up / "run" / "taken_up.txt").unlink()
     with pytest.raises(RunDirError, match="checkpoints up to step 3"):
         trainer._adopt_checkpoint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not supported"),
     ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
+    ({ROLLOUT + "response_length": 9}, "actor_rollout_ref.rollout.response_length", "both are the same"),
+    ({ROLLOUT + "prompt_length": 9}, "actor_rollout_ref.rollout.prompt_length", "both are the same"),
+    ({ROLLOUT + "use_fire_sampling": True}, "actor_rollout_ref.rollout.use_fire_sampling", "change the rollouts"),
+    (
+        {ROLLOUT + "quantization_config_file": "q"},
+        "actor_rollout_ref.rollout.quantization_config_file",
+        "change the rollouts",
+    ),
+    ({ROLLOUT + "mtp": {"enable": True}}, "actor_rollout_ref.rollout.mtp", "change the rollouts"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
     ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),
     ({"algorithm__use_pf_ppo": True}, "algorithm.use_pf_ppo", "PF-PPO"),
@@ -305,6 +315,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "holds both",
     ),
 ]
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused(model: str, tmp_path: Path) -> None:
+    with_code = tmp_path / "model"
+    shutil.copytree(model, with_code)
+    described = json.loads((with_code / "config.json").read_text())
+    (with_code / "config.json").write_text(json.dumps({**described, "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    trusted = {**GRPO, "actor_rollout_ref__model__trust_remote_code": True}
+    assert config_of(verl_config(model, **trusted))
+    with pytest.raises(ConfigError, match="names code of its own"):
+        config_of(verl_config(str(with_code), **trusted))
 
 
 @pytest.mark.parametrize(("more", "where", "message"), REFUSED)

@@ -87,9 +87,9 @@ class SqlBuffer:
         self._database.create(MEDIA_TABLES)
         self._media = MediaRows(self._database, name)
         self._session: str | None = None
+        """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
         self._restored = 0
         """Groups with a lower number of arrival are of an earlier session."""
-        """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
         self._idle: list[str] = []
         """Caller names that no call is using; the database keeps one result per name."""
 

@@ -27,7 +27,7 @@ from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded, images_of
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
-from trivium.rewards.judge import make_judge
+from trivium.rewards.judge import Judge, make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed
 from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
@@ -107,7 +107,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     for number, stage in enumerate(config.stage_configs()):
         own = Findings()
         own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
-        own.warnings += _device_warnings(stage, here, ranks)
+        own.warnings += [*_device_warnings(stage, here, ranks), *_value_warnings(stage, number)]
         if stage.run.mode == "serve":
             own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
         _inspect(stage, number, own, sources)
@@ -128,18 +128,6 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
     if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
         findings.attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
-    lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
-    if (
-        number == 0
-        and lr
-        and lr < _LEAST_RANDOM_LR
-        and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
-    ):
-        remedy = "set train.optimizer.lr to about 1e-3"
-        found = f"{lr:g}, a rate for fine-tuning a trained model"
-        findings.warnings.append(
-            Problem("train.optimizer.lr", "a learning rate for a model with random weights", found, remedy)
-        )
     renderer = findings.attempt("model", lambda: _renderer(config))
     # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is any
     # reward built where it is not called, which may lack what it needs (a GPU, a service).
@@ -159,33 +147,47 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
         if digest := digest_of(tasks):
             findings.rows[f"tasks.{name}"] = digest
         if judge is not None and _is_rolled_out(config, name):
-            seen = _seen(tasks)
-            lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
-            what = "tasks with the columns that the rewards read"
-            remedy = "map a column to this name in the task source, or give the reward's parameter a default"
-            _count(config, findings, name, what, lacking, len(seen), remedy)
-            misfits = [text for place in seen if (text := judge.misfits(tasks[place].columns))]
-            what, remedy = "columns of the rewards' types", "write the column as text, or convert it in the reward"
-            findings.warn(f"tasks.{name}", what, misfits, len(seen), remedy)
-            unused = "a column `tools`, which neither the workflow nor a reward reads"
-            tools = [unused for place in seen if tasks[place].columns.get("tools")]
-            if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
-                remedy = "describe the tools in the prompt, or use a workflow that offers them"
-                findings.warn(f"tasks.{name}", "columns that have an effect", tools, len(seen), remedy)
+            _look_at_columns(config, findings, name, tasks, judge)
         if id_column := getattr(section, "id", None):
             same = [f"an id of column {id_column!r} that occurred before"] * getattr(tasks, "num_duplicates", 0)
             remedy = "make the ids unique: a number is added to the later ones"
             findings.warn(f"tasks.{name}", "rows with ids of their own", same, len(tasks), remedy)
         if renderer is not None:
             _look_at_prompts(config, findings, name, tasks, renderer)
+    if renderer is not None and not findings.problems:
+        _look_at_order(config, number, findings, renderer)
+
+
+def _look_at_columns(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, judge: Judge) -> None:
+    """Checks the columns of the tasks against what reads them."""
+    seen, where = _seen(tasks), f"tasks.{taskset}"
+    lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
+    what = "tasks with the columns that the rewards read"
+    remedy = "map a column to this name in the task source, or give the reward's parameter a default"
+    _count(config, findings, taskset, what, lacking, len(seen), remedy)
+    misfits = [text for place in seen if (text := judge.misfits(tasks[place].columns))]
+    remedy = "write the column as text, or convert it in the reward"
+    findings.warn(where, "columns of the rewards' types", misfits, len(seen), remedy)
+    if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
+        unused = "a column `tools`, which neither the workflow nor a reward reads"
+        tools = [unused for place in seen if tasks[place].columns.get("tools")]
+        remedy = "describe the tools in the prompt, or use a workflow that offers them"
+        findings.warn(where, "columns that have an effect", tools, len(seen), remedy)
+
+
+def _value_warnings(config: RunConfig, number: int) -> Iterator[Problem]:
+    """Warns of values that are valid and rarely meant."""
+    lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
+    is_random = number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
+    if is_random and lr and lr < _LEAST_RANDOM_LR:
+        asked, found = "a learning rate for a model with random weights", f"{lr:g}, a rate for fine-tuning"
+        yield Problem("train.optimizer.lr", asked, found, "set train.optimizer.lr to about 1e-3")
     limit, sampling = context_limit(config), getattr(config.engine, "sampling", None)
     wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
     if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
-        what, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
+        found = f"the context holds {limit}, prompts included"
         remedy = "lower it, or raise engine.max_context: completions end where the context does"
-        findings.warnings.append(Problem("engine.sampling.max_new_tokens", what, found, remedy))
-    if renderer is not None and not findings.problems:
-        _look_at_order(config, number, findings, renderer)
+        yield Problem("engine.sampling.max_new_tokens", f"completions of {wanted} tokens", found, remedy)
 
 
 def _is_rolled_out(config: RunConfig, taskset: str) -> bool:

@@ -222,11 +222,10 @@ class Learner:
         """Computes, and drops, the gradient of the largest micro-batch that this run can meet, with the optimizer's
         state in memory: a device too small for it fails in the first step of a session."""
         assert self.optimizer is not None
-        unit, prompt = (
-            next(iter(units(batch, objective.unit)), []),
-            self.ranks.all_reduce_max(max(batch.lengths, default=0)),
-        )
-        length = min(prompt + self.max_response_length, max_positions(self.model.module) or math.inf)
+        unit = next(iter(units(batch, objective.unit)), [])
+        prompts = [int(e.response_mask.argmax()) + self.max_response_length for e in batch.experiences]
+        longest_here = max([*batch.lengths, *prompts], default=self.max_response_length)
+        length = min(self.ranks.all_reduce_max(longest_here), max_positions(self.model.module) or math.inf)
         budget = self.max_tokens * self.ranks.sequence_size
         copies = max(1, int(min(budget // length, self.max_sequences or math.inf)) // max(1, len(unit)))
         longest = stretched(batch.select(unit * copies), int(length))
