@@ -160,19 +160,19 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
 
 def _look_at_columns(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, judge: Judge) -> None:
     """Checks the columns of the tasks against what reads them."""
-    seen, where = _seen(tasks), f"tasks.{taskset}"
-    lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
+    where, columns = f"tasks.{taskset}", [tasks[place].columns for place in _seen(tasks)]
+    lacking = [text for each in columns if (text := judge.lacking(each))]
     what = "tasks with the columns that the rewards read"
     remedy = "map a column to this name in the task source, or give the reward's parameter a default"
-    _count(config, findings, taskset, what, lacking, len(seen), remedy)
-    misfits = [text for place in seen if (text := judge.misfits(tasks[place].columns))]
+    _count(config, findings, taskset, what, lacking, len(columns), remedy)
+    misfits = [text for each in columns if (text := judge.misfits(each))]
     remedy = "write the column as text, or convert it in the reward"
-    findings.warn(where, "columns of the rewards' types", misfits, len(seen), remedy)
+    findings.warn(where, "columns of the rewards' types", misfits, len(columns), remedy)
     if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
         unused = "a column `tools`, which neither the workflow nor a reward reads"
-        tools = [unused for place in seen if tasks[place].columns.get("tools")]
+        tools = [unused for each in columns if each.get("tools")]
         remedy = "describe the tools in the prompt, or use a workflow that offers them"
-        findings.warn(where, "columns that have an effect", tools, len(seen), remedy)
+        findings.warn(where, "columns that have an effect", tools, len(columns), remedy)
 
 
 def _value_warnings(config: RunConfig, number: int) -> Iterator[Problem]:
