@@ -148,7 +148,7 @@ def test_a_second_trainer_is_refused_at_once(tmp_path: Path) -> None:
         same = start("same", "run", str(path), "run.mode=train")
         other = start("other", "run", str(path), "run.mode=train", f"run.dir={tmp_path / 'other'}")
         assert same.wait(60) == 1
-        assert f"found: another process runs there: {first.pid} of" in same.text
+        assert f"found: process {first.pid} on host" in same.text
         assert other.wait(60) == 2
         assert "found: another run has this name in this database" in other.text
         assert max(len(same.text), len(other.text)) < 700
