@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -217,10 +218,48 @@ def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
-def test_every_link_leads_to_a_page() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """(file, anchor) of every link of a page to a file of ours; the anchor is empty for the whole file."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        yield (page.parent / target).resolve() if target else page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"\]\([^)]*\)", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    return [
+        f"{target.name}#{anchor}"
+        for target, anchor in links(page)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_page_and_its_heading(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_detected(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text("# One `key.b`\n[a](#one-keyb) [b](#two) [c](c.md) [d](a.md#one-keyb) [e](https://x.org/y#z)\n")
+    assert broken(page) == ["a.md#two", "c.md#"]
+
+
+def test_every_answer_is_within_two_clicks() -> None:
+    """Of the first page: one to the page that its table names, one more to any other."""
+    index = ROOT / "docs" / "index.md"
+    rows = [line for line in index.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    assert [row for row in rows if row.count(" | ") != 2 or "](" not in row.rpartition(" | ")[2]] == []
+    first = {target for target, _ in links(index)}
+    second = {target for page in first if page.suffix == ".md" for target, _ in links(page)}
+    assert {*(ROOT / "docs").glob("*.md")} - first - second - {index} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -28,10 +28,10 @@ from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
 from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
-from trivium.types import Media, Message, Task
+from trivium.types import Media, Message, Task, with_system
 
 Row = dict[str, Any]
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool", "tools")
 
 
 def _checked_regex(pattern: str) -> str:
@@ -247,15 +247,11 @@ def _without_sides(
 
     def messages_with(value: object, at: str, images: list[Media]) -> tuple[Message, ...]:
         messages = messages_of(list(value) if isinstance(value, tuple) else value, at, read, images)
-        return messages if config.system is None else _with_system(messages, config.system)
+        return messages if config.system is None else with_system(messages, config.system)
 
     sides = sides_of(where, row, config.conversations, read, messages_with, prompt)
     held = {name for side in sides for name in (side, f"{side}_images")}
     return {name: value for name, value in row.items() if name not in held}, sides
-
-
-def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
-    return messages if messages[0].role == "system" else (Message("system", system), *messages)
 
 
 def _without_images(
@@ -322,7 +318,7 @@ def _prompt(
             f"drop the last message, or set completion: {column} to make it the expert's completion",
         )
     messages = with_leading(messages, images or (), where)
-    return messages if config.system is None else _with_system(messages, config.system)
+    return messages if config.system is None else with_system(messages, config.system)
 
 
 def _filled(where: str, template: str, row: Row) -> str:

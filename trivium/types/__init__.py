@@ -56,6 +56,7 @@ from trivium.types.trajectories import (
     Task,
     Trajectory,
     Turn,
+    with_system,
 )
 
 __all__ = [
@@ -99,4 +100,5 @@ __all__ = [
     "capabilities_of",
     "continues",
     "experiences_of",
+    "with_system",
 ]

@@ -52,10 +52,17 @@ class Message:
     """One entry of a conversation."""
 
     role: str
-    """`system`, `user`, `assistant` or `tool`."""
+    """`system`, `user`, `assistant`, `tool`, or `tools` for the first one, whose content is a JSON list of tools."""
     content: str
     """Text. In a message with media, each `<image>` is the place of one; without any, the media precede the text."""
     media: tuple[Media, ...] = ()
+
+
+def with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
+    """The conversation with a system message, unless it has one; the message of its tools stays the first."""
+    if messages[0].role == "tools":
+        return (messages[0], *with_system(messages[1:], system)) if messages[1:] else messages
+    return messages if messages[0].role == "system" else (Message("system", system), *messages)
 
 
 @dataclass(frozen=True, slots=True)

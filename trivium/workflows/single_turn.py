@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trivium.config import WorkflowConfig
 from trivium.policy import Policy
-from trivium.types import Capabilities, Message, Task
+from trivium.types import Capabilities, Message, Task, with_system
 
 
 class SingleTurn:
@@ -27,6 +27,4 @@ class SingleTurn:
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """What the policy is given."""
-        if self.config.system is not None and task.prompt[0].role != "system":
-            return (Message("system", self.config.system), *task.prompt)
-        return task.prompt
+        return task.prompt if self.config.system is None else with_system(task.prompt, self.config.system)
