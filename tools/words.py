@@ -68,6 +68,17 @@ IN_TEXT = (
     Word(r"fmt: (skip|off)", "nothing: the formatter decides"),
 )
 
+IN_PAGES = (
+    Word(r"that there (is|are) not|where there (is|are) none", "the case, with `if`"),
+    Word(r"(what|which) there (is|are)(?=[.,;:])", "the thing's name"),
+    Word(r"(that|those|what|the \w+) of (now|then)", "current, newest; earlier"),
+    Word(r"(does|do|goes|go) without", "what is left out, and its effect"),
+    Word(r"says of itself|speaks? of the", "describes, names"),
+    Word(r"of (your|its|their) own making", "your, its, their"),
+    Word(r"no \w+ but (?!pip)", "only"),
+)
+"""Turns of phrase that a reader must solve like a riddle."""
+
 KEYS = {
     "reply": "a key of the files under rollouts/, and what a loss over preferences can take its mean over",
 }
@@ -98,14 +109,15 @@ def uses(path: Path, root: Path = ROOT) -> Iterator[Use]:
     """The uses in one Python file, or in a page."""
     source, short = path.read_text(encoding="utf-8"), path.relative_to(root)
     names, texts = parts(source) if path.suffix == ".py" else ([], [(1, source)])
-    of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, IN_TEXT))
+    in_text = IN_TEXT + (IN_PAGES if path.suffix == ".md" else ())
+    of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, in_text))
     for line, name in names:
         for word in of_names:
             if name not in FIELDS and in_name(word, name):
                 yield Use(short, line, name, word)
     for line, text in texts:
         for word in of_texts:
-            for match in in_text(word).finditer(text):
+            for match in pattern_of(word).finditer(text):
                 if text not in KEYS | FIELDS:
                     yield Use(short, line + text.count("\n", 0, match.start()), match.group(), word)
 
@@ -115,7 +127,7 @@ def words_for(path: Path, words: Iterable[Word]) -> list[Word]:
 
 
 @cache
-def in_text(word: Word) -> re.Pattern[str]:
+def pattern_of(word: Word) -> re.Pattern[str]:
     """What finds the word in a text."""
     return re.compile(rf"(?<![\w/.`])(?<!make )({word.pattern})(?![\w/])", re.IGNORECASE)
 

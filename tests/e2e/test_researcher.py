@@ -139,7 +139,7 @@ def an_agent_that_is_served(trivium: Callable[..., Forked]) -> None:
     """serve.md: the page's config, and its code as the agent."""
     write("serve.md", "agents.yaml")
     page = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(client = AsyncOpenAI.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(labels = .*?)```", page, re.DOTALL)
     server = trivium("run", "agents.yaml", "schedule.steps=2", "serve.port=0")
     address = Path("runs/agents/serve.json")
     eventually(address.is_file, 120, lambda: server.text, server)

@@ -58,6 +58,22 @@ def test_a_front_door_may_name_its_origin_and_a_page_is_text(tmp_path: Path) -> 
     assert used(tmp_path, "docs/a.md", "# Title\n\nAn explorer plays tasks.") == [(3, "plays")]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It reads a file that there is not.", "that there is not"),
+        ("The default, where there is none.", "where there is none"),
+        ("Take what there is.", "what there is"),
+        ("The weights of then, not those of now.", "The weights of then"),
+        ("`sandbox: off` does without.", "does without"),
+    ],
+)
+def test_a_riddle_is_found_in_a_page_alone(text: str, expected: str, tmp_path: Path) -> None:
+    assert used(tmp_path, "docs/a.md", text)[0] == (1, expected)
+    assert used(tmp_path, "trivium/a.py", f'"""{text}"""') == []
+    assert used(tmp_path, "docs/b.md", "What there is to say; of nowhere; it can do it without a key.") == []
+
+
 def test_the_words_are_avoided() -> None:
     pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED]
     places = [ROOT / "trivium", *pages, ROOT / "README.md", ROOT / "recipes", ROOT / "examples"]
