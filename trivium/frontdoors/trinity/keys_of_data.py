@@ -25,7 +25,7 @@ _FORMAT: dict[str, Entry] = {
     "enable_concatenated_multi_turn": Restricted(_OFF, "the last message is learnt: give each turn a row of its own"),
     "tools_key": Restricted((None, "tools"), "tools of rows are not rendered: leave it out"),
     "chat_template": Mapped("model.chat_template", type=str),
-    "enable_thinking": Ignored("the chat template decides"),
+    "enable_thinking": Ignored("the chat template decides, with model.template_variables of a RunConfig"),
     "label_key": Restricted((None,), "algorithm.kind kto reads labels: write it into the translated config"),
     **ignored("no reader of it is built", "solution_key reward_key"),
 }
