@@ -1,4 +1,4 @@
-"""The one home of each: waits with a deadline, heartbeats, users' functions in threads, whether a process is alive."""
+"""Waits with a deadline, heartbeats, blocking functions in threads, and whether a process is alive."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _GRACE_S = 1.0
 """Seconds that a cancelled task has to clean up."""
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
+"""Tasks that ignore their cancellation. The event loop itself holds only weak references to tasks."""
 
 
 class CancellationEscaped(RolloutError):
-    """A coroutine ended by a cancellation that its caller did not request."""
+    """A coroutine ended with a cancellation that its caller had not requested."""
 
     def __init__(self) -> None:
         super().__init__(
             "a call that returns or raises an Exception",
             "it let a cancellation of its own escape",
-            "catch the CancelledError where it belongs",
+            "catch the CancelledError in the function that cancels",
         )
 
 
 class ExitRaised(RolloutError):
-    """User code raised what would end the process, or is no Exception for another reason."""
+    """User code raised a BaseException that is not an Exception, for example one that would end the process."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(
@@ -55,21 +55,21 @@ class ExitRaised(RolloutError):
         self.__cause__ = raised
 
     def __reduce__(self) -> tuple[type[ExitRaised], tuple[BaseException | None]]:
-        return type(self), (self.__cause__,)  # pickled by its own argument between processes
+        return type(self), (self.__cause__,)  # its argument, with which another process unpickles it
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as raised:  # a task would raise them in the event loop as well
+    except (SystemExit, KeyboardInterrupt) as raised:  # a task would also raise these in the event loop
         raise ExitRaised(raised) from raised
 
 
 async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
-    """The result of `awaitable`; `seconds=None` sets no limit. `ended` is called when it is done, or its time is up.
+    """The result of `awaitable`; `seconds=None` sets no limit. Calls `ended` when it is done or its time is over.
 
-    Raises TimeoutError where it takes longer, and that is final: what it returns while it is being cancelled is
-    ignored, and one that ignores its cancellation is not waited for.
+    Raises TimeoutError if it takes longer. Its result is ignored then, and it is abandoned if it ignores its
+    cancellation.
     """
     task = asyncio.get_running_loop().create_task(_contained(awaitable))
     try:
@@ -96,7 +96,7 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
 
 
 async def _settled(task: asyncio.Task[Any], seconds: float | None) -> None:
-    """Waits until the task is done, so long at most: asyncio.wait for one task, at a third of its price."""
+    """Waits until the task is done, for at most `seconds`. Like asyncio.wait for one task, in a third of its time."""
     settled = task.get_loop().create_future()
 
     def settle(_: object = None) -> None:
@@ -116,11 +116,11 @@ async def _settled(task: asyncio.Task[Any], seconds: float | None) -> None:
 def _forget(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
-        task.exception()  # retrieved, or asyncio would log that it never was
+        task.exception()  # else asyncio logs that it was never retrieved
 
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """The results in order. The first error cancels the others and is raised once they have ended."""
+    """The results in order. The first error cancels the others, and is raised after they have ended."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -132,9 +132,10 @@ async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class Turns:
-    """At most `limit` blocks `async with turns` at the same time, in the order in which they were reached.
+    """Runs at most `limit` blocks `async with turns` at the same time, first come, first served.
 
-    asyncio.Semaphore looks at the waiting tasks one by one for each that leaves: time in the square of their number.
+    asyncio.Semaphore searches its queue for each block that ends: when many end at once, that takes time in the square
+    of their number.
     """
 
     def __init__(self, limit: int) -> None:
@@ -142,7 +143,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        if self._free:  # then no task waits: a block that ends hands its turn over
+        if self._free:  # no task waits, since a block that ends hands its turn over
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -150,7 +151,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it already had its turn
+            if not turn.cancelled():  # it has its turn already
                 self._hand_over()
             raise
 
@@ -167,7 +168,7 @@ class Turns:
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, from an event loop of its own: also where the caller is itself inside one."""
+    """Runs the coroutine in an event loop of its own and returns its result, also if the caller is in an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -180,7 +181,7 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Waiting(NamedTuple):
-    """The text of an expired wait: `who` waits for `whom`, and the state (`seen`)."""
+    """The text of a wait that expires: `who` waits for `whom`, in the state `seen`."""
 
     who: str
     whom: str
@@ -188,13 +189,13 @@ class Waiting(NamedTuple):
 
 
 class ProgressDeadline:
-    """The deadline of a wait. It fires after `seconds` without progress: `observe` starts it anew where the state that
-    it is given has changed."""
+    """The deadline of a wait, which expires after `seconds` without progress. `observe` restarts it if the state has
+    changed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.state: object = None
-        """The state observed last."""
+        """The last state."""
         self._began = self._progressed = time.monotonic()
 
     @property
@@ -221,11 +222,11 @@ async def wait_until(
     waiting: Callable[[], Waiting],
     deadline_s: float,
 ) -> T:
-    """What `poll` answers once that is not None.
+    """Calls `poll` until its answer is not None, and returns the answer.
 
-    `poll` waits for a change, at most for the `left_s` of the deadline that it is given, and returns (answer, state):
-    a state that differs from the last one is progress. Raises SyncError after `deadline_s` without progress; only then
-    `waiting` is called, in a thread.
+    `poll` waits for a change, for at most the deadline's `left_s`, and returns (answer, state). A state that differs
+    from the previous one is progress. Raises SyncError after `deadline_s` without progress; only then calls `waiting`,
+    in a thread.
     """
     deadline = ProgressDeadline(deadline_s)
     while True:
@@ -241,7 +242,7 @@ async def wait_until(
 
 
 class Heartbeat:
-    """Calls `beat` every `period_s` while the block runs. A thread does, so that a busy event loop is not a death."""
+    """Calls `beat` every `period_s` while the block runs, in a thread: it goes on while the event loop is busy."""
 
     def __init__(self, beat: Callable[[], object], period_s: float, name: str) -> None:
         self.error: Exception | None = None
@@ -268,11 +269,11 @@ class Heartbeat:
 
 
 class HeartbeatTracker:
-    """How long a peer has been silent. It compares counts of beats by the clock of this process: machines disagree on
-    the time."""
+    """Measures how long a peer has been silent, from its count of beats and the clock of this process: clocks of
+    machines differ."""
 
     def __init__(self, max_gap_s: float = math.inf) -> None:
-        """An observer that has not looked for `max_gap_s` cannot tell; for it the silence starts again."""
+        """If the observer itself has not looked for `max_gap_s`, the silence starts again."""
         self._max_gap_s = max_gap_s
         self._beats = 0
         self._since = self._looked = time.monotonic()
@@ -289,12 +290,12 @@ class HeartbeatTracker:
 # --------------------------------------------------------------------------- users' functions in threads
 
 MAX_LEFT_BEHIND = 64
-"""Abandoned functions that may still run, in the whole process."""
+"""The most abandoned functions that may still run in the whole process."""
 _IDLE_S = 1.0
-"""A thread that has no work for so long ends."""
+"""Seconds after which a thread without work ends."""
 _PATIENCE_S = 0.02
-"""A queued function gets a new thread where no other has finished for so long: most take microseconds, and more threads
-would only slow them down."""
+"""Seconds after which a queued function gets a new thread, if no other function has finished meanwhile. Most take
+microseconds, and more threads would only slow them down."""
 
 
 @dataclass(eq=False, slots=True)
@@ -314,7 +315,7 @@ _count_lock = threading.Lock()
 
 
 def left_behind() -> int:
-    """The number of functions that still run after their caller was cancelled."""
+    """How many functions still run after their callers were cancelled."""
     return _num_abandoned
 
 
@@ -325,10 +326,11 @@ def _count_abandoned(change: int) -> None:
 
 
 class Threads:
-    """A pool of up to `limit` daemon threads, which run a function in its caller's context (contextvars).
+    """A pool of up to `limit` daemon threads that run functions in the context (contextvars) of their callers.
 
-    A function whose caller is cancelled while it runs cannot be stopped: it is abandoned with its thread, another
-    thread takes its place, and there may be no more than `MAX_LEFT_BEHIND` of them.
+    A running function cannot be stopped. If its caller is cancelled, the function and its thread are abandoned, and
+    another thread takes their place. At most `MAX_LEFT_BEHIND` abandoned functions may run at a time.
+    concurrent.futures has neither: at exit, Python waits for the threads of its pools.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -336,19 +338,19 @@ class Threads:
         self._forget_threads()
 
     def _forget_threads(self) -> None:
-        """Starts without threads: a forked process has none of its parent's."""
+        """Begins without threads. A forked process does not have those of its parent."""
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads = self._finished = 0
         self._growing: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
         self._results: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
-        """Results that event loops were woken for and have not read yet."""
+        """Results for which event loops have been woken, and which they have not read yet."""
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The function's result. Cancelling removes it from the queue, or abandons it.
+        """The function's result. If the caller is cancelled, removes the function from the queue or abandons it.
 
-        Raises RolloutError while too many abandoned functions still run.
+        Raises RolloutError while too many abandoned functions run.
         """
         if left_behind() >= MAX_LEFT_BEHIND:
             raise RolloutError(
@@ -378,7 +380,7 @@ class Threads:
             loop.call_later(_PATIENCE_S, self._grow, loop, self._finished)
 
     def _grow(self, loop: asyncio.AbstractEventLoop, finished: int) -> None:
-        """Starts a thread where the queue has not moved since `finished`; the loop looks again while there is one."""
+        """Starts a thread if no function has finished since `finished`. Looks again later if functions are queued."""
         with self._changed:
             self._growing.discard(loop)
             if not self._jobs:
@@ -399,7 +401,7 @@ class Threads:
                 job.abandoned = True
                 self._threads -= 1
                 _count_abandoned(+1)
-                self._schedule_growth(job.future.get_loop())  # not at once: others may be cancelled with it
+                self._schedule_growth(job.future.get_loop())  # later, since others may be cancelled with it
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -413,7 +415,7 @@ class Threads:
                 self._report(job.future, *outcome)
 
     def _report(self, future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-        """Wakes the loop of the future for this result and those that come before it has read them."""
+        """Wakes the loop of the future, once for all results that arrive before the loop reads them."""
         loop = future.get_loop()
         self._results.setdefault(loop, []).append((future, result, error))
         if len(self._results[loop]) > 1:
@@ -422,7 +424,7 @@ class Threads:
             loop.call_soon_threadsafe(self._deliver, loop)
         except RuntimeError:
             del self._results[loop]
-            if not loop.is_closed():  # in a closed loop nothing waits for the results
+            if not loop.is_closed():  # nothing waits for results in a closed loop
                 raise
 
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -435,7 +437,7 @@ class Threads:
                 future.set_result(result)
 
     def _next(self) -> _Job | None:
-        """The next job; None after a while without one."""
+        """The next job, or None if there is none for a while."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs, _IDLE_S)
             if not self._jobs:
@@ -447,10 +449,10 @@ class Threads:
 
 
 def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """(result of user code, its exception as an error that ends neither a task nor the process)."""
+    """(result, exception) of user code. The exception is one that ends neither a task nor the process."""
     try:
         return function(), None
-    except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning
+    except (StopIteration, asyncio.CancelledError) as raised:  # they have another meaning in a future
         return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # raised again in the caller
         return None, raised if isinstance(raised, Exception) else ExitRaised(raised)
@@ -459,19 +461,19 @@ def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 # --------------------------------------------------------------------------- processes
 
 _LOOK_S = 0.25
-"""How often a process looks whether the one that it works for runs."""
+"""Seconds between two checks whether the owner of this process runs."""
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLife:
-    """Whether a process runs. True for one of another machine: only a heartbeat can tell there."""
+    """Whether a process runs. True for a process of another machine, of which only a heartbeat tells."""
 
     host: str
     pid: int
     started: str
-    """When the process started, in clock ticks: a later one may reuse its pid. Empty where the system has no /proc."""
+    """When the process started, in clock ticks: a later process may have the same pid. Empty without /proc."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessLife:
@@ -483,7 +485,7 @@ class ProcessLife:
             return True
         if self.started:
             state, started, _ = _proc_stat(self.pid) or ("gone", "", 0)
-            return started == self.started and state not in ("Z", "X")  # dead, though its parent has not reaped it
+            return started == self.started and state not in ("Z", "X")  # dead, but not reaped by its parent
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -493,8 +495,8 @@ class ProcessLife:
         return True
 
     def activity(self) -> tuple[bool, float]:
-        """(whether the process is stopped, its CPU seconds so far); of another machine, or where the system has no
-        /proc, a time that always advances."""
+        """(whether the process is stopped, its CPU seconds so far). Of another machine, and without /proc: (False, a
+        time that always advances)."""
         if not self.started or self.host != socket.gethostname():
             return False, time.monotonic()
         state, _, ticks = _proc_stat(self.pid) or ("", "", 0)
@@ -502,8 +504,7 @@ class ProcessLife:
 
 
 def _proc_stat(pid: int) -> tuple[str, str, int] | None:
-    """(state, start time, clock ticks of CPU time) of a process where the system has /proc; the name in front of them
-    may contain anything."""
+    """(state, start time, clock ticks of CPU time) of a process; None if it has ended or the system has no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -512,10 +513,10 @@ def _proc_stat(pid: int) -> tuple[str, str, int] | None:
 
 
 def end_with(owner: ProcessLife, first: Callable[[], object] | None = None) -> None:
-    """Ends this process within a second of `owner`, also in the middle of a call; `first` is called before.
+    """Ends this process within a second after `owner` ends, also in the middle of a call, and calls `first` before.
 
-    Without `first`, Linux kills a child of the owner's main thread at once, also one that is stopped or holds the
-    interpreter. A child of another thread would be killed with that thread.
+    Without `first`, Linux kills a child of the owner's main thread at once, even if it is stopped or C code holds its
+    interpreter. A child of another thread does not get this, since it would end with that thread.
     """
 
     def watch() -> None:

@@ -19,9 +19,9 @@ from tests.serving import RENDERER, Babbler, Served, served
 from trivium.errors import ConfigError
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
-from trivium.serving import connections
+from trivium.serving import bodies, connections
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap
-from trivium.serving.sessions import CompletionNode, ConversationIndex, Session
+from trivium.serving.sessions import CompletionNode, Session
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Message, Prompt, Sampling, StopReason, Turn
@@ -115,15 +115,30 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_a_header_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(tmp_path) as here:
+    monkeypatch.setattr(connections, "_IDLE_S", 1.0)
+    async with served(tmp_path, delay_s=1.5) as here:
         streams = await half_open(here, 3)
-        done = await here.chat("x", session="s")
-        monkeypatch.setattr(connections, "_IDLE_S", 0.0)
+        asking = asyncio.create_task(here.chat("x", session="s"))  # takes longer: only a header has the limit
+        _, drips = streams[0]
+        for byte in b"X-Slow: 1":
+            drips.write(bytes([byte]))  # each byte is progress, but not a header
+            await asyncio.sleep(0.05)
         assert [await ended(reader) for reader, _ in streams] == [b""] * 3
-        monkeypatch.undo()
-        await here.feedback(id=done["id"], reward=1)
+        await here.feedback(id=(await asking)["id"], reward=1)
         for _, writer in streams:
             writer.close()
+
+
+async def test_a_second_header_that_never_ends_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_IDLE_S", 1.0)
+    async with served(tmp_path) as here:
+        ((reader, writer),) = await half_open(here, 1)
+        writer.write(b"Content-Length: 0\r\n\r\n" + HALF)
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n"), 30)).split()[1] == b"400"
+        await ended(reader)
+        writer.close()
 
 
 async def test_idle_connections_make_way_for_requests(tmp_path: Path) -> None:
@@ -192,7 +207,7 @@ async def test_a_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 async def test_bodies_that_do_not_arrive_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_BODY_S", 0.2)
+    monkeypatch.setattr(bodies, "_BODY_S", 0.2)
     async with served(tmp_path, max_body_bytes=2000) as here:
         half = HALF + b"Content-Length: 1000\r\n\r\n" + b"x" * 500
         streams = await half_open(here, 2)
@@ -205,7 +220,7 @@ async def test_bodies_that_do_not_arrive_are_given_up(tmp_path: Path, monkeypatc
 
 
 async def test_the_memory_of_bodies_that_arrive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_BODIES", 2)
+    monkeypatch.setattr(bodies, "_BODIES", 2)
     async with served(tmp_path, max_body_bytes=2000) as here:
         streams = await half_open(here, 3)
         for _, writer in streams:
@@ -262,7 +277,7 @@ async def test_a_prompt_that_takes_long_to_encode_holds_up_no_other_request(tmp_
 def test_a_conversation_of_many_turns_is_recorded() -> None:
     """Deeper than Python's stack, with a branch off its first completion that is the newest."""
     policy = Policy(Babbler(), RENDERER, Sampling(1), SampleKey(0, "served-0", "served", "t"), 4096)
-    session, count = Session(None, "t", ConversationIndex(), None, 0.0), 3000
+    session, count = Session(None, "t", None, 0.0), 3000
     node: CompletionNode | None = None
     empty = np.zeros(1, np.int32)
     for order in range(count + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,14 @@ class BackgroundSaver:
 
         def write(directory: Path) -> None:
             write_more(directory)
-            self.write_engine(directory, lambda: loop.call_soon_threadsafe(held.set))
+            hold = partial(loop.call_soon_threadsafe, held.set)
+            write_engine(self.engine, directory, hold, asynchronous=self.asynchronous)
 
         self.writing = asyncio.create_task(self.store.save(step, write, state), name=f"save-{step}")
+        self.writing.add_done_callback(lambda _: held.set())
         self.step = step
-        holding = asyncio.create_task(held.wait())
-        try:
-            await asyncio.wait({self.writing, holding}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            holding.cancel()
+        await held.wait()
         self.look()
-
-    def write_engine(self, directory: Path, held: Callable[[], object]) -> None:
-        """Writes the engine's part. Calls `held` if training may go on before the end."""
-        end = self.engine.begin_saving(directory) if self.asynchronous else None
-        if end is None:
-            self.engine.save(directory)
-        else:
-            held()
-            end()
 
     async def wait(self) -> None:
         """Waits until the save in progress is complete. Raises its error."""
@@ -73,6 +63,17 @@ class BackgroundSaver:
             raise  # its text says what could not be saved
         except Exception as error:
             raise save_failed(self.step, error) from error
+
+
+def write_engine(engine: TrainEngine, directory: Path, held: Callable[[], object], *, asynchronous: bool) -> None:
+    """Writes the engine's part of a save. With `asynchronous`, calls `held` as soon as training may go on, if the
+    engine supports that."""
+    end = engine.begin_saving(directory) if asynchronous else None
+    if end is None:
+        engine.save(directory)
+    else:
+        held()
+        end()
 
 
 def save_failed(step: int | None, error: Exception) -> RunDirError:

@@ -1,5 +1,8 @@
-"""The event loop of a run's process. User code that raises SystemExit, stops the loop, ignores cancellation or blocks
-cannot keep the run from ending in time, nor let it end as if it had finished.
+"""The event loop of a run's process. User code may raise SystemExit, stop the loop, ignore cancellation or block: the
+run still ends in time, and never as if it had finished.
+
+`asyncio.Runner` cannot drive this loop. It fails when a task stops the loop, and its `close` waits without a deadline
+for tasks that ignore their cancellation and, before Python 3.12, for the threads of the executor.
 """
 
 from __future__ import annotations
@@ -31,31 +34,32 @@ _log = logging.getLogger("trivium")
 GRACE_S = 10.0
 """Seconds by which a function that blocks the loop may exceed `deadline_s`."""
 _CANCEL_S = 2.0
-"""How long a task may take to end once it is cancelled."""
+"""Seconds that a cancelled task has to end."""
 _THREADS_S = 300.0
-"""Seconds that the end of the loop waits for threads, such as that of a train step."""
+"""Longest wait for threads at the end of the loop, for example that of a train step, in seconds."""
 _LOOK_S = 1.0
 """Seconds between two checks of the watchdog."""
 _COLLECT_AFTER = 50_000
-"""New objects between two searches for cycles among them; Python's default is 700. With thousands of rollouts in
-flight, that searches hundreds of thousands of live objects again and again, for half of the explorer's time. The run
-itself leaves no cycles behind that grow with its steps or hold tensors: what waits for a search is user code's, and
-failures' tracebacks."""
+"""New objects between two collections of the youngest generation; Python's default is 700. With thousands of rollouts
+in flight, the collector would traverse hundreds of thousands of live objects again and again, for half of the
+explorer's time. The run itself makes no cycles that grow with its steps or hold tensors."""
 _SWITCH_S = 0.0005
 """How long a thread keeps the interpreter while another waits for it; Python's default is 5 ms. The threads of a train
-step and of the engine release it with every operation, and each time would get it back that much later."""
+step and of the engine release it with every operation, and would wait for it that long each time."""
 _left_behind: set[asyncio.Task[Any]] = set()
-"""Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
+"""Tasks that ignore their cancellation. The event loop itself holds only weak references to tasks."""
 
 
 def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """The coroutine's result, from an event loop of its own, like `asyncio.run`. In addition:
+    """Runs the coroutine in an event loop of its own and returns its result, like `asyncio.run`. In addition:
 
-    - SystemExit in a task, `loop.stop()`: the loop goes on; that `main` is cancelled, without Ctrl-C, is an error;
-    - a task that ignores its cancellation is left behind after two seconds, and named in the log;
-    - a function that holds the loop for `deadline_s` and `GRACE_S` ends the process with code 1, and is named;
+    - the loop goes on after SystemExit in a task and after `loop.stop()`; if `main` is cancelled without Ctrl-C, this
+      raises an error;
+    - a task that ignores its cancellation for two seconds is abandoned, and named in the log;
+    - a function that blocks the loop for longer than `deadline_s` and `GRACE_S` is named in the log, and the process
+      ends with code 1;
     - the garbage collector runs seldom;
-    - Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one ends the process at once.
+    - Ctrl-C cancels `main` and raises KeyboardInterrupt; a second Ctrl-C ends the process at once.
     """
     loop = asyncio.new_event_loop()
     executor = ThreadPoolExecutor(thread_name_prefix=f"loop-{id(loop):x}")
@@ -75,9 +79,9 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
 
 
 class _InterpreterSettings:
-    """Settings of the whole process while at least one block of it runs: the garbage collector searches seldom (unless
-    its first threshold is higher already, or 0: off), and a thread that computes gets the interpreter soon. Blocks of
-    several threads overlap in any order: the first changes the settings, the last restores them.
+    """Settings of the whole process while at least one block runs: the garbage collector runs seldom (unless its first
+    threshold is higher already, or 0: off), and threads switch often. Blocks of several threads overlap in any order:
+    the first one changes the settings, the last one restores them.
     """
 
     def __init__(self) -> None:
@@ -105,7 +109,7 @@ interpreter_settings = _InterpreterSettings()
 
 
 def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:
-    """The task's result. Raises its error; SystemExit and the like as an error of Trivium."""
+    """The task's result. Raises its error; a BaseException such as SystemExit becomes a TriviumError."""
     if task.cancelled():
         raise raised or _not_finished("all of its tasks were cancelled")
     error = task.exception()
@@ -124,7 +128,7 @@ def _not_finished(problem: str) -> TriviumError:
 
 
 def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _Signals) -> None:
-    """Runs the loop until the task is done: user code may stop the loop, or raise through it."""
+    """Runs the loop until the task is done, again after user code has stopped it or raised through it."""
     task.add_done_callback(lambda _: loop.stop())
     while not task.done():
         try:
@@ -135,18 +139,18 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _S
                 task.cancel()
             else:
                 _log.warning("user code raised %r in a task; the run goes on", raised)
-                _log.info("the traceback of that", exc_info=raised)
+                _log.info("its traceback", exc_info=raised)
 
 
 async def _end() -> None:
-    """Cancels all tasks; abandons those that ignore it."""
+    """Cancels all tasks, and abandons those that ignore it."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     ended, ignoring = await asyncio.wait(others, timeout=_CANCEL_S) if others else (set(), set())
     for task in ended:
         if not task.cancelled():
-            task.exception()  # retrieved, or asyncio would log that it never was
+            task.exception()  # else asyncio logs that it was never retrieved
     places = Counter(user_place(_stack_of(task)) or repr(task.get_coro()) for task in ignoring)
     for place, number in places.items():
         _log.warning("left behind: %d task(s) that ignore their cancellation, in %s", number, place)
@@ -156,7 +160,7 @@ async def _end() -> None:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
-    """(file, line, function) of the coroutines that await each other, outermost first."""
+    """(file, line, function) of the coroutines that await one another, outermost first."""
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -168,15 +172,15 @@ def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
 
 @dataclass
 class _Signals:
-    """The state of the handling of SIGINT and SIGTERM."""
+    """What is known of SIGINT and SIGTERM."""
 
     handled: bool
-    """Whether Ctrl-C is handled here: a KeyboardInterrupt is user code's own then."""
+    """Whether Ctrl-C is handled here. If it is, a KeyboardInterrupt was raised by user code."""
     raised: BaseException | None = None
     """The exception of the signal that arrived."""
 
     def sent(self, raised: BaseException) -> bool:
-        """Whether it may be a signal handler that raised it, and not user code."""
+        """Whether a signal handler may have raised this, and not user code."""
         if isinstance(raised, KeyboardInterrupt):
             return not self.handled
         return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGTERM))
@@ -184,8 +188,7 @@ class _Signals:
 
 @contextmanager
 def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Generator[_Signals]:
-    """Makes Ctrl-C cancel the task; for the second one the kernel ends the process, so that nothing in it can be in the
-    way."""
+    """Makes Ctrl-C cancel the task. At the second Ctrl-C the kernel ends the process, whatever the process does."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     signals = _Signals(in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
@@ -208,8 +211,8 @@ def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> 
 
 
 def _for_one_signal(number: int) -> None:
-    """Has the kernel restore the default action once the signal arrived, where the C library can: a handler of Python's
-    waits for the interpreter, which a function in C may hold for ever."""
+    """Makes the kernel restore the default action when the signal arrives, if the C library can; Python's `signal` does
+    not offer this. A handler in Python waits for the interpreter, which a function in C may hold forever."""
     libc = CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "sysv_signal"):
         return
@@ -223,9 +226,9 @@ def _for_one_signal(number: int) -> None:
 
 @contextmanager
 def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[None]:
-    """Ends the process where the loop does not turn for so long. Only looks count: time in which the process was
-    stopped does not. It does for faulthandler's clock, which a process that was stopped for longer than that (SIGSTOP,
-    a paused container) may find expired."""
+    """Ends the process if the loop does not turn for `patience_s`, counted in looks of a thread. Time during which the
+    process is stopped does not count. It does count for faulthandler's timer: after a stop by SIGSTOP or in a paused
+    container for longer than that, the process may end."""
     thread_id, stopped = threading.get_ident(), threading.Event()
     answered = threading.Event()
 
@@ -233,7 +236,7 @@ def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[No
         look_s = min(_LOOK_S, patience_s / 4)
         silent_s = 0.0
         answered.set()
-        # Where C code holds the interpreter no thread runs: then faulthandler's, which needs none, prints every stack.
+        # While C code holds the interpreter, no Python thread runs. faulthandler's timer prints all stacks without it.
         faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
         while not stopped.wait(look_s):
             faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
@@ -257,7 +260,7 @@ def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[No
 
 @contextmanager
 def _suspendable() -> Generator[None]:
-    """Takes faulthandler's clock back before Ctrl-Z stops the process; the watchdog's next look sets it again."""
+    """Cancels faulthandler's timer before Ctrl-Z stops the process. The watchdog's next look sets it again."""
 
     def suspend(number: int, frame: FrameType | None) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -275,7 +278,7 @@ def _suspendable() -> Generator[None]:
 
 
 def _end_process(thread_id: int, silent_s: float) -> None:
-    """Logs which function blocks the loop, and ends the process."""
+    """Logs the function that blocks the loop, and ends the process."""
     stack = traceback.extract_stack(sys._current_frames()[thread_id])
     error = DeadlineExceeded(
         "an event loop that turns",
@@ -295,7 +298,7 @@ def _innermost(stack: traceback.StackSummary) -> str:
 
 
 def join(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
-    """Waits for the threads, so long at most; returns those that still run, which are named in the log."""
+    """Waits for the threads for at most `seconds`. Returns those that still run, and names them in the log."""
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -308,7 +311,7 @@ def join(threads: Sequence[threading.Thread], seconds: float) -> list[threading.
 
 
 def exit_without_threads(code: object, seconds: float = 30.0) -> None:
-    """Ends a process that is about to exit with this code, where threads keep it for longer than that."""
+    """Ends a process that is about to exit with this code, if threads keep it running for longer than `seconds`."""
 
     def running() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]

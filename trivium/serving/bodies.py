@@ -1,21 +1,30 @@
-"""The JSON bodies of requests: how deep one may be, and which values can be recorded; errors as responses."""
+"""The bodies of requests: how large and how slow they may be, how deep their JSON, and which values a run can record;
+errors as responses."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trivium.errors import TriviumError
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_BODY_S = 30.0
+"""Longest time that a body may take to arrive, in seconds."""
+_BODIES = 8
+"""All bodies that are arriving may take up the memory of this many bodies of the largest size."""
 _MAX_DEPTH = 64
 """How deep the values of a body may be nested."""
 _MAX_INTEGER = 2**63
 
 
 class RequestError(TriviumError):
-    """A request that gets an error response; the run continues."""
+    """A request that gets an error response. The run continues."""
 
     def __init__(
         self,
@@ -49,8 +58,66 @@ def bad_request(param: str, asked: str, found: str, do: str, code: str | None = 
     return RequestError(400, asked, found, do, param=param, code=code)
 
 
+class BodyLimits:
+    """ASGI middleware that bounds the bodies of requests: the size and the time of each, and the memory of all.
+
+    An endpoint that reads a body beyond these limits gets a RequestError: 413 too large, 408 too slow, 503 too many at
+    once.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+        self._arriving = 0
+        """Bytes of bodies that have not arrived completely."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        end = asyncio.get_running_loop().time() + _BODY_S
+        size, complete = 0, False
+
+        async def receive_within_limits() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError as error:
+                found = f"it has not arrived within {_BODY_S:.0f} s"
+                raise RequestError(408, "the body of a request", found, "send it at once") from error
+            part = len(message.get("body", b""))
+            size, self._arriving = size + part, self._arriving + part
+            self._check(size)
+            if not message.get("more_body", False):
+                complete, self._arriving = True, self._arriving - size
+            return message
+
+        try:
+            await self._app(scope, receive_within_limits, send)
+        finally:
+            self._arriving -= 0 if complete else size
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise RequestError(
+                413,
+                f"a body of at most {self._max_bytes:,} bytes",
+                f"at least {size:,} bytes",
+                "send less, or raise serve.max_body_bytes",
+                code="body_too_large",
+            )
+        if self._arriving > _BODIES * self._max_bytes:
+            raise RequestError(
+                503,
+                "memory for the body of a request",
+                f"{self._arriving:,} bytes of other bodies are arriving",
+                "ask again, with fewer requests at once",
+                code="too_many_bodies",
+                retry_after_s=1,
+            )
+
+
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request, whose values can all be recorded. Raises RequestError."""
+    """The JSON object of a request. Raises RequestError, also for values that a run cannot record."""
     try:
         body = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -67,7 +134,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_values(param: str, value: object) -> None:
-    """Refuses what no file, database or number format of a run can hold."""
+    """Raises RequestError for a value that a file, a database or a number format of a run cannot hold."""
     level: list[object] = [param, value]
     for _ in range(_MAX_DEPTH):
         if not level:
@@ -88,7 +155,7 @@ def _parts(value: object) -> Iterable[object]:
 
 
 def _problem(value: object) -> tuple[str, str, str] | None:
-    """(asked, found, do) for a text or number that cannot be recorded."""
+    """(asked, found, do) for a text or number that cannot be recorded, else None."""
     match value:
         case str():
             try:
@@ -105,5 +172,5 @@ def _problem(value: object) -> tuple[str, str, str] | None:
 
 
 def _shown(text: str) -> str:
-    """The text, with what cannot be sent escaped."""
+    """The text, with the characters escaped that UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""`/v1/completions` with token ids: what a sampler on another machine asks the current policy for.
+"""`/v1/completions` with token ids, for samplers on other machines that use the current policy.
 
-Nothing of it is recorded or trained on, so a request may sample as it likes.
+These completions are neither recorded nor trained on, so a request may set any sampling parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 
 from trivium.protocols import Renderer
 from trivium.randomness import SampleKey
-from trivium.registry import suggest
 from trivium.serving.bodies import bad_request
-from trivium.serving.requests import check_model, read_count, read_number, read_stop, refuse_unsupported
+from trivium.serving.requests import read_count, read_number, read_stop, supported
 from trivium.types import MIN_TEMPERATURE, SERVED, Completion, IntArray, Request, Sampling, StopReason
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -36,7 +35,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (0, 1, True, False),
     "return_token_ids": (True, False),
 }
-"""Parameters that have one effect here, and the values that ask for it."""
+"""Parameters with one supported effect, and the values that select it."""
 _KNOWN = frozenset(
     {"model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids"}
     | {"seed"}
@@ -46,13 +45,9 @@ _KNOWN = frozenset(
 def read_completion(
     body: Mapping[str, Any], model: str, trained: Sampling, eos_token_ids: frozenset[int], *, number: int
 ) -> Request:
-    """The request in a body, for the policy `model` that is trained with `trained`; without a seed, its random numbers
-    are those of the `number`-th request. Raises RequestError."""
-    body = {name: value for name, value in body.items() if value is not None}
-    for name in body.keys() - _KNOWN - _NEUTRAL.keys():
-        raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, _KNOWN))
-    refuse_unsupported(body, _NEUTRAL, {})
-    check_model(body, model)
+    """The request in a body, for the policy `model` that is trained with `trained`. Without a seed, `number` (of the
+    request) addresses its random numbers. Raises RequestError."""
+    body = supported(body, _KNOWN, _NEUTRAL, {}, model)
     stops = body.get("stop_token_ids", [])
     if not isinstance(stops, list) or not {*map(str, stops)} <= {*map(str, eos_token_ids)}:
         found = f"this policy ends a turn with {sorted(eos_token_ids)[:8]}"

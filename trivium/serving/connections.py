@@ -1,6 +1,8 @@
-"""The listening socket, its connections and what arrives on them: how many, how long, how much, and what is logged.
+"""The listening socket, its connections and the log lines about them: how many, and how long they may be idle.
 
 A run keeps files open for its journal and its checkpoints, so connections must never use up the process's descriptors.
+uvicorn limits neither the number of open connections nor the time until the first header is complete; `Connection` adds
+these two limits.
 """
 
 from __future__ import annotations
@@ -11,40 +13,31 @@ import os
 import resource
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import Request
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trivium.errors import TriviumError
-from trivium.serving.bodies import RequestError
 
 _log = logging.getLogger("trivium")
-_CLOSE_S = 5.0
+_CLOSE_S = 5
 """Longest wait for responses in progress when the server is closed, in seconds."""
-_IDLE_S = 15.0
+_IDLE_S: float = 15
 """Longest time without a complete request header, on a new connection and between requests, in seconds."""
-_SWEEP_S = 1.0
-"""Seconds between two looks at idle connections."""
 _BACKLOG = 64
-"""Connections that the system accepts ahead of the server: at most so many open at once beyond the cap."""
+"""Connections that the system accepts ahead of the server: the most that may be open beyond the cap."""
 _RESERVED = 256
 """Descriptors that are kept for the run's files, pipes and processes."""
 _FEWEST = 8
 """A server with fewer connections is refused."""
-_BODY_S = 30.0
-"""Longest time that a body may take to arrive, in seconds."""
-_BODIES = 8
-"""All bodies that are arriving take up at most as much memory as so many of the largest size."""
 _LOG_LINES, _LOG_S = 5, 60.0
-"""Lines of one kind that the server may log in so many seconds."""
+"""The server logs at most this many lines of one kind in this many seconds."""
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 20\r\n\r\nToo many connections"
@@ -56,37 +49,41 @@ class ListenError(TriviumError):
 
 
 class Connection(H11Protocol):
-    """One of at most `cap` connections: one more replaces the longest idle one, or is refused."""
+    """One of at most `cap` connections. A further connection replaces the one that has been idle longest, or is refused
+    if all are in use.
+
+    A connection is idle as long as uvicorn's timeout for idle connections runs: from its beginning, and after each
+    response, until the header of a request is complete.
+    """
 
     def __init__(self, *, cap: int, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
         self._cap = cap
-        self.idle_since = time.monotonic()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if sum(not each.transport.is_closing() for each in self.connections) <= self._cap:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        others = [each for each in others if not each.transport.is_closing()]
+        if len(others) < self._cap:
             return
-        oldest = min(idle_connections(self.connections), key=lambda connection: connection.idle_since)
-        if oldest is self:
+        idle_until = {each.timeout_keep_alive_task.when(): each for each in others if each.timeout_keep_alive_task}
+        if idle_until:
+            idle_until[min(idle_until)].transport.abort()
+        else:
             transport.write(_REFUSAL)
             transport.close()
-        else:
-            oldest.transport.abort()
 
-    def on_response_complete(self) -> None:
-        self.idle_since = time.monotonic()
-        super().on_response_complete()
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is in progress; the header of one may be half sent."""
-        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
-
-
-def idle_connections(connections: Iterable[object]) -> list[Connection]:
-    """Those that wait for a request."""
-    return [each for each in connections if isinstance(each, Connection) and each.idle]
+    def handle_events(self) -> None:
+        """Ends the timeout when the header of a request is complete. The inherited `data_received` ends it at the first
+        byte, so a header could take forever."""
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_keepalive_if_required()
 
 
 class _Server(uvicorn.Server):
@@ -95,68 +92,14 @@ class _Server(uvicorn.Server):
         """Leaves signals to the run."""
         yield
 
-    async def close_idle(self) -> None:
-        """Closes connections that wait for a request for too long, until it is cancelled."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            for connection in idle_connections(self.server_state.connections):
-                if time.monotonic() - connection.idle_since > _IDLE_S:
-                    connection.transport.abort()
-
-
-class BodyReader:
-    """Reads bodies of at most `max_bytes`, and keeps the memory of all that are arriving within bounds."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._arriving = 0
-        """Bytes of bodies that have not arrived completely."""
-
-    async def read(self, request: Request) -> bytes:
-        """The whole body. Raises RequestError: 413 too large, 408 too slow, 503 too many at once."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for part in request.stream():
-                    body += part
-                    self._arriving += len(part)
-                    self._check(len(body))
-        except TimeoutError as error:
-            found = f"it has not arrived within {_BODY_S:.0f} s"
-            raise RequestError(408, "the body of a request", found, "send it at once") from error
-        except ClientDisconnect as error:
-            raise RequestError(400, "the body of a request", "the client has disconnected", "ask again") from error
-        finally:
-            self._arriving -= len(body)
-        return bytes(body)
-
-    def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise RequestError(
-                413,
-                f"a body of at most {self._max_bytes:,} bytes",
-                f"at least {size:,} bytes",
-                "send less, or raise serve.max_body_bytes",
-                code="body_too_large",
-            )
-        if self._arriving > _BODIES * self._max_bytes:
-            raise RequestError(
-                503,
-                "memory for the body of a request",
-                f"{self._arriving:,} bytes of other bodies are arriving",
-                "ask again, with fewer requests at once",
-                code="too_many_bodies",
-                retry_after_s=1,
-            )
-
 
 class RepeatedLines(logging.Filter):
-    """Lets through a few lines of each kind a minute, and says how many others there were."""
+    """Passes a few lines of each kind a minute. The next line after that contains the number of the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[str, tuple[float, int]] = {}
-        """By message without its arguments: (begin of its minute, lines in it)."""
+        """(begin of its minute, lines in it) of each message without its arguments."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = str(record.msg).partition("\n")[0], time.monotonic()
@@ -183,8 +126,8 @@ def _limited_logs() -> Iterator[None]:
 
 
 def connection_cap(wanted: int) -> int:
-    """How many connections the descriptors of this process allow, beside what the run needs; at most `wanted`. Raises
-    ListenError where that is next to none."""
+    """How many connections the descriptors of this process allow, beside those that the run needs; at most `wanted`.
+    Raises ListenError if that is next to none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted
@@ -204,31 +147,30 @@ def connection_cap(wanted: int) -> int:
 
 @asynccontextmanager
 async def serve_app(app: ASGIApp, host: str, port: int, max_connections: int = 512) -> AsyncGenerator[str]:
-    """Serves the app while the block runs; gives its URL. Raises ListenError; a server that fails cancels the block."""
+    """Serves the app at the URL that it yields, while the block runs. Raises ListenError. A server that fails cancels
+    the block."""
     cap = connection_cap(max_connections)
     listener = _listen(host, port)
     options: dict[str, Any] = {"lifespan": "off", "access_log": False, "log_config": None, "ws": "none"}
-    options |= {"log_level": "warning", "timeout_graceful_shutdown": int(_CLOSE_S), "timeout_keep_alive": int(_IDLE_S)}
+    options |= {"log_level": "warning", "timeout_graceful_shutdown": _CLOSE_S, "timeout_keep_alive": _IDLE_S}
     options |= {"backlog": _BACKLOG, "http": partial(Connection, cap=cap)}
     server = _Server(uvicorn.Config(app, **options))
     shown_host = f"[{host}]" if ":" in host else host
     with _limited_logs():
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve([listener]), name="http")
-            closing = tasks.create_task(server.close_idle(), name="idle connections")
             try:
                 while not (server.started or serving.done()):
                     await asyncio.sleep(0.01)
                 yield f"http://{shown_host}:{listener.getsockname()[1]}"
             finally:
                 server.should_exit = True
-                await _finished(serving)  # responses in progress are sent first, for a few seconds
-                closing.cancel()
+                await _finished(serving)  # which first sends the responses in progress, for a few seconds
                 listener.close()
 
 
 async def _finished(task: asyncio.Task[None]) -> None:
-    """Waits for the task even if the wait is cancelled meanwhile: a run that ends may be cancelled twice."""
+    """Waits for the task even if the wait is cancelled: a run that ends may be cancelled twice."""
     waiting = asyncio.ensure_future(asyncio.wait({task}))
     try:
         await asyncio.shield(waiting)

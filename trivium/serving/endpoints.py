@@ -1,4 +1,4 @@
-"""What the endpoints of every server share: the key, errors as responses, clients that disconnect."""
+"""Parts of the endpoints of every server: the key, errors as responses, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from trivium.errors import DataError, RolloutError
 from trivium.policy import EngineFailure
@@ -19,13 +20,16 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def guarded(endpoint: Endpoint, api_key: str | None) -> Endpoint:
-    """The endpoint behind the key, if there is one, with errors as responses."""
+    """The endpoint, which requires the key (None: no key) and turns errors into responses."""
 
     async def answer(request: Request) -> Response:
         try:
             _authenticate(request, api_key)
             return await endpoint(request)
         except RequestError as error:
+            return _error_response(error)
+        except ClientDisconnect:
+            error = RequestError(400, "the body of a request", "the client has disconnected", "ask again")
             return _error_response(error)
         except EngineFailure as error:  # the gateway raises it in the run, too
             return _error_response(RequestError(500, error.asked, error.found, error.do, code="engine_failure"))
@@ -56,7 +60,7 @@ def _error_response(error: RequestError) -> Response:
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of the work, which is cancelled when the client disconnects."""
+    """Returns the result of the work. Cancels the work when the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,7 +1,7 @@
 """The gateway: agents roll out tasks over HTTP in the place of `explore_loop`.
 
-A group takes its slot when its first call arrives, so admission holds agents back and staleness stays bounded. Once the
-stage is over the gateway may go on for a while: it samples from the final policy and records nothing.
+A group takes its slot when its first call arrives, so the buffer holds agents back and staleness stays bounded. After
+the last stage, the gateway can serve the final policy for a while; it records nothing then.
 """
 
 from __future__ import annotations
@@ -20,34 +20,23 @@ from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
-from trivium.serving.admission import Admission
 from trivium.serving.bodies import RequestError
-from trivium.serving.call_routes import CallRoutes, check_secret, ended_error, unknown_error
 from trivium.serving.groups import OpenGroups
 from trivium.serving.requests import ChatRequest, Feedback
-from trivium.serving.sessions import (
-    CompletionNode,
-    IdleLimits,
-    OpenGroup,
-    Session,
-    SessionStore,
-    Slot,
-    same_secret,
-    visible_text,
-)
+from trivium.serving.sessions import CompletionNode, IdleLimits, OpenGroup, Session, unknown_error, visible_text
 from trivium.synchronizer import Synchronizer
 from trivium.types import SERVED, Completion, Failure, Message, Request, StopReason, Turn
 
 T = TypeVar("T")
 
 _ENCODERS = 2
-"""Threads that encode prompts: a long one must not hold up the event loop."""
+"""Threads that encode prompts: a long prompt must not block the event loop."""
 _TOKEN_CHARACTERS = 64
-"""A prompt with more characters than so many for each token of the context is refused without being encoded."""
+"""A prompt with more characters per token of the context is refused without being encoded."""
 _ADOPTION_S = 60.0
-"""Longest wait for the last published version when the training is over, in seconds."""
+"""Longest wait for the last published version after the training, in seconds."""
 _GOODBYE_S = 1.0
-"""How long later calls are answered before the server closes, in seconds."""
+"""How long the gateway still answers calls before the server closes, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class ServingOptions:
     """What a gateway takes from the config."""
 
     idle: IdleLimits
-    """When a session is dropped."""
+    """When idle sessions are dropped."""
     deadline_s: float
     """Seconds after which a session without feedback fails; also the longest wait of a call for a slot."""
     reward_names: frozenset[str]
@@ -69,7 +58,7 @@ class ServingOptions:
 
 
 class Gateway:
-    """The policy as agents reach it, whatever the transport."""
+    """The policy as agents call it, whatever the transport."""
 
     def __init__(
         self,
@@ -84,13 +73,11 @@ class Gateway:
         self.loaded = False
         """Whether the trainer's weights have arrived."""
         self.closed = ""
-        """Why nothing is recorded any longer; empty while it is."""
+        """Why no rollout is recorded any more; empty as long as rollouts are."""
         self.final = False
         """Whether the final policy is served, after the training."""
-        self._sessions = SessionStore()
-        self._admission = Admission(explorer, buffer, schedule, synchronizer)
-        self._groups = OpenGroups(explorer, buffer, self._admission, self._sessions, schedule.group_size)
-        self._calls = CallRoutes(self._sessions, self._groups, require_secret=options.require_secret)
+        self._groups = OpenGroups(explorer, buffer, schedule, synchronizer, require_secret=options.require_secret)
+        self._sessions = self._groups.sessions
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,7 +85,7 @@ class Gateway:
     # ------------------------------------------------------------------ the run's side
 
     async def run(self) -> None:
-        """Serves until the stage is over; what breaks the run is raised."""
+        """Serves until the stage is over. Raises the errors that end the run."""
         groups, options = self._groups, self.options
         async with asyncio.TaskGroup() as tasks:
             groups.start(tasks)
@@ -109,12 +96,12 @@ class Gateway:
                 self.close("the training is over")
             finally:
                 self.close("the run is being stopped")
-            for helper in (*helpers, *groups.submitting.values()):  # no step trains on what is still in progress
+            for helper in (*helpers, *groups.submitting.values()):  # no step trains on the groups in progress
                 helper.cancel()
 
     async def _admit(self) -> None:
         """Leases slots until the buffer is closed or the trainer has finished the stage."""
-        waits = (self._admission.run(), self._synchronizer.wait_finished(self.explorer.name))
+        waits = (self._groups.lease(), self._synchronizer.wait_finished(self.explorer.name))
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -125,14 +112,13 @@ class Gateway:
                 task.cancel()
 
     def close(self, reason: str) -> None:
-        """Refuses every call from now on, those in progress as well."""
+        """Refuses all calls from now on, those in progress as well."""
         self.closed = self.closed or reason
-        for session in list(self._sessions.active):
-            self._groups.end(session, 503, reason)
-        self._admission.close()
+        self._groups.close(reason)
 
     async def say_goodbye(self) -> None:
-        """Serves the final policy for `linger_s`, once it is loaded; then refuses calls for a moment."""
+        """Serves the final policy for `linger_s`, once it is loaded. Then refuses calls for a moment before the server
+        closes."""
         if self.options.linger_s:
             await self._synchronizer.board.poll(self._has_newest, _ADOPTION_S)
             self.final = True
@@ -149,7 +135,7 @@ class Gateway:
         return values.get("explorers", {}).get(self.explorer.name, {}).get("version") == versions[-1]
 
     async def _watch(self) -> None:
-        """Waits for the first weights; then raises what broke the engine."""
+        """Waits for the first weights. Then raises the error of the engine, if it fails."""
         name = self.explorer.name
 
         def has_version(values: Mapping[str, Any]) -> bool:
@@ -162,16 +148,17 @@ class Gateway:
     # ------------------------------------------------------------------ completions
 
     async def complete(self, request: ChatRequest) -> list[CompletionNode]:
-        """`request.n` completions of the current policy. Raises RequestError; an EngineFailure ends the run too."""
+        """`request.n` completions of the current policy. Raises RequestError, and EngineFailure, which also ends the
+        run."""
         if self.final:
             request = replace(request, labels=replace(request.labels, evaluation=True))
         self._check_ready()
         self._check_length(request)
-        routes = [self._call(session, parent, request) for session, parent in self._calls.route(request)]
+        routes = [self._call(session, parent, request) for session, parent in self._groups.route(request)]
         return await self._breaking(gather_or_cancel(routes))
 
     async def sample(self, request: Request) -> Completion:
-        """A completion of token ids by the current policy; nothing is recorded. Raises as `complete` does."""
+        """A completion of token ids by the current policy, which is not recorded. Raises the errors of `complete`."""
         self._check_ready()
         async with self._concurrency:
             completion = await self._breaking(self.explorer.engine.generate(request))
@@ -193,7 +180,7 @@ class Gateway:
             )
 
     async def _breaking(self, work: Awaitable[T]) -> T:
-        """The result of the work, whose EngineFailure ends the run as well."""
+        """Returns the result of the work. An EngineFailure in it also ends the run."""
         try:
             return await work
         except EngineFailure as error:
@@ -211,13 +198,12 @@ class Gateway:
             )
 
     async def _call(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
-        """One completion in a session that has counted the call."""
+        """One completion in a session that counts the call as in progress."""
         try:
             if session.group is not None:
                 self._groups.add_columns(session.group, request.columns or {})
-                await self._slot(session.group)
-            if session.ended is not None:
-                raise ended_error(session, "roll the task out again")
+                await self._wait_for_slot(session.group)
+            session.check_active("roll the task out again")
             if session.policy is None:
                 session.policy, session.started = self._policy(session, request), time.monotonic()
             return await self._generate(session, parent, request)
@@ -227,12 +213,12 @@ class Gateway:
             if not (session.calls or session.completions or session.ended):
                 self._groups.remove_empty(session)
 
-    async def _slot(self, group: OpenGroup) -> Slot:
+    async def _wait_for_slot(self, group: OpenGroup) -> None:
         """Waits until the buffer admits the group."""
         deadline_s = self.options.deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                return await asyncio.shield(group.slot)
+                await asyncio.shield(group.slot)
         except TimeoutError as error:
             raise RequestError(
                 503,
@@ -248,10 +234,10 @@ class Gateway:
             raise
 
     def _policy(self, session: Session, request: ChatRequest) -> Policy:
-        """The policy of a session: equal sessions of equal tasks sample with equal random numbers."""
+        """The policy of a session. Equal sessions of equal tasks sample with equal random numbers."""
         explorer, stage = self.explorer, self._schedule.stage
         group, name = session.group, session.name
-        if group is not None and session.label is None:  # the slot tells the sessions of a run apart
+        if group is not None and session.label is None:  # sessions of other groups have equal numbers
             lease = group.slot.result().lease
             name = f"{lease.slot}.{lease.attempt}.{name}"
             session.name = name
@@ -270,8 +256,8 @@ class Gateway:
         try:
             turn = await generating
         except asyncio.CancelledError:
-            if session.ended is not None and not _is_cancelled():
-                raise ended_error(session, "roll the task out again") from None
+            if not _is_cancelled():
+                session.check_active("roll the task out again")
             raise
         finally:
             generating.cancel()
@@ -287,14 +273,14 @@ class Gateway:
         return node
 
     async def _limited(self, policy: Policy, conversation: Sequence[Message]) -> Turn:
-        """A turn, within the limit of concurrent generations."""
+        """One turn, within the limit of concurrent generations."""
         async with self._concurrency:
             return await policy.generate(conversation)
 
     # ------------------------------------------------------------------ feedback
 
     def feedback(self, feedback: Feedback) -> dict[str, Any]:
-        """Ends all trajectories of the feedback, or none where one cannot be ended."""
+        """Ends all trajectories that the feedback names, or none of them if one cannot end."""
         self._check_open()
         sessions = self._targets(feedback)
         for session in sessions:
@@ -321,16 +307,12 @@ class Gateway:
             return [session]
         sessions: dict[Session, None] = {}
         for completion_id in feedback.ids:
-            session = self._sessions.of_completion(completion_id)
-            if session is None:
-                raise unknown_error(f"the completion {completion_id!r}")
-            sessions[session] = None
+            sessions[self._sessions.of_completion(completion_id)] = None
         return list(sessions)
 
     def _check_feedback(self, session: Session, feedback: Feedback) -> None:
-        check_secret(session, feedback.secret)
-        if session.ended is not None:
-            raise ended_error(session, "a trajectory has feedback once")
+        session.check_secret(feedback.secret)
+        session.check_active("a trajectory has feedback once")
         if session.group is None:
             raise RequestError(400, "feedback for an evaluation", "nothing is trained on it", "leave `evaluation` out")
         if session.calls or not session.completions:
@@ -366,14 +348,15 @@ class Gateway:
             self._groups.add_columns(group, feedback.columns)
 
     async def commit(self, task_id: str | None, secret: str) -> dict[str, int]:
-        """Closes the open groups of a task (None: of all) that have a finished trajectory; journaled when this
-        returns. Sessions of theirs without feedback are dropped: all of them must have begun with this secret."""
+        """Closes the open groups of a task (None: of all tasks) that have a finished trajectory, and drops their
+        sessions without feedback. All sessions of these groups must have begun with this secret. The groups are
+        journaled when this returns."""
         self._check_open()
         groups = self._groups.finished(task_id)
         if task_id is not None:
             for session in (session for group in groups for session in group.sessions):
-                check_secret(session, secret)
-        groups = [g for g in groups if all(same_secret(session, secret) for session in g.sessions)]
+                session.check_secret(secret)
+        groups = [g for g in groups if all(session.has_secret(secret) for session in g.sessions)]
         if task_id is not None and not groups:
             raise RequestError(
                 404, f"commit task {task_id!r}", "no open group of it has a trajectory", "send feedback first"
@@ -395,10 +378,8 @@ class Gateway:
         return result
 
     def text_of(self, completion_id: str) -> str | None:
-        """The text of a completion as its client knows it; None where the completion is unknown."""
-        session = self._sessions.of_completion(completion_id)
-        nodes = session.completions if session is not None else ()
-        return next((node.conversation[-1].content for node in nodes if node.id == completion_id), None)
+        """The text of a completion as its client knows it, or None if the completion is unknown."""
+        return self._sessions.text_of(completion_id)
 
     def health(self) -> dict[str, Any]:
         """Status, version and counts, as JSON values."""
@@ -409,7 +390,7 @@ class Gateway:
             "in_flight": sum(session.calls for session in self._sessions.active),
             "sessions": len(self._sessions.active),
             "open_groups": len(self._groups),
-            "waiting_groups": self._admission.num_waiting,
+            "waiting_groups": self._groups.num_waiting,
             **self._groups.counts,
         }
 
@@ -438,6 +419,6 @@ def _closing() -> RequestError:
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task itself is being cancelled, not only what it waits for."""
+    """Whether the current task itself is cancelled, and not only the future that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,113 +1,279 @@
-"""The open groups of a server: sessions join them, end in them, and a complete group goes to the buffer.
+"""The groups that agents open: calls find or begin their sessions, a group waits for its slot, sessions end, and a
+complete group goes to the buffer.
 
-A group is complete with `group_size` trajectories, with a commit, or when no session of it is active any more.
+A group is complete with `group_size` trajectories, with a commit, or when none of its sessions is active any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from trivium.explorer import Explorer
+from trivium.loops import next_lease
 from trivium.protocols import Buffer
-from trivium.serving.admission import Admission
+from trivium.schedule import Schedule
 from trivium.serving.bodies import RequestError
-from trivium.serving.sessions import IdleLimits, OpenGroup, Session, SessionStore, conflicting_column
+from trivium.serving.requests import ChatRequest
+from trivium.serving.sessions import (
+    CompletionNode,
+    IdleLimits,
+    Label,
+    OpenGroup,
+    Session,
+    SessionStore,
+    Slot,
+    digest,
+    unknown_error,
+)
+from trivium.synchronizer import Synchronizer
 from trivium.types import SERVED, Failure, Group, Lease, Task
+
+Route = tuple[Session, CompletionNode | None]
+"""The session of a call, and the completion that it continues from."""
 
 
 class OpenGroups:
-    """Groups that agents have opened and that the buffer does not have yet."""
+    """Groups that agents have opened and that the buffer does not have yet, with their sessions."""
 
     def __init__(
-        self, explorer: Explorer, buffer: Buffer, admission: Admission, sessions: SessionStore, group_size: int
+        self,
+        explorer: Explorer,
+        buffer: Buffer,
+        schedule: Schedule,
+        synchronizer: Synchronizer,
+        *,
+        require_secret: bool,
     ) -> None:
+        """`require_secret`: every session begins with a secret."""
+        self.sessions = SessionStore()
         self.counts = {"trajectories": 0, "failed": 0, "forgotten": 0, "called_off": 0, "groups": 0}
         """Sessions by how they ended, and the groups that were put."""
         self.submitting: dict[Lease, asyncio.Task[None]] = {}
         """Complete groups that are being judged and put."""
-        self._explorer, self._buffer, self._group_size = explorer, buffer, group_size
-        self._admission, self._sessions = admission, sessions
+        self._explorer, self._buffer = explorer, buffer
+        self._schedule, self._synchronizer = schedule, synchronizer
+        self._require_secret = require_secret
         self._open: dict[OpenGroup, None] = {}
         """Groups that are not complete, oldest first."""
+        self._waiting: deque[OpenGroup] = deque()
+        """Groups without a slot."""
+        self._spare: deque[Slot] = deque()
+        """Slots of groups that were removed before their first completion."""
+        self._wanted = asyncio.Event()
+        self._num_evaluations = 0
+        """Evaluation sessions that have begun. Numbers those without a label."""
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def num_waiting(self) -> int:
+        """Groups without a slot."""
+        return len(self._waiting)
+
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Groups are submitted in tasks of this group from now on."""
+        """From now on, groups are submitted in tasks of this task group."""
         self._tasks = tasks
 
-    def of_task(self, task_id: str, now: float) -> OpenGroup:
-        """An open group of the task that has space, or a new one that waits for a slot."""
-        group = next((g for g in self._open if g.task_id == task_id and g.size < self._group_size), None)
-        if group is None:
-            group = self._admission.open_group(task_id, now)
-            self._open[group] = None
-        return group
+    # ------------------------------------------------------------------ how sessions begin
 
-    def finished(self, task_id: str | None) -> list[OpenGroup]:
-        """The open groups of a task (None: of all) that have a finished trajectory."""
-        return [group for group in self._open if group.done and task_id in (None, group.task_id)]
+    def route(self, request: ChatRequest) -> list[Route]:
+        """The session of each choice: by its labels, by the conversation that it continues, or a new one. Counts the
+        calls as in progress."""
+        labels = request.labels
 
-    def add_columns(self, group: OpenGroup, columns: Mapping[str, Any]) -> None:
-        """Adds columns that an agent sent; the sessions of a group must agree on them."""
-        if (name := conflicting_column(group.columns, columns)) is not None:
+        def belongs(session: Session) -> bool:
+            """A session of the same kind and secret, without a label, of the task if the request names one."""
+            return (
+                session.label is None
+                and (session.group is None) is labels.evaluation
+                and labels.task_id in ("", session.task_id)
+                and session.has_secret(labels.secret)
+            )
+
+        routes: list[Route]
+        if labels.session or labels.reply_to:
+            session = self._labelled(request)
+            routes = [(session, self._parent(session, request))] * request.n
+        elif node := self.sessions.find(request.messages, belongs):
+            routes = [(node.session, node)] * request.n
+        else:
+            routes = [(self._begin(None, request), None) for _ in range(request.n)]
+        for session, _ in routes:
+            session.calls += 1
+            session.touched = time.monotonic()
+        return routes
+
+    def _labelled(self, request: ChatRequest) -> Session:
+        """The session that the request names, or whose completion it names. Begins a session with a new name."""
+        labels = request.labels
+        label = (labels.evaluation, labels.task_id, labels.session)
+        session = self.sessions.labelled(label) if labels.session else self.sessions.of_completion(labels.reply_to)
+        if session is None and labels.reply_to:
+            raise unknown_error(f"the completion {labels.reply_to!r}")
+        if session is None:
+            return self._begin(label, request)
+        session.check_secret(labels.secret)
+        session.check_active("choose a new name for a new rollout")
+        if labels.evaluation is not (session.group is None):
             raise RequestError(
                 400,
-                f"column {name!r} of task {group.task_id!r}",
-                f"{columns[name]!r:.60}, and another session sent {group.columns[name]!r:.60}",
-                "give different tasks different task_ids",
-                param="columns",
+                f"evaluation {labels.evaluation} in session {session.name!r}",
+                "it began with the opposite",
+                "send the same value in every call of a session",
+                param="evaluation",
             )
+        return session
+
+    def _parent(self, session: Session, request: ChatRequest) -> CompletionNode | None:
+        """The completion of the session that the messages continue from; None if they begin a new tree."""
+        wanted = request.labels.reply_to
+        if not wanted:
+            return self.sessions.find(request.messages, lambda other: other is session)
+        node = next((node for node in session.completions if node.id == wanted), None)
+        if node is None or request.messages[: len(node.conversation)] != node.conversation:
+            raise RequestError(
+                400,
+                f"messages that continue from the completion {wanted!r}",
+                "they do not begin with its conversation",
+                "send the earlier messages unchanged, or leave reply_to out",
+                param="reply_to",
+            )
+        return node
+
+    def _begin(self, label: Label | None, request: ChatRequest) -> Session:
+        """A new session: an evaluation, or in a group of its task."""
+        labels, now = request.labels, time.monotonic()
+        if self._require_secret and not labels.secret:
+            raise RequestError(
+                400,
+                "a session with a secret",
+                "this request has none, and serve.require_secret is set",
+                "send `secret`, a text of your own that no other agent can guess, with every request",
+                param="secret",
+            )
+        task_id = labels.task_id or digest(request.messages)
+        group = None if labels.evaluation else self._of_task(task_id, now)
+        session = Session(label, task_id, group, now, request.messages, labels.secret)
+        if group is not None:
+            number = group.num_sessions
+            group.active.append(session)
+            group.num_sessions += 1
+        else:
+            number = self._num_evaluations
+            self._num_evaluations += 1
+        session.name = labels.session or str(number)
+        self.sessions.add(session)
+        return session
+
+    def _of_task(self, task_id: str, now: float) -> OpenGroup:
+        """An open group of the task that has space, or a new one that waits for a slot."""
+        size = self._schedule.group_size
+        group = next((g for g in self._open if g.task_id == task_id and g.size < size), None)
+        if group is None:
+            group = OpenGroup(task_id, asyncio.get_running_loop().create_future(), now)
+            self._open[group] = None
+            self._waiting.append(group)
+            self._assign_slots()
+            self._wanted.set()
+        return group
+
+    def add_columns(self, group: OpenGroup, columns: Mapping[str, Any]) -> None:
+        """Adds columns that an agent sent. Raises RequestError if another session of the group sent other values."""
+        for name, value in columns.items():
+            if name in group.columns and group.columns[name] != value:
+                raise RequestError(
+                    400,
+                    f"column {name!r} of task {group.task_id!r}",
+                    f"{value!r:.60}, and another session sent {group.columns[name]!r:.60}",
+                    "give different tasks different task_ids",
+                    param="columns",
+                )
         group.columns = {**group.columns, **columns}
+
+    # ------------------------------------------------------------------ slots
+
+    async def lease(self) -> None:
+        """Leases a slot whenever a group needs one, in the order in which groups were opened, until the buffer is
+        closed."""
+        while True:
+            while not self._waiting:
+                self._wanted.clear()
+                await self._wanted.wait()
+            try:
+                lease = await next_lease(self._explorer, self._buffer, self._schedule, self._synchronizer)
+            except StopAsyncIteration:
+                return
+            self._spare.append(Slot(lease, self._explorer.version))
+            self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        while self._spare and self._waiting:
+            self._waiting.popleft().slot.set_result(self._spare.popleft())
+
+    def close(self, reason: str) -> None:
+        """Ends all sessions, and every wait for a slot."""
+        for session in list(self.sessions.active):
+            self._end(session, 503, reason)
+        while self._waiting:
+            self._waiting.popleft().slot.cancel()
 
     # ------------------------------------------------------------------ how sessions end
 
     def finish(self, session: Session, status: int, reason: str) -> None:
         """Ends a session with feedback or a failure; the last one of a group completes the group."""
-        self.end(session, status, reason)
+        self._end(session, status, reason)
         self.counts["trajectories" if session.failure is None else "failed"] += 1
         group = session.group
         if group is None:
             return
         group.done.append(session)
         group.touched = time.monotonic()
-        if len(group.done) == self._group_size:
+        if len(group.done) == self._schedule.group_size:
             self.submit(group)
 
     def drop(self, session: Session, reason: str) -> None:
         """Ends a session without feedback; another may take its place in the group."""
-        self.end(session, 410, reason)
+        self._end(session, 410, reason)
         self.counts["forgotten"] += session.group is not None
         if session.group is not None:
             session.group.touched = time.monotonic()
         session.clear()
 
-    def end(self, session: Session, status: int, reason: str) -> None:
-        """Ends a session, whatever becomes of it; later calls of it get `status` and `reason`."""
-        self._sessions.end(session, status, reason, time.monotonic())
+    def _end(self, session: Session, status: int, reason: str) -> None:
+        self.sessions.end(session, status, reason, time.monotonic())
         if session.group is not None:
             session.group.active.remove(session)
 
     def remove_empty(self, session: Session) -> None:
-        """A session without completions leaves no trace."""
-        self._sessions.remove(session)
+        """Removes a session without completions, and its group if that has no other. The next group takes its slot."""
+        self.sessions.remove(session)
         group = session.group
         if group is None or session not in group.active:
             return
         group.active.remove(session)
-        if not group.size and group in self._open:
-            del self._open[group]
-            self._admission.remove(group)
+        if group.size or group not in self._open:
+            return
+        del self._open[group]
+        if group in self._waiting:
+            self._waiting.remove(group)
+        else:
+            self._spare.append(group.slot.result())
+            self._assign_slots()
 
     # ------------------------------------------------------------------ how groups end
 
+    def finished(self, task_id: str | None) -> list[OpenGroup]:
+        """The open groups of a task (None: of all) that have a finished trajectory."""
+        return [group for group in self._open if group.done and task_id in (None, group.task_id)]
+
     def submit(self, group: OpenGroup) -> asyncio.Task[None]:
-        """Computes the rewards of the group and puts it, while agents go on."""
+        """Computes the rewards of the group and puts it, in a task of its own."""
         assert self._tasks is not None
         del self._open[group]
         lease = group.slot.result().lease
@@ -121,7 +287,7 @@ class OpenGroups:
         task = Task(group.task_id, prompt, group.columns, SERVED)
         rollouts = [session.trajectory(index) for index, session in enumerate(sessions)]
         scored = await explorer.judge_rollouts(task, rollouts)
-        # Slots are never issued twice at once, so the slot tells this group from others of its task.
+        # No slot is issued twice at once, so the slot tells this group from others of its task.
         result = Group(slot.lease.slot, task, tuple(scored), slot.lease.slot, slot.lease.attempt, slot.version)
         succeeded, needed = len(result.alive), explorer.min_members
         if not rollouts or (needed > 1 and succeeded < needed):
@@ -133,32 +299,29 @@ class OpenGroups:
 
     async def cancel_stale(self) -> None:
         """Ends the sessions of groups that can no longer be trained on, until it is cancelled."""
+        reason = "its rollouts became too stale to train on"
         while True:
             leases = set(await self._buffer.cancelled_leases(self._explorer.name))
-            self._admission.discard(leases)
+            self._spare = deque(spare for spare in self._spare if spare.lease not in leases)
             for group in [g for g in self._open if g.slot.done() and g.slot.result().lease in leases]:
                 del self._open[group]
                 self.counts["called_off"] += group.size
-                self._end_stale(group)
+                for session in list(group.active):
+                    self._end(session, 410, reason)
+                    session.clear()
+                for session in group.done:
+                    session.ended = (410, reason)
+                    session.clear()
             for lease in leases & self.submitting.keys():
                 self.submitting[lease].cancel()
 
-    def _end_stale(self, group: OpenGroup) -> None:
-        reason = "its rollouts became too stale to train on"
-        for session in list(group.active):
-            self.end(session, 410, reason)
-            session.clear()
-        for session in group.done:
-            session.ended = (410, reason)
-            session.clear()
-
     async def expire(self, limits: IdleLimits, deadline_s: float) -> None:
-        """Ends sessions beyond their deadline and drops idle ones, until it is cancelled."""
+        """Ends sessions after their deadline and drops idle ones, until it is cancelled."""
         period_s = min(5.0, max(0.05, min(*limits, deadline_s) / 10))
         while True:
             await asyncio.sleep(period_s)
             now = time.monotonic()
-            for session in list(self._sessions.active):
+            for session in list(self.sessions.active):
                 started = session.started if session.group is not None else None
                 limit_s, key = limits.of(session)
                 if started is not None and now - started > deadline_s:
@@ -169,4 +332,4 @@ class OpenGroups:
                     self.drop(session, f"no call for {limit_s:.0f} s ({key})")
             for group in [g for g in self._open if not g.active and now - g.touched > limits.idle_s]:
                 self.submit(group)
-            self._sessions.expire(now - limits.idle_s)
+            self.sessions.expire(now - limits.idle_s)

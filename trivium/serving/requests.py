@@ -1,4 +1,4 @@
-"""Parses and checks requests. An unknown or unsupported parameter is refused, never ignored."""
+"""Reads and checks the parameters of requests. Unknown and unsupported parameters are errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trivium.types import MIN_TEMPERATURE, Message, Sampling
 T = TypeVar("T")
 D = TypeVar("D")
 TextOf = Callable[[str], str | None]
-"""The text of a completion, by its id; None where it is unknown."""
+"""Returns the text of a completion by its id, or None if the id is unknown."""
 
 _MAX_LABEL = 512
 """Characters of a label."""
@@ -26,7 +26,7 @@ _MAX_MESSAGES = 1024
 _MAX_STOP = 16
 
 _LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
-"""Parameters that assign a call to a task and a session: in the body, or in `metadata`."""
+"""Parameters that assign a call to a task and a session, in the body or in `metadata`."""
 _HEADERS = {"x-task-id": "task_id", "x-session": "session", "x-session-secret": "secret"}
 """The labels that a client may send with every request."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -45,7 +45,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "reasoning_effort": (),
 }
-"""OpenAI's parameters that this endpoint does not support, and their values without effect (null is always one)."""
+"""OpenAI's parameters that this endpoint does not support, with the values that have no effect (null never has one)."""
 _WHY = {
     "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
     "parallel_tool_calls": "the policy decides how many calls it makes",
@@ -72,7 +72,6 @@ _KNOWN = frozenset(
         "return_token_ids",
         "tools",
         *_LABELS,
-        *_NEUTRAL,
     }
 )
 
@@ -82,15 +81,15 @@ class Labels:
     """The task and the session of a call."""
 
     task_id: str = ""
-    """Trajectories of one task form a group; empty: the hash of the first messages."""
+    """Trajectories of one task form a group. Empty: the hash of the first messages."""
     session: str = ""
-    """The trajectory; empty: that of the conversation that the messages continue, else a new one."""
+    """The trajectory. Empty: that of the conversation that the messages continue, else a new one."""
     secret: str = ""
-    """What later requests about the session have to present as well; empty: nothing."""
+    """A text that later requests about the session must present as well. Empty: none."""
     reply_to: str = ""
-    """Id of the completion that the messages continue from, where equal texts are ambiguous."""
+    """The id of the completion that the messages continue from, if several have the same text."""
     evaluation: bool = False
-    """Whether to sample only: no slot, no experience, any temperature."""
+    """Whether the completion is only sampled: without a slot and an experience, at any temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +113,7 @@ def read_chat(
     body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling, text_of: TextOf
 ) -> ChatRequest:
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
-    body = {name: value for name, value in body.items() if value is not None}
-    for name in body.keys() - _KNOWN:
-        raise bad_request(
-            name, f"the parameter {name!r}", "no such parameter here", suggest(name, _KNOWN - _NEUTRAL.keys())
-        )
-    refuse_unsupported(body, _NEUTRAL, _WHY)
-    check_model(body, model)
+    body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
     labels = _labels(body, headers)
     stream = _typed(body, "stream", bool, False)
     options = _typed(body, "stream_options", dict, {})
@@ -145,20 +138,22 @@ def read_chat(
     )
 
 
-def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], why: Mapping[str, str]) -> None:
-    """Raises RequestError for a parameter with another value than those that have no effect here."""
+def supported(
+    body: Mapping[str, Any],
+    known: frozenset[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    why: Mapping[str, str],
+    model: str,
+) -> dict[str, Any]:
+    """The parameters of a body that are not null. Raises RequestError for an unknown parameter, a `neutral` one with a
+    value that would have an effect (`why` it is not supported), and another model."""
+    body = {name: value for name, value in body.items() if value is not None}
+    for name in body.keys() - known - neutral.keys():
+        raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, known))
     for name in body.keys() & neutral.keys():
         if body[name] not in neutral[name]:
-            raise bad_request(
-                name,
-                f"{name} = {body[name]!r:.60}",
-                "this endpoint does not support it",
-                why.get(name, "leave it out"),
-            )
-
-
-def check_model(body: Mapping[str, Any], model: str) -> None:
-    """Raises RequestError where a body names another model than the served one."""
+            do = why.get(name, "leave it out")
+            raise bad_request(name, f"{name} = {body[name]!r:.60}", "this endpoint does not support it", do)
     if body.get("model") != model:
         raise RequestError(
             404,
@@ -168,6 +163,7 @@ def check_model(body: Mapping[str, Any], model: str) -> None:
             param="model",
             code="model_not_found",
         )
+    return body
 
 
 def _typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T | D:
@@ -186,7 +182,7 @@ def read_count(body: Mapping[str, Any], name: str, default: int, maximum: int) -
 
 
 def _labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
-    """Labels from the body, from `metadata`, from headers and, for the session, from `user`; all must agree."""
+    """The labels in the body, in `metadata`, in headers and, for the session, in `user`. All must agree."""
     metadata = _typed(body, "metadata", dict, {})
     for name in metadata.keys() - set(_LABELS):
         raise bad_request("metadata", f"the metadata {name!r}", "no such label here", suggest(name, _LABELS))
@@ -209,13 +205,13 @@ def _labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
 
 
 def read_secret(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """The secret in a body or in its header; empty where there is none."""
+    """The secret in a body or in its header; empty: none."""
     secret = body.get("secret", headers.get("x-session-secret"))
     return "" if secret is None else _label("secret", secret)
 
 
 def _label(name: str, value: object) -> str:
-    """A text that names something in a run: every database and log can hold it."""
+    """A text that every database and log can hold. Raises RequestError."""
     if not isinstance(value, str) or not value or len(value) > _MAX_LABEL or "\0" in value:
         raise bad_request(
             name, f"{name} as text of 1 to {_MAX_LABEL} characters, none of them NUL", f"{value!r:.60}", "fix the value"
@@ -224,7 +220,7 @@ def _label(name: str, value: object) -> str:
 
 
 def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> Sampling:
-    """How to sample: for training exactly as the config says, but for length and stop strings."""
+    """How to sample. For training, only the length and the stop strings may differ from the config."""
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
     if len(names) == 2 and body[names[0]] != body[names[1]]:
         raise bad_request(names[0], "one limit", f"{names[0]} and {names[1]} differ", "send max_completion_tokens")
@@ -327,7 +323,7 @@ def _message(entry: object, where: str, text_of: TextOf) -> Message:
 
 
 def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
-    """The text of an assistant's message with `tool_calls`: as the policy wrote it, where it did."""
+    """The text of an assistant's message with `tool_calls`. If the policy wrote the message, exactly its text."""
     content = "" if entry.get("content") is None else _text(entry["content"], where)
     sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
@@ -357,7 +353,7 @@ def call_id(completion_id: str, number: int) -> str:
 
 
 def completion_of_call(call: str) -> str:
-    """The id of the completion that a call is in."""
+    """The id of the completion that contains a call."""
     return f"chatcmpl-{call.removeprefix('call_').partition('_')[0]}"
 
 
@@ -369,7 +365,8 @@ def _text(content: object, where: str) -> str:
 
 
 def _content(content: object, where: str) -> Message:
-    """Text and images as a message without a role. Images are data URIs: nothing is fetched, and no file is read."""
+    """Text and images as a message without a role. Images are data URIs only: the server fetches no URL and reads no
+    file."""
     try:
         message = read_content(content, f"{where}.content", read_image)
     except DataError as error:
@@ -386,7 +383,7 @@ def _content(content: object, where: str) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """One call of `/feedback`: it ends one or more trajectories."""
+    """One call of `/feedback`, which ends one or more trajectories."""
 
     ids: tuple[str, ...]
     """Completions whose trajectories end."""

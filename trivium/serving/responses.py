@@ -1,4 +1,4 @@
-"""Completions in the shapes that OpenAI's clients read: whole, and as a stream of chunks."""
+"""Completions in OpenAI's formats: whole, and as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trivium.text.tools import read_tool_calls
 from trivium.types import StopReason, Turn
 
 _FINISH = {StopReason.LENGTH: "length"}
-"""OpenAI's finish reason; `stop` for every other stop reason."""
+"""OpenAI's finish reason of a stop reason; `stop` for every other one."""
 
 
 def chat_completion(
@@ -53,7 +53,7 @@ def _choice(index: int, node: CompletionNode, chat: ChatRequest, renderer: Rende
 
 
 def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
-    """The assistant's message; calls of tools in it are read from the text."""
+    """The assistant's message, with the calls of tools that its text contains."""
     text = visible_text(node.turn, chat.sampling.stop)
     content, calls = read_tool_calls(text, chat.tools) if chat.tools else (text, ())
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -67,7 +67,8 @@ def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
 
 
 def _log_probs(turn: Turn, renderer: Renderer) -> dict[str, Any]:
-    """One entry per sampled token, the end of turn included; a token without text of its own is empty."""
+    """One entry per sampled token, including the end of the turn. The text of a token that decodes to nothing is
+    empty."""
     texts = [renderer.decode([token]) for token in turn.tokens.tolist()]
     entries = [
         {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
@@ -77,7 +78,7 @@ def _log_probs(turn: Turn, renderer: Renderer) -> dict[str, Any]:
 
 
 async def chunks(body: dict[str, Any], include_usage: bool) -> AsyncGenerator[str]:
-    """A finished completion as server-sent events: role, text, calls and finish reason of each choice."""
+    """A complete chat completion as server-sent events: role, text, calls and finish reason of each choice."""
     head = {**{name: body[name] for name in body.keys() - {"choices", "usage"}}, "object": "chat.completion.chunk"}
 
     def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:

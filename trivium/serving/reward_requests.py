@@ -1,5 +1,5 @@
-"""Requests for rewards in every form of `trivium.rewards.remote_forms`, read and answered. Nothing is guessed: an
-unknown key, a list of another length, a query without its prompt are errors that say so."""
+"""Reads requests for rewards and writes the responses, in every form of `trivium.rewards.remote_forms`. An unknown key,
+a list of another length and a query without its prompt are errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trivium.tasks.pictures import Reader, image_reader, read_content, row_image
 from trivium.types import Media, Message, Task
 
 _KEYS: Mapping[Protocol, str] = {"trivium": "samples", "lightrft": "queries", "openrlhf": "query"}
-"""The key by which a form is known."""
+"""The key that identifies a form."""
 _OF_QUERIES = frozenset({"prompts", "labels", "references", "images"})
 _OF_SAMPLES = frozenset({"messages", "completion", "columns", "images"})
 _READ: Reader = image_reader(None)
@@ -23,7 +23,7 @@ _READ: Reader = image_reader(None)
 
 @dataclass(frozen=True, slots=True)
 class WantedReward:
-    """One completion that a client wants scored."""
+    """One completion to score."""
 
     task: Task
     completion: str
@@ -32,7 +32,7 @@ class WantedReward:
 
 
 def read_request(body: Mapping[str, Any], *, whole: bool = False) -> tuple[Protocol, list[WantedReward]]:
-    """The form of a request and its samples. `whole`: queries are scored as they are, so that prompts may be left out.
+    """The form of a request, and its samples. `whole`: queries are scored as they are, so prompts may be left out.
 
     Raises RequestError.
     """
@@ -83,8 +83,9 @@ def _message(entry: object, where: str, images: list[Media]) -> Message:
 
 
 def _queries(body: Mapping[str, Any], key: str, queries: Sequence[object], whole: bool) -> list[WantedReward]:
-    """The samples of the forms that send lists. `labels` are the column `label`, `references` are `reference`; the
-    column `answer` is the label in OpenRLHF's form, the reference in LightRFT's, or whichever is sent. Null is none."""
+    """The samples of the forms that send lists. `labels` become the column `label`, and `references` the column
+    `reference`. The column `answer` is the label in OpenRLHF's form and the reference in LightRFT's, or the other one
+    if that is null or missing."""
     columns = {n: _list(body, n, len(queries)) for n in _OF_QUERIES if body.get(n) is not None}
     prompts, images = columns.get("prompts"), columns.get("images", [None] * len(queries))
     if prompts is None and not whole:
@@ -127,8 +128,8 @@ def _refuse_unknown(body: Mapping[str, Any], known: frozenset[str] | set[str], w
 
 
 def response(protocol: Protocol, results: Sequence[Scored]) -> dict[str, Any]:
-    """The JSON body with what each sample got. In the other trainers' forms a sample without a reward has null, and its
-    place in `errors` says why."""
+    """The JSON body with the results of the samples. In the other trainers' forms, a sample without a reward has null,
+    and its entry in `errors` says why."""
     if protocol == "trivium":
         return {"results": [_entry(result) for result in results]}
     rewards = [result.reward if isinstance(result, RemoteScore) else None for result in results]

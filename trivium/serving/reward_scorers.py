@@ -1,4 +1,4 @@
-"""What `trivium serve-reward` scores with: the rewards of a config, or one reward model, whose calls are batched."""
+"""The scorers of `trivium serve-reward`: the rewards of a config, or one reward model, which scores in batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NO_TOKENS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class JudgeScorer:
-    """The weighted sum of a config's rewards, as in a run; the components are metrics."""
+    """The weighted sum of a config's rewards, as in a run. The components are metrics."""
 
     whole = False
 
     def __init__(self, configs: Sequence[RewardConfig], deadline_s: float) -> None:
-        """Raises ConfigError for rewards that compare the members of a group: a request holds no groups."""
+        """Raises ConfigError for rewards that compare the members of a group: a request contains no groups."""
         self._judge: Judge = make_judge(configs, deadline_s)
         self.name = " + ".join(self._judge.labels)
         if comparing := self._judge.comparing:
@@ -40,7 +40,7 @@ class JudgeScorer:
             )
 
     def lacking(self, columns: Mapping[str, Any]) -> str:
-        """Which columns the rewards need beside these, in words."""
+        """A text about the columns that the rewards need beside these; empty: none."""
         return self._judge.lacking(columns)
 
     async def __call__(self, batch: list[WantedReward]) -> list[Scored]:
@@ -50,16 +50,16 @@ class JudgeScorer:
         turn = Turn(_NO_TOKENS, _NO_TOKENS, _NO_NUMBERS, _NO_TOKENS, StopReason.EOS, wanted.completion)
         try:
             scores = await self._judge.score(wanted.task, Trajectory(0, (turn,)))
-        except RolloutError as error:  # there is no thread for it
+        except RolloutError as error:  # too many abandoned calls: there is no thread for this one
             return str(error)
         return str(scores) if isinstance(scores, RewardError) else RemoteScore(sum(scores.values()), scores)
 
 
 class ModelScorer:
-    """The score of a reward model's last token; sequences of up to `batch_tokens` together go through it at once.
+    """The score of a reward model at the last token. A batch has up to `batch_tokens` tokens.
 
-    A query is read as it is, in the model's own chat template, without padding; messages are rendered. Either ends as
-    the completions that the model was trained on.
+    A query must be in the model's own chat template; its padding is removed. Messages are rendered. Both get the end of
+    turn of the completions that the model was trained on.
     """
 
     whole = True
@@ -88,7 +88,7 @@ class ModelScorer:
         self._scorer = SequenceScorer(model.eval(), model_dir=model_dir, max_tokens=batch_tokens)
         self._renderer = renderer_of(str(model_dir))
         tokenizer: Any = hf_tokenizer(model_dir)
-        # Each kind ends a completion as it was trained.
+        # A model of ours was trained with the renderer's end of turn, another one with its tokenizer's.
         self._end = int(self._renderer.expert(_QUESTION, "")[1][-1]) if trained else tokenizer.eos_token_id
         if self._end is None:
             raise DataError(f"the reward model {path}", "its tokenizer has no end of sequence", "save an eos_token")
@@ -98,7 +98,7 @@ class ModelScorer:
         self._threads = Threads(1, "a reward model")
 
     def lacking(self, columns: Mapping[str, Any]) -> str:
-        """It needs none."""
+        """Empty: a reward model needs no columns."""
         del columns
         return ""
 
@@ -106,7 +106,7 @@ class ModelScorer:
         return await self._threads.run(lambda: self._scored(batch))
 
     def _scored(self, batch: Sequence[WantedReward]) -> list[Scored]:
-        """The score of each; those that are refused (too long, an image that cannot be read) say why."""
+        """The score of each sample, or a text why it has none (too long, an image that cannot be read)."""
         results: list[Scored] = []
         try:
             sequences = [self._conversation(wanted) for wanted in batch]
@@ -146,12 +146,12 @@ Scorer = JudgeScorer | ModelScorer
 
 
 def scorer_of(configs: Sequence[RewardConfig], deadline_s: float, batch_tokens: int) -> Scorer:
-    """What scores with these rewards. Raises ConfigError for a reward model among others: the forms that send whole
-    queries have it read them as they are, and the others what follows the prompt."""
+    """The scorer of these rewards. Raises ConfigError for a reward model beside other rewards: a reward model reads
+    whole queries, and the others read what follows the prompt."""
     if len(configs) == 1 and isinstance(configs[0], ModelReward.Config):
         return ModelScorer(configs[0], batch_tokens)
     inner = [each for config in configs if isinstance(config, Recipe.Config) for each in config.components]
     if models := [config for config in (*configs, *inner) if isinstance(config, ModelReward.Config)]:
         found = f"{models[0].label} beside others"
-        raise ConfigError("one reward model, or rewards without any", found, "serve the model by itself")
+        raise ConfigError("one reward model, or rewards without any", found, "serve the reward model alone")
     return JudgeScorer(configs, deadline_s)

@@ -1,4 +1,4 @@
-"""A reward over HTTP: `trivium serve-reward`. Requests of all clients share the batches that are scored."""
+"""A reward over HTTP: `trivium serve-reward`. Requests of all clients are scored in common batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from fastapi.responses import JSONResponse
 from trivium.concurrency import gather_or_cancel, wait_for
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.remote_forms import RemoteScore, Scored
-from trivium.serving.bodies import RequestError, read_body
-from trivium.serving.connections import BodyReader
+from trivium.serving.bodies import BodyLimits, RequestError, read_body
 from trivium.serving.endpoints import cancel_on_disconnect, guarded
 from trivium.serving.reward_requests import WantedReward, read_request, response
 
@@ -29,43 +28,44 @@ class RewardServing:
     name: str
     """What `/health` calls the reward."""
     max_batch: int = 32
-    """Samples that are scored together at most."""
+    """The most samples in a batch."""
     window_s: float = 0.005
     """How long the first sample of a batch waits for others, in seconds."""
     max_concurrent: int = 1
     """Batches that are scored at the same time."""
     max_waiting: int = 1024
-    """Samples that may wait: a request beyond them gets 503 and Retry-After."""
+    """Samples that may wait. A request with more gets 503 and Retry-After."""
     deadline_s: float = 300.0
     """Longest time from a request to its response, in seconds."""
     max_body_bytes: int = 2**26
     whole: bool = False
-    """Whether queries are scored as they are, without a look for their prompts."""
+    """Whether queries are scored as they are, without a search for their prompts."""
 
 
 class RewardServer:
-    """The routes over a function that scores batches; `app` serves them."""
+    """The HTTP routes of a function that scores batches, in the ASGI application `app`."""
 
     def __init__(
         self, score: Score, lacking: Callable[[Mapping[str, Any]], str], serving: RewardServing, token: str | None
     ) -> None:
-        """`lacking` says which columns the reward needs beside those given, in words; empty where none."""
+        """`lacking` returns a text about the columns that the reward needs beside those given; empty: none."""
         self._serving, self._lacking = serving, lacking
         self._batcher = Batcher(score, serving.max_batch, serving.window_s, serving.max_concurrent)
-        self._bodies = BodyReader(serving.max_body_bytes)
         self._num_open = 0
-        """Samples that have not been answered."""
+        """Samples without an answer."""
         self._counts: Counter[str] = Counter()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.app = FastAPI(title="Trivium rewards", docs_url=None, redoc_url=None, openapi_url=None)
+        self.app.add_middleware(BodyLimits, max_bytes=serving.max_body_bytes)
         self.app.add_api_route("/health", self._health, methods=["GET"])
         for path in ("/get_reward", "/v1/rewards"):
             self.app.add_api_route(path, guarded(self._rewards, token), methods=["POST"])
 
     async def stop(self, seconds: float) -> bool:
-        """Refuses new requests, and waits until those in progress are answered; whether all are."""
+        """Refuses new requests and waits until those in progress are answered. Returns False if that takes longer than
+        `seconds`."""
         self._stopping = True
         try:
             await wait_for(seconds, self._idle.wait())
@@ -74,7 +74,7 @@ class RewardServer:
         return True
 
     async def _health(self) -> dict[str, Any]:
-        """Needs no token: it shows status and counts, no content."""
+        """Needs no token: status and counts, no content."""
         counts = {name: self._counts[name] for name in ("requests", "samples", "failed", "refused")}
         return {
             "status": "stopping" if self._stopping else "ok",
@@ -103,7 +103,7 @@ class RewardServer:
         return JSONResponse(response(protocol, results))
 
     async def _read(self, request: Request) -> tuple[Any, list[WantedReward]]:
-        body = read_body(await self._bodies.read(request))
+        body = read_body(await request.body())
         protocol, wanted = read_request(body, whole=self._serving.whole)
         if lacking := next((text for each in wanted if (text := self._lacking(each.task.columns))), ""):
             do = "send these columns (`labels` and `references` in the forms of OpenRLHF and LightRFT)"
@@ -111,7 +111,7 @@ class RewardServer:
         return protocol, wanted
 
     def _admit(self, count: int) -> None:
-        """Raises RequestError where so many samples cannot wait."""
+        """Raises RequestError if `count` more samples cannot wait."""
         limit = self._serving.max_waiting
         if self._stopping:
             found, do = "the server is being stopped", "ask again: another one may be started"

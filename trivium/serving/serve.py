@@ -1,4 +1,4 @@
-"""`run.mode: serve`: replaces `explore_loop` by a server over which agents roll out their own tasks."""
+"""`run.mode: serve`: a server in the place of `explore_loop`, with which agents roll out their own tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve_agents(
     last one.
 
     `check_columns` raises DataError for columns that the reward functions cannot be called with. Raises MissingPackage
-    without the `serve` extra, ConfigError where the key is not in the environment.
+    without the `serve` extra, ConfigError if the environment does not have the key.
     """
     try:
         from trivium.serving.connections import serve_app
@@ -70,9 +70,9 @@ def serve_agents(
 
 
 def read_key(variable: str | None) -> str | None:
-    """The key that clients must present. It is no config value, since the config is written into the run directory.
+    """The key that clients must present. It is not a config value, since the config is written into the run directory.
 
-    Raises ConfigError where the environment has none.
+    Raises ConfigError if the environment does not have it.
     """
     if variable is None:
         return None

@@ -1,4 +1,4 @@
-"""`trivium serve-reward`: serves the rewards of a config, or a reward model, until it is told to stop."""
+"""`trivium serve-reward`: serves the rewards of a config, or a reward model, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from trivium.config.schema import Config, RewardConfig, RewardPlugin
 from trivium.errors import ConfigError, MissingPackage
 
 _STOP_S = 30.0
-"""Longest wait for requests in progress once the server is told to stop, in seconds."""
+"""Longest wait for requests in progress after the signal, in seconds."""
 
 
 @dataclass(frozen=True)
 class RewardAddress:
-    """Where a reward is served, for whom, and within which bounds."""
+    """Where a reward is served, who may use it, and its limits."""
 
     host: str = "127.0.0.1"
     port: int = 5000
     token_variable: str | None = None
     token_file: str | None = None
     max_batch: int = 32
-    """Samples that are scored together at most."""
+    """The most samples in a batch."""
     batch_tokens: int = 8192
-    """Tokens that go through a reward model at once; 1: one sequence at a time, whose score depends on no other."""
+    """Tokens in a batch of a reward model. 1: one sequence at a time, so no score depends on other samples."""
     max_waiting: int = 1024
     """Samples that may wait."""
     deadline_s: float = 300.0
@@ -41,7 +41,7 @@ class RewardAddress:
     max_body_bytes: int = 2**26
 
     def token(self) -> str | None:
-        """What clients must send. Raises ConfigError where other machines reach the server without one."""
+        """The token that clients must send. Raises ConfigError if other machines reach the server without one."""
         token = read_token(self.token_variable, self.token_file)
         if token is None and not is_loopback(self.host):
             raise ConfigError(
@@ -53,13 +53,13 @@ class RewardAddress:
 
 
 class _Rewards(Config):
-    """The part of a config that is served."""
+    """The part of a config that the server reads."""
 
     rewards: tuple[RewardPlugin, ...] = Field(min_length=1)
 
 
 def read_rewards(source: Path, overrides: Sequence[str] = ()) -> tuple[RewardConfig, ...]:
-    """The section `rewards` of a YAML file (of a whole run, if you like), or the reward model in a directory.
+    """The section `rewards` of a YAML file, which may be the config of a run, or the reward model in a directory.
 
     Raises ConfigError.
     """
@@ -77,10 +77,10 @@ def read_rewards(source: Path, overrides: Sequence[str] = ()) -> tuple[RewardCon
 
 
 def serve_reward(rewards: Sequence[RewardConfig], address: RewardAddress, announce: Callable[[str], object]) -> None:
-    """Serves until SIGTERM or SIGINT; requests in progress are answered first. `announce` gets lines for people: first
-    the URL.
+    """Serves until SIGTERM or SIGINT. Answers requests in progress first. `announce` gets lines for people: first the
+    URL.
 
-    Raises ConfigError, ListenError where the address is taken, MissingPackage without the extra `serve`.
+    Raises ConfigError, ListenError if the address is taken, MissingPackage without the extra `serve`.
     """
     token = address.token()
     try:

@@ -1,9 +1,9 @@
 """Sessions of agents and the completions in them.
 
-A session is one rollout of one task. Clients send the whole conversation with every call, so a completion is found
-again by the conversation that it ended. The completions of a session form trees: a call whose messages begin with a
-known conversation continues from exactly its tokens; any other call starts a new tree. Two calls may continue from one
-completion.
+A session is one rollout of one task. Clients send the whole conversation with every call, so the server finds a
+completion again by the conversation that ends with it. The completions of a session form trees: a call whose messages
+begin with a known conversation continues from exactly its tokens; any other call starts a new tree. Two calls may
+continue from one completion.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trivium.policy import Policy
+from trivium.serving.bodies import RequestError
 from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
 Conversation = tuple[Message, ...]
@@ -26,7 +27,7 @@ Label = tuple[bool, str, str]
 
 
 def digest(messages: Sequence[Message]) -> str:
-    """A short name for messages: equal for equal ones, on every machine."""
+    """A short name for messages. Equal messages have equal names on every machine."""
     text = json.dumps([[m.role, m.content, *(item.sha256 for item in m.media)] for m in messages])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -41,7 +42,7 @@ class Slot:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """The sessions of one task that become a Group once enough of them have had their feedback."""
+    """The sessions of one task that become a Group once enough of them have feedback."""
 
     task_id: str
     slot: asyncio.Future[Slot]
@@ -55,7 +56,7 @@ class OpenGroup:
     done: list[Session] = field(default_factory=list["Session"])
     """Sessions that ended with feedback or a failure."""
     num_sessions: int = 0
-    """Sessions that ever joined: numbers them."""
+    """Sessions that have joined so far. Numbers them."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -98,35 +99,6 @@ class CompletionNode:
             waiting += sorted(node.children, key=lambda child: -child.newest)
 
 
-class ConversationIndex:
-    """Finds the completion that messages continue from."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[Conversation, list[CompletionNode]] = {}
-
-    def add(self, node: CompletionNode) -> None:
-        self._nodes.setdefault(node.conversation, []).append(node)
-
-    def remove(self, node: CompletionNode) -> None:
-        nodes = self._nodes[node.conversation]
-        nodes.remove(node)
-        if not nodes:
-            del self._nodes[node.conversation]
-
-    def find(self, messages: Conversation, matches: Callable[[CompletionNode], bool]) -> CompletionNode | None:
-        """The completion at the end of the longest known beginning of `messages`.
-
-        Of several with the same text, the newest that no call continued from yet, else the newest.
-        """
-        for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1].role != "assistant":
-                continue
-            nodes = [node for node in self._nodes.get(messages[:length], ()) if matches(node)]
-            if nodes:
-                return next((node for node in reversed(nodes) if not node.calls), nodes[-1])
-        return None
-
-
 @dataclass(eq=False)
 class Session:
     """One rollout of one task by an agent."""
@@ -134,7 +106,6 @@ class Session:
     label: Label | None
     """None for a session that is known by its conversation alone."""
     task_id: str
-    index: ConversationIndex
     group: OpenGroup | None
     """None for an evaluation."""
     touched: float
@@ -142,9 +113,9 @@ class Session:
     prompt: Conversation = ()
     """The messages of the first call."""
     secret: str = ""
-    """What every later request about the session has to present, where its first call had it."""
+    """The secret of the first call, which every later request about the session must present; empty: none."""
     name: str = ""
-    """Part of the address of its randomness; without a label it is made from the slot and the place in the group."""
+    """Part of the address of its randomness. Without a label, made from the slot and the place in the group."""
     policy: Policy | None = None
     """The policy at the start of the session; set once the group has its slot."""
     started: float | None = None
@@ -162,8 +133,8 @@ class Session:
     failure: Failure | None = None
 
     def branch(self, parent: CompletionNode | None, new: Conversation, sampling: Sampling) -> Policy:
-        """A policy for one completion. Its randomness is addressed by the messages, not by the order of arrival; equal
-        calls are numbered."""
+        """A policy for one completion. The address of its randomness contains the messages, not the order of arrival;
+        equal calls are numbered."""
         counter = self.starts if parent is None else parent.calls
         name = digest(new)
         number, counter[name] = counter[name], counter[name] + 1
@@ -174,18 +145,9 @@ class Session:
     def record(self, node: CompletionNode) -> None:
         self.completions.append(node)
         (self.trees if node.parent is None else node.parent.children).append(node)
-        self.index.add(node)
         above: CompletionNode | None = node
         while above is not None:
             above.newest, above = node.order, above.parent
-
-    def end(self, status: int, reason: str) -> None:
-        """Ends the session: completions in progress are cancelled, later calls get `status` and `reason`."""
-        self.ended = (status, reason)
-        for node in self.completions:
-            self.index.remove(node)
-        for task in self.generating:
-            task.cancel()
 
     def trajectory(self, index: int) -> Trajectory:
         """The record: each conversation in one piece, the one with the newest completion last."""
@@ -197,13 +159,35 @@ class Session:
         """Frees the completions, once they are recorded or dropped."""
         self.trees, self.completions, self.policy, self.group = [], [], None, None
 
+    def has_secret(self, secret: str) -> bool:
+        """Whether the session began with this secret."""
+        return hmac.compare_digest(self.secret.encode(), secret.encode())
+
+    def check_secret(self, secret: str) -> None:
+        """Raises RequestError if the session began with another secret."""
+        if not self.has_secret(secret):
+            raise RequestError(
+                403,
+                f"session {self.name!r}",
+                "it began with a secret that this request does not have, or without the one that it has",
+                "send the `secret` of its first call",
+                param="secret",
+                code="wrong_secret",
+            )
+
+    def check_active(self, do: str) -> None:
+        """Raises RequestError if the session has ended; `do` says what the client can do."""
+        if self.ended is not None:
+            status, reason = self.ended
+            raise RequestError(status, f"session {self.name!r}", f"it has ended: {reason}", do, code="session_over")
+
 
 class IdleLimits(NamedTuple):
     """How long a session may be without a call, in seconds."""
 
     idle_s: float
     unstarted_idle_s: float
-    """The limit of a session that has had one call: it may have been no agent's."""
+    """The limit of a session with one call, which may not have been an agent's."""
 
     def of(self, session: Session) -> tuple[float, str]:
         """The limit of a session, and the config key that sets it."""
@@ -218,16 +202,12 @@ class SessionStore:
     def __init__(self) -> None:
         self.active: dict[Session, None] = {}
         self._labelled: dict[Label, Session] = {}
-        """Includes ended sessions for a while: later calls are told why they ended."""
-        self._by_conversation = {False: ConversationIndex(), True: ConversationIndex()}
-        """Sessions without a label, of training and of evaluation."""
+        """Includes ended sessions for a while: later calls learn why they ended."""
+        self._by_conversation: dict[Conversation, list[CompletionNode]] = {}
+        """The completions of active sessions, oldest first."""
         self._by_completion: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session, tuple[str, ...]]] = deque()
         """(when it ended, session, ids of its completions), oldest first."""
-
-    def index(self, label: Label | None, evaluation: bool) -> ConversationIndex:
-        """The index for a new session: one of its own where it has a label, else the common one."""
-        return self._by_conversation[evaluation] if label is None else ConversationIndex()
 
     def add(self, session: Session) -> None:
         if session.label is not None:
@@ -236,35 +216,58 @@ class SessionStore:
 
     def record(self, node: CompletionNode) -> None:
         node.session.record(node)
+        self._by_conversation.setdefault(node.conversation, []).append(node)
         self._by_completion[node.id] = node.session
 
     def labelled(self, label: Label) -> Session | None:
         return self._labelled.get(label)
 
-    def of_completion(self, completion_id: str) -> Session | None:
-        return self._by_completion.get(completion_id)
+    def of_completion(self, completion_id: str) -> Session:
+        """The session of a completion. Raises RequestError if the completion is unknown."""
+        session = self._by_completion.get(completion_id)
+        if session is None:
+            raise unknown_error(f"the completion {completion_id!r}")
+        return session
 
-    def find(self, messages: Conversation, evaluation: bool, task_id: str, secret: str) -> CompletionNode | None:
-        """The completion of a session without a label that `messages` continue from; `task_id` may be empty."""
+    def text_of(self, completion_id: str) -> str | None:
+        """The text of a completion as its client knows it, or None if the completion is unknown."""
+        session = self._by_completion.get(completion_id)
+        nodes = session.completions if session is not None else ()
+        return next((node.conversation[-1].content for node in nodes if node.id == completion_id), None)
 
-        def matches(node: CompletionNode) -> bool:
-            session = node.session
-            return same_secret(session, secret) and (not task_id or session.task_id == task_id)
+    def find(self, messages: Conversation, belongs: Callable[[Session], bool]) -> CompletionNode | None:
+        """The completion at the end of the longest known beginning of `messages`, among the sessions that `belongs`
+        accepts.
 
-        return self._by_conversation[evaluation].find(messages, matches)
+        Of several with the same text, the newest that no call has continued from yet, else the newest.
+        """
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1].role != "assistant":
+                continue
+            nodes = [node for node in self._by_conversation.get(messages[:length], ()) if belongs(node.session)]
+            if nodes:
+                return next((node for node in reversed(nodes) if not node.calls), nodes[-1])
+        return None
 
     def remove(self, session: Session) -> None:
-        """Removes a session without completions, as if it had never been."""
+        """Removes a session without completions: no request finds it any more."""
         del self.active[session]
         if session.label is not None:
             del self._labelled[session.label]
 
     def end(self, session: Session, status: int, reason: str, now: float) -> None:
-        """Ends an active session; it stays known until it expires."""
-        ids = tuple(node.id for node in session.completions)
-        session.end(status, reason)
+        """Ends an active session: cancels its completions in progress; later calls get `status` and `reason` until the
+        session expires."""
+        session.ended = (status, reason)
+        for node in session.completions:
+            nodes = self._by_conversation[node.conversation]
+            nodes.remove(node)
+            if not nodes:
+                del self._by_conversation[node.conversation]
+        for task in session.generating:
+            task.cancel()
         del self.active[session]
-        self._ended.append((now, session, ids))
+        self._ended.append((now, session, tuple(node.id for node in session.completions)))
 
     def expire(self, before: float) -> None:
         """Forgets the sessions that ended before that time."""
@@ -276,17 +279,18 @@ class SessionStore:
                 del self._labelled[session.label]
 
 
-def same_secret(session: Session, secret: str) -> bool:
-    """Whether this is the secret that the session began with."""
-    return hmac.compare_digest(session.secret.encode(), secret.encode())
+def unknown_error(what: str) -> RequestError:
+    """The answer to a request for a session or completion that the server does not have."""
+    return RequestError(
+        404,
+        what,
+        "it is unknown: it expired, or belongs to an earlier server",
+        "roll the task out again",
+        code="unknown",
+    )
 
 
 def visible_text(turn: Turn, stop: Sequence[str]) -> str:
     """The text of a turn up to the stop string that ended it: what the client reads."""
     ends = [at for text in stop if (at := turn.text.find(text)) >= 0]
     return turn.text[: min(ends)] if ends and turn.stop_reason is StopReason.STOP else turn.text
-
-
-def conflicting_column(known: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first column on which the two disagree."""
-    return next((name for name, value in new.items() if name in known and known[name] != value), None)

@@ -31,7 +31,7 @@ _log = logging.getLogger("trivium")
 ROLE = "checkpoint_monitor"
 """The name of a CheckpointMonitor in its namespace."""
 HEARTBEAT_S = 60.0
-"""A saver on another machine of a Ray cluster that is silent for so long is dead."""
+"""Seconds without a heartbeat after which a saver on another machine of a Ray cluster counts as dead."""
 _POLL_S = 0.5
 """How often a wait for savers checks whether they are alive."""
 
@@ -70,7 +70,7 @@ class CheckpointMonitor:
         (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying.
 
         `board` holds the state (default: a board of this process). With `heartbeat_s`, its processes may be on several
-        machines: each sends heartbeats for its savers, and a saver that is silent for so long is dead.
+        machines: each sends heartbeats for its savers, and a saver without one for `heartbeat_s` counts as dead.
         """
         self.save_strategy = SaveStrategy(save_strategy)
         self.default_local_dir, self.default_hdfs_dir = default_local_dir, default_hdfs_dir

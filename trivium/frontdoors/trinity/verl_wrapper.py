@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.buffers.slots import SlotsState
-from trivium.checkpoint.background import save_failed
+from trivium.checkpoint.background import save_failed, write_engine
 from trivium.checkpoint.store import export
 from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
@@ -148,12 +148,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
         def write(directory: Path) -> None:
             added.write(directory)
-            end = None if block_until_saved else engine.begin_saving(directory)
-            if end is None:
-                engine.save(directory)
-            else:
-                held.set()
-                end()
+            write_engine(engine, directory, held.set, asynchronous=not block_until_saved)
 
         def save() -> None:
             try:
