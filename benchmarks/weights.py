@@ -7,8 +7,8 @@ read and verified; nothing loads them. Both ends are threads of one process, exc
 socket of this machine). `checkpoint` writes to the disk that temporary files are on, and waits for it; what is read
 comes from the system's cache. The methods take turns, and what is printed is the best of each: seconds for a GB, and
 how many times the floor that is. The floor is what the method cannot do without: a copy in memory, a file that is
-written and read, a raw broadcast of gloo. Hashing is that of all weights, once for each end, by as many threads as the
-channels have. In the end, what a tensor of some sizes takes to hash, by one thread.
+written and read, a raw broadcast of gloo. Hashing is that of all weights, once for each end. The last lines give the
+time of one hash by the size of the tensor.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from torch._C._distributed_c10d import HashStore
 from trivium.board import MemoryBoard
 from trivium.concurrency import usable_cores
 from trivium.engines.processes import EngineHost, ProcessPool
-from trivium.models.weights.described import described
+from trivium.models.weights.stream import BUCKET_BYTES, described
 from trivium.protocols import RolloutEngine, WeightChannel
 from trivium.sync.collective import CollectiveChannel
 from trivium.sync.files import FileChannel
 from trivium.sync.hashes import digest, digests
 from trivium.sync.memory import MemoryChannel
-from trivium.sync.tensors import BUCKET_BYTES
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 

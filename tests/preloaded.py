@@ -23,10 +23,10 @@ import trivium.buffers.memory
 import trivium.buffers.sql
 import trivium.cli
 import trivium.engines.torch
+import trivium.models.weights.stream
 import trivium.monitors.jsonl
 import trivium.runtime.launch
 import trivium.sync.memory
-import trivium.sync.tensors
 import trivium.text.tiny
 import trivium.training.engine
 from trivium.concurrency import usable_cores

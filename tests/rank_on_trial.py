@@ -12,7 +12,7 @@ import torch
 
 from trivium.concurrency import ProcessLife, end_with
 from trivium.errors import DataError
-from trivium.models.weights.described import described
+from trivium.models.weights.stream import described
 from trivium.protocols import WeightChannel
 from trivium.training.data_parallel import RankVerbs
 from trivium.training.train_process import serve_driver

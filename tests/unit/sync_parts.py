@@ -17,7 +17,7 @@ from trivium.engines import layers
 from trivium.engines.processes import EngineHost
 from trivium.engines.torch import TorchEngine
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.described import Described, spec
+from trivium.models.weights.stream import Described, spec
 from trivium.sync import collective
 from trivium.sync.collective import CollectiveChannel
 from trivium.synchronizer import Synchronizer

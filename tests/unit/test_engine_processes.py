@@ -19,8 +19,8 @@ from tests.sessions import RENDERER
 from trivium.engines.processes import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError
-from trivium.models.weights import tensor_bytes
-from trivium.models.weights.described import Described, spec
+from trivium.models.weights import stream
+from trivium.models.weights.stream import Described, spec
 from trivium.policy import EngineFailure
 from trivium.protocols import TensorSpec
 
@@ -144,7 +144,7 @@ async def test_tensors_of_any_kind_arrive_bit_for_bit_and_no_sooner_than_the_slo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole and in parts; no load waits for an engine that leaves before the last one."""
-    monkeypatch.setattr(tensor_bytes, "_PART_BYTES", 5)
+    monkeypatch.setattr(stream, "_MESSAGE_BYTES", 5)
     read, arrived, may_take = list[int](), list[Tensor](), Semaphore(0)
 
     def weights() -> Iterator[tuple[str, Tensor]]:

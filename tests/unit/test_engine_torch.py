@@ -398,7 +398,7 @@ def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
 async def test_a_cpu_without_bfloat16_is_named_and_uses_the_model_itself(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trivium.engines.invariance.available", lambda: False)
+    monkeypatch.setattr("trivium.models.cpu.linear.available", lambda: False)
     engine = engine_for(models["qwen3"], dtype="bfloat16")
     try:
         assert engine._decoder.layers is None

@@ -108,7 +108,7 @@ def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_pat
     seven = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert layers(LoraConfig()) == seven
     assert layers(LoraConfig(targets=("q_proj", "v_proj"))) == {"q_proj", "v_proj"}
-    for target, found in (("lm_head", "the output layer is among"), ("embed_tokens", "is no linear layer")):
+    for target, found in (("lm_head", "the output layer is among"), ("embed_tokens", "is not a linear layer")):
         with pytest.raises(TriviumError, match=found):
             layers(LoraConfig(targets=("q_proj", target)))
     with pytest.raises(TriviumError, match="not found"):
@@ -170,7 +170,7 @@ def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: P
     assert [problem.where for problem in section.own_problems("train.lora")] == ["train.lora.rank"]
     assert not list(LoraConfig(path=str(adapter)).own_problems("train.lora"))
     wider = write_model(tmp_path / "wider", hidden_size=32)
-    with pytest.raises(TriviumError, match=r"lora_A.weight is missing, too much, or of another shape"):
+    with pytest.raises(TriviumError, match=r"lora_A.weight is missing, unknown, or of another shape"):
         attach(load(wider), LoraConfig(path=str(adapter)), seed=0)
     said = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
@@ -249,10 +249,10 @@ async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(
     try:
         before = dict(await engine.weights())
         for pushed, found in (
-            (list(pushed_adapter(module))[1:], "is not whole"),
+            (list(pushed_adapter(module))[1:], "is not complete"),
             (list(pushed_adapter(wide)), "the layer is"),
             (list(pushed_adapter(deep)), "the model has no layer 'model.layers.2"),
-            (list(pushed_adapter(strange)), "is not the one that it was trained beside"),
+            (list(pushed_adapter(strange)), "is not the one that it was trained with"),
         ):
             with pytest.raises(SyncError, match=found):
                 await engine.load(1, pushed)

@@ -19,7 +19,7 @@ from sync_parts import Reading
 
 from trivium.board import MemoryBoard
 from trivium.errors import RoleFailed, SyncError, VersionGone
-from trivium.models.weights.described import Described
+from trivium.models.weights.stream import Described
 from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.sync import collective, process_group
 from trivium.sync.collective import CollectiveChannel

@@ -19,7 +19,7 @@ from tests.processes import Forked
 from trivium.engines.processes import ProcessPool
 from trivium.engines.torch import TorchEngine
 from trivium.errors import RoleFailed, SyncError
-from trivium.models.weights.described import Described
+from trivium.models.weights.stream import Described
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling

@@ -254,7 +254,7 @@ def test_images_are_read_in_one_form_where_torchvision_is_installed_too(
 
 
 def test_a_text_model_has_no_images_and_a_processor_without_an_image_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no token that stands for an image"):
+    with pytest.raises(DataError, match="no token for images"):
         Images(object())
 
 

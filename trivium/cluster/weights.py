@@ -12,11 +12,10 @@ import ray
 import torch
 
 from trivium.cluster.actors import Proxy
-from trivium.models.weights.described import spec, type_name
+from trivium.models.weights.stream import BUCKET_BYTES, Named, drained, groups, raw, spec, type_named, unique
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.memory import read_versions, write_version
-from trivium.sync.tensors import BUCKET_BYTES, Named, drained, parts, raw, type_named
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,13 @@ class Stored:
 def store(version: int, weights: Weights) -> Stored:
     """Copies weights into the object store. Raises SyncError for a name that comes twice."""
     hashes, refs, tensors = dict[str, str](), list[Any](), list[TensorSpec]()
-    for part in parts(weights, BUCKET_BYTES):
-        hashes |= (own := digests(part))
-        packed = [
-            (name, type_name(tensor.dtype), tuple(tensor.shape), own[name], raw(tensor).cpu().numpy())
-            for name, tensor in part
-        ]
+    for group in groups(((name, each.detach().cpu()) for name, each in unique(weights)), BUCKET_BYTES):
+        hashes |= (own := digests(group))
+        packed = [(*spec(name, tensor), own[name], raw(tensor).numpy()) for name, tensor in group]
         refs.append(ray.put(packed))
-        tensors += [spec(name, tensor) for name, tensor in part]
-        part.clear()
-        del packed  # before the next part is made
+        tensors += [spec(name, tensor) for name, tensor in group]
+        group.clear()
+        del packed  # before the next group is made
     return Stored(version, tuple(tensors), tuple(refs), joined(hashes))
 
 

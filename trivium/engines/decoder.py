@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from trivium.engines.attention import registered
-from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.layers import Layers, changing_rotation, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm, max_positions
 from trivium.models.backbone.routing import Recorder, routers_of
+from trivium.models.cpu.invariance import make_invariant
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
 from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
-from trivium.models.weights.described import described
 from trivium.models.weights.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
+from trivium.models.weights.stream import described
 from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.types import AnyArray, IntArray, Media
 

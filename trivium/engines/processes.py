@@ -25,8 +25,7 @@ import torch
 from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.errors import SyncError, portable
-from trivium.models.weights.described import Described, described
-from trivium.models.weights.tensor_bytes import Named, header_of, parts_of, receive
+from trivium.models.weights.stream import Described, Named, described, parts_of, receive, spec
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
@@ -281,7 +280,7 @@ class _ProcessReplica(Replica):
             self._send(-1, "weight", None)
             return
         name, tensor = named
-        self._unsent.put((pickle.dumps((-1, "weight", header_of(name, tensor))), *parts_of(tensor)))
+        self._unsent.put((pickle.dumps((-1, "weight", spec(name, tensor))), *parts_of(tensor)))
 
     def _send_all(self) -> None:
         with suppress(OSError):  # the process is gone, as the other thread notices, which tells all who wait

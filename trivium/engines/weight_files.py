@@ -1,4 +1,4 @@
-"""Weights as files, for an engine whose model is in other processes."""
+"""Writes weights to files, for an engine whose model is in other processes."""
 
 from __future__ import annotations
 
@@ -12,69 +12,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import ADAPTER_STEM, check_base, fingerprint, is_adapter, received_adapter
+from trivium.models.weights.saved_tensors import SafetensorsFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Named = Sequence[tuple[str, Any]]
 _PREFIX = "trivium-vllm-"
-"""Of the directories of weights; their process is a part of their name."""
+"""Prefix of the directories of weights. The rest of the name identifies the process."""
 _TIED = {"lm_head.weight"}
-"""What may be the same tensor as the table of tokens."""
+"""Tensors that may be tied to the token embeddings."""
 
 
 def fast_directory(model_dir: Path) -> Path:
-    """Where weights lie on their way: in memory where two versions fit, else where temporary files do."""
+    """The parent directory for weights: in memory if two versions fit, else the one for temporary files."""
     memory, size = Path("/dev/shm"), sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     fits = memory.is_dir() and shutil.disk_usage(memory).free > 3 * size
     return memory if fits else Path(tempfile.gettempdir())
 
 
 def own_directory(parent: Path) -> Path:
-    """A new directory of this process. Those of processes that were killed are removed."""
+    """Makes a directory for this process. Removes those of processes that were killed."""
     for left in parent.glob(f"{_PREFIX}*"):
         named = re.fullmatch(r"(\d+)-(\d*)-(.+)-\w+", left.name.removeprefix(_PREFIX))
         if named is not None and not ProcessLife(named[3], int(named[1]), named[2])():
-            shutil.rmtree(left, ignore_errors=True)  # another engine may remove it, too
+            shutil.rmtree(left, ignore_errors=True)  # another engine may remove it at the same time
     life = ProcessLife.of(os.getpid())
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{life.pid}-{life.started}-{life.host}-", dir=parent))
 
 
 class WeightFiles:
-    """The weights of each version of a model: all of them in a safetensors file, or a LoRA adapter in a directory as
-    peft writes it."""
+    """Writes the weights of each version of a model: a safetensors file with all weights, or a LoRA adapter in a
+    directory of peft's format."""
 
     def __init__(self, model_dir: Path, adapter_rank: int | None = None) -> None:
-        """`adapter_rank` is the largest of adapters; None: none are taken. Raises ConfigError for a model without
-        safetensors files."""
+        """`adapter_rank` is the largest rank of adapters; None: adapters are refused. Raises ConfigError for a model
+        without safetensors files."""
         self._model_dir, self._rank, self._saved = model_dir, adapter_rank, _shapes(model_dir)
         self._base: PreTrainedModel | None = None
-        """The model without its weights, once its names were asked for."""
+        """The model without its weights, built when its names are needed."""
         self._fingerprints: Mapping[str, int] = {}
-        """Of its weights, once there was an adapter."""
+        """The fingerprints of its weights, computed for the first adapter."""
 
     def own(self) -> list[str]:
-        """The files with the weights that the model was saved with."""
+        """The weight files of the model directory."""
         return [str(path) for path in sorted(self._model_dir.glob("*.safetensors"))]
 
     def write(self, named: Named, path: Path) -> Path:
-        """Writes a file or directory of that name. Raises SyncError, and writes nothing, unless the weights are those
-        of the model, or an adapter of it."""
+        """Writes a file or a directory of this name. Raises SyncError, and writes nothing, if the weights are neither
+        all weights of the model nor an adapter of it."""
         return self._write_adapter(named, path) if is_adapter(named) else self._write_all(named, path)
 
     def remove(self, path: Path) -> None:
-        """Removes what was written."""
+        """Removes the file or directory that `write` wrote."""
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _write_all(self, named: Named, path: Path) -> Path:
-        """Tensors that share memory are copied."""
+        """Writes all weights. Copies tensors that share memory, which safetensors refuses."""
         given = {name: tuple(value.shape) for name, value in named}
         if _unfit(given, self._saved) and (wrong := _unfit(given, self._renamed())):
             expected = self._saved.get(wrong[0], "nothing")
@@ -92,7 +92,7 @@ class WeightFiles:
         return path
 
     def _write_adapter(self, named: Named, path: Path) -> Path:
-        """Each layer's scale becomes a part of its B."""
+        """Writes an adapter. Each layer's B is multiplied by its scale."""
         adapter = received_adapter({name: torch.as_tensor(value) for name, value in named}, self._empty())
         rank = max(len(added.down) for added in adapter.values())
         if self._rank is None or rank > self._rank:
@@ -116,8 +116,8 @@ class WeightFiles:
         return path
 
     def _renamed(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by the names that the tensors have in the model, of which some families' files have older ones. Those
-        in the files where a model holds other tensors than its files."""
+        """Shapes by the names of tensors in the model; some families have older names in their files. Returns the
+        shapes of the files if the model has other tensors than its files."""
         state = self._empty().state_dict()
         named = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in _TIED}
         saved = [shape for name, shape in self._saved.items() if name not in _TIED]
@@ -130,18 +130,15 @@ class WeightFiles:
 
 
 def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the model's safetensors files."""
-    shapes = dict[str, tuple[int, ...]]()
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not shapes:
+    """Shapes by name in the model's safetensors files."""
+    entries = SafetensorsFiles(sorted(model_dir.glob("*.safetensors"))).entries
+    if not entries:
         raise ConfigError(f"vLLM with {model_dir}", "it holds no *.safetensors", "save the model with save_pretrained")
-    return shapes
+    return {name: entry.shape for name, entry in entries.items()}
 
 
 def _unfit(given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The weights that are not those of the model, by name. vLLM itself passes over what it is not given."""
+    """The names of weights that are missing, unknown or of another shape. vLLM itself ignores missing weights."""
     tied = _TIED - expected.keys()  # files name a tied table once
     wrong = (given.keys() ^ expected.keys()) - tied
     return sorted(wrong | {name for name in given.keys() & expected.keys() if given[name] != expected[name]})

@@ -36,7 +36,7 @@ from trivium.runtime.build import (
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule
-from trivium.sync.hashes import CONDENSED, hash_of
+from trivium.sync.hashes import hash_of
 from trivium.sync.memory import MemoryChannel
 from trivium.tasks.served import ServedTasks
 from trivium.trainer import Trainer
@@ -298,7 +298,7 @@ class ReplayedTrainer:
         """Offers the weights to the channel, and notes their hash in the form of the one that the run recorded."""
         if self.trainer.engine.sync_weight():
             record = self.run.steps.get(self.version, StepRecord(self.version))
-            self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or CONDENSED)
+            self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or None)
 
     def close(self) -> None:
         self.trainer.engine.close()

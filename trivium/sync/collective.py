@@ -1,10 +1,11 @@
 """The channel that broadcasts weights: by nccl where every process has a GPU of its own, else by gloo.
 
-The trainer offers a version, every explorer that lacks it enters the exchange (`Synchronizer.ready_to_nccl_sync`), and
-the tensors are sent in buckets: the entries of each, its bytes, its hashes. An explorer acknowledges a bucket once it
-has verified it; only then is the next one filled. The version is delivered when all explorers have all buckets. The
-weights are read once, one tensor at a time, and both sides keep only the current bucket: an exchange that is aborted
-continues with it, with the members that have those before it. A version can be collected only while it is offered.
+The trainer offers a version, and every explorer that lacks it enters the exchange (`Synchronizer.ready_to_nccl_sync`).
+The tensors are sent in buckets: the entries of a bucket, its bytes, its hashes. An explorer verifies a bucket and
+acknowledges it; then the trainer fills the next one. The version is delivered when all explorers have all buckets. The
+weights are read once, one tensor at a time, and both sides keep only the current bucket. After an aborted exchange, the
+next one continues with this bucket and the members that have the buckets before it. A version can be collected only
+while it is offered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from trivium.errors import RoleFailed, SyncError, VersionGone
-from trivium.models.weights.described import Described, type_name
+from trivium.models.weights.stream import BUCKET_BYTES, Described, Named, drained, raw, type_name, type_named, unique
 from trivium.protocols import TensorSpec, Weights
 from trivium.run_role import dead_explorers
 from trivium.sync.hashes import digests, joined, verify
@@ -36,16 +37,15 @@ from trivium.sync.process_group import (
     own_address,
     refuses_connections,
 )
-from trivium.sync.tensors import BUCKET_BYTES, Named, drained, raw, type_named, unique
 from trivium.synchronizer import Exchange, Synchronizer
 from trivium.types import TRAINER, Capabilities
 
 _log = logging.getLogger("trivium")
 
 MAX_EXCHANGES = 5
-"""How many exchanges an offer begins: one that is aborted is followed by another, with the members that are left."""
+"""The most exchanges of one offer. An aborted exchange is followed by another one with the remaining members."""
 _CLOSING_S = 1.0
-"""How long after its connections a process that was killed may still accept others."""
+"""A killed process may accept connections for this long after its own are closed."""
 _ALIGNED = 16
 """Tensors begin at multiples of this in a bucket, so that any type can be viewed in place."""
 
@@ -60,9 +60,9 @@ class CollectiveChannel:
         self._synchronizer, self._role = synchronizer, role
         self._store: TCPStore | None = None
         self._entered = 0
-        """The number of the last exchange of this explorer: none is entered twice."""
+        """The number of the last exchange of this explorer, which enters none twice."""
         self._group: ExchangeGroup | None = None
-        """The group of the last exchange: what this process relays may still be under way when it has everything."""
+        """The group of the last exchange, which may still relay data when this process has everything."""
         self._by_host = ""
         self.offered = ""
 
@@ -75,7 +75,7 @@ class CollectiveChannel:
         problems: dict[str, str] = {}
         for _ in range(MAX_EXCHANGES):
             exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(TRAINER, version, address))
-            if exchange is None:  # every live explorer has it, perhaps from an aborted exchange
+            if exchange is None:  # every live explorer has the version, perhaps from an aborted exchange
                 return any(group.delivered() for group in groups)
             try:
                 group = self._group = ExchangeGroup(
@@ -84,12 +84,12 @@ class CollectiveChannel:
                 groups.append(group)
                 self._warn(group.by_host)
                 problems = _send(group, version, stream)
-            except NoParticipants:  # only late explorers are left, for which it is offered again
+            except NoParticipants:  # the version is offered again for late explorers
                 return any(group.delivered() for group in groups)
             except (ExchangeAborted, RuntimeError) as error:
                 problems = {"the exchange": str(error)}
                 self._close_group()
-            except BaseException:  # the weights could not be read to their end: ends the members' waits
+            except BaseException:  # reading the weights failed: the members must not wait
                 self._close_group()
                 raise
             if not problems:
@@ -103,7 +103,7 @@ class CollectiveChannel:
         )
 
     def collect(self, version: int) -> Weights:
-        """The weights as they arrive: reading them is taking part in the exchange, and in those that continue it."""
+        """The weights as they arrive. Reading them takes part in the exchange, and in those that continue it."""
         exchange = self._enter(version)
         with self._aborts(exchange, version):
             group = self._join(exchange)
@@ -114,7 +114,7 @@ class CollectiveChannel:
         return Described(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors), arriving)
 
     def _arriving(self, exchange: Exchange, group: ExchangeGroup, version: int) -> Iterator[Named]:
-        """The tensors, a bucket at a time; an exchange that is aborted after some of them is followed by the next."""
+        """Yields the tensors, a bucket at a time. Continues with the next exchange after an aborted one."""
         number, is_over = 0, False
         while not is_over:
             try:
@@ -122,7 +122,7 @@ class CollectiveChannel:
                     while (header := group.receive_object()) is not None:
                         named = _received(group, version, header)
                         group.acknowledge(header["number"])
-                        if header["number"] == number:  # else it came with the exchange before
+                        if header["number"] == number:  # else the exchange before has delivered it
                             number += 1
                             yield from drained(named)
                         del named  # before the next bucket comes
@@ -135,8 +135,8 @@ class CollectiveChannel:
                 exchange, group = self._continued(version, group.stream, number)
 
     def _continued(self, version: int, stream: str, number: int) -> tuple[Exchange, ExchangeGroup]:
-        """The next exchange of a version of which this explorer has so many buckets. Raises VersionGone where there is
-        none: the trainer offers another version, or this one anew."""
+        """The next exchange of a version of which this explorer has `number` buckets. Raises VersionGone if there is
+        none, because the trainer offers another version, or this one from the start."""
         while asyncio.run(self._synchronizer.next_version(self._role, None, newest=True)) == version:
             exchange = self._enter(version)
             try:
@@ -152,8 +152,8 @@ class CollectiveChannel:
         self._close_group()
         raise VersionGone(
             f"the rest of version {version}, after {number} bucket(s)",
-            "the trainer does not send it any more",
-            "adopt what it offers now",
+            "the trainer no longer sends it",
+            "adopt the version that it offers",
         )
 
     def _join(self, exchange: Exchange, stream: str = "", has: int = 0) -> ExchangeGroup:
@@ -163,7 +163,7 @@ class CollectiveChannel:
 
     @contextmanager
     def _aborts(self, exchange: Exchange, version: int) -> Generator[None]:
-        """Raises VersionGone where an exchange breaks off inside, RoleFailed where it does because the trainer died."""
+        """Raises VersionGone if the exchange in the block aborts, RoleFailed if it does because the trainer died."""
         try:
             yield
         except (ExchangeAborted, RuntimeError) as error:
@@ -181,7 +181,7 @@ class CollectiveChannel:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """None: nothing is kept."""
+        """Empty, because nothing is kept."""
         return ()
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class CollectiveChannel:
         del directory
 
     def _enter(self, version: int) -> Exchange:
-        """The exchange of a version, once all its members are ready."""
+        """Waits until all members of the exchange of a version are ready."""
         exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(self._role, version))
         if exchange is not None and exchange.number > self._entered:
             self._entered = exchange.number
@@ -205,7 +205,7 @@ class CollectiveChannel:
         raise VersionGone(request, cause, "wait for the next exchange")
 
     def _warn(self, by_host: str) -> None:
-        """Warns of a detour through the host, once."""
+        """Warns once that weights pass through host memory."""
         if by_host and by_host != self._by_host:
             _log.warning("weights go through host memory (gloo), not from GPU to GPU (nccl): %s", by_host)
         self._by_host = by_host
@@ -218,33 +218,33 @@ class CollectiveChannel:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Tensors end to end, and where each begins."""
+    """Concatenated tensors, and the offset of each."""
 
     entries: list[dict[str, Any]]
     flat: torch.Tensor
 
 
 class _Stream:
-    """The offered weights, a bucket at a time. Only the current one can be sent again."""
+    """The offered weights, a bucket at a time. Only the current bucket can be sent again."""
 
     def __init__(self, weights: Weights) -> None:
         self.name, self.number = uuid.uuid4().hex, 0
         self.tensors: Sequence[TensorSpec] | None = getattr(weights, "tensors", None)
-        """What there will be; None: not known before it is read."""
+        """The specs of the tensors; None if they are not known in advance."""
         self._buckets = _buckets(weights)
         self.hashes: dict[str, str] = {}
-        """Of the tensors that were sent."""
+        """The hashes of the tensors that were sent."""
         self.bucket = next(self._buckets, None)
         self.device = self.bucket.flat.device if self.bucket is not None else torch.device("cpu")
 
     def advance(self) -> None:
-        """Every member has the current bucket: drops it, and fills the next."""
+        """Drops the current bucket, which every member has, and fills the next one."""
         self.bucket, self.number = None, self.number + 1
         self.bucket = next(self._buckets, None)
 
 
 def _buckets(weights: Weights) -> Iterator[_Bucket]:
-    """The weights, each read when its bucket has room for it."""
+    """The weights in buckets. Each tensor is read when its bucket has room for it."""
     entries, flat, at = list[dict[str, Any]](), torch.empty(0), 0
     for name, tensor in unique(weights):
         size = tensor.nbytes
@@ -265,7 +265,7 @@ def _buckets(weights: Weights) -> Iterator[_Bucket]:
 
 
 def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]:
-    """Sends everything from the current bucket on; returns the problems of members."""
+    """Sends the current bucket and all that follow. Returns the problems of members."""
     group.broadcast_object(stream.tensors)
     while stream.bucket is not None:
         stream.hashes |= _send_bucket(group, version, stream.number, stream.bucket)
@@ -277,20 +277,21 @@ def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]
 
 
 def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucket) -> dict[str, str]:
-    """Sends a bucket; returns the hash of each tensor."""
+    """Sends a bucket. Returns the hash of each tensor."""
     group.broadcast_object(
         {"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries}
     )
-    wait = group.broadcast_async(bucket.flat.to(group.device))
-    hashes = digests(_unpacked(bucket.entries, bucket.flat))  # while it is sent
+    flat = bucket.flat.to(group.device)
+    wait = group.broadcast_async(flat)
+    hashes = digests(_unpacked(bucket.entries, flat))  # while it is sent; the members hash on a device of this kind
     wait()
     group.broadcast_object(hashes)
     return hashes
 
 
 def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> list[Named]:
-    """The tensors of the bucket that this header announces, verified, on the device of the group. Tells the trainer why
-    they are refused."""
+    """Receives and verifies the bucket of this header, on the device of the group. Tells the trainer if it is
+    damaged."""
     if header["version"] != version:
         raise ExchangeAborted(f"the trainer sends version {header['version']}")
     named = _unpacked(header["tensors"], _received_bytes(group, header["bytes"]))
@@ -300,7 +301,7 @@ def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> 
             group.receive_object(),
             version,
             "its bytes changed between the trainer and here",
-            "look at the network and the memory of both machines",
+            "check the network and the memory of both machines",
         )
     except SyncError as error:
         group.acknowledge(header["number"], error.found)
@@ -315,7 +316,7 @@ def _received_bytes(group: ExchangeGroup, size: int) -> torch.Tensor:
 
 
 def _unpacked(entries: Sequence[Mapping[str, Any]], flat: torch.Tensor) -> list[Named]:
-    """The tensors of a bucket, as views."""
+    """Views of the tensors of a bucket."""
     return [
         (
             entry["name"],
@@ -326,7 +327,7 @@ def _unpacked(entries: Sequence[Mapping[str, Any]], flat: torch.Tensor) -> list[
 
 
 def _own_device() -> torch.device:
-    """The device of this process's model: a GPU if it has used one."""
+    """The device of this process's model: a GPU if this process has used one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 

@@ -1,9 +1,8 @@
 """The channel through a shared directory: a version is a folder of safetensors files with a manifest.
 
-`version-000012/` holds `weights-00000.safetensors`, ... and `manifest.json` with the place and the hash of each tensor.
-A folder is staged and renamed, so that one with its final name is complete. There are no locks: the file system may be
-shared between machines.
-"""
+`version-000012/` holds `weights-00000.safetensors`, ... and `manifest.json` with the file and the hash of each tensor.
+A folder is staged and renamed, so a folder with its final name is complete. There are no locks, because machines may
+share the file system. """
 
 from __future__ import annotations
 
@@ -13,44 +12,44 @@ import json
 import shutil
 import time
 import uuid
-import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import fsync, staging_directory
 from trivium.concurrency import ProgressDeadline
-from trivium.errors import SyncError, VersionGone
-from trivium.models.weights.described import Described, type_name
+from trivium.errors import DataError, SyncError, VersionGone
+from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import copied, joined, verify
-from trivium.sync.tensors import BUCKET_BYTES, Named, drained, parts, raw, type_named
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
 
 FILE_BYTES = 2**30
-"""The size of a file, unless it holds one larger tensor: what the trainer copies to the CPU at a time."""
+"""The size of a file, unless it holds one larger tensor. The trainer copies this much to the CPU at a time."""
 APPEARS_S = 60.0
-"""How long another machine's file system may take to show a folder of a shared directory."""
+"""The longest time until a folder is visible on another machine."""
 _POLL_S = 0.2
 _PREFIX = "version-"
 _MANIFEST = "manifest.json"
+_DO = "check the disk or the file system; the trainer writes each version anew"
 
 
 class FileChannel:
     """Keeps the newest `keep` published versions as files.
 
-    `collect` opens every file of a version at once: what the trainer removes while they are read stays readable.
+    `collect` opens every file of a version at once, so that files which the trainer removes meanwhile stay readable.
     """
 
     def __init__(self, *, keep: int, directory: Path, synchronizer: Synchronizer, role: str) -> None:
         self._keep, self._directory, self._synchronizer, self._role = keep, directory, synchronizer, role
         self._own: list[int] | None = None
-        """The versions that this trainer has offered or restored and keeps; None before the first."""
+        """The versions that this trainer offered or restored, and keeps; None before the first."""
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
@@ -59,27 +58,22 @@ class FileChannel:
         return True
 
     def collect(self, version: int) -> Described:
-        with ExitStack() as stack:
-            tensors, files = self._open(version, stack)
-            opened = stack.pop_all()
-        reading = _read(version, tensors, files, opened)
-        weakref.finalize(reading, opened.close)  # also where it is never read
-        return Described(
-            tuple(TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in tensors), reading
-        )
+        entries, files = self._open(version)
+        specs = (TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in entries)
+        return Described(tuple(specs), _read(version, entries, files))
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """For the trainer, what it has offered or restored and keeps; for an explorer, what the directory has."""
+        """The trainer's own versions; for an explorer, the versions in the directory."""
         return tuple((self._own or ()) if self._role == TRAINER else self._there())
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
-        """Copies the folders of versions that explorers may still need."""
+        """Copies the folders of versions, which explorers may still need."""
         for version in versions:
             shutil.copytree(self._folder(version), directory / self._folder(version).name)
 
     def restore(self, directory: Path) -> None:
-        """Restores what `save` wrote, and removes everything else."""
+        """Restores the versions that `save` wrote, and removes all others."""
         self._clear()
         for version in _versions_in(directory):
             with self._staged(version) as staging:
@@ -89,7 +83,7 @@ class FileChannel:
 
     @contextmanager
     def _staged(self, version: int) -> Generator[Path]:
-        """A folder to fill; on disk under its final name after the block. Then removes what is not kept."""
+        """A folder to fill. After the block it is on disk under its final name, and old versions are removed."""
         own = self._clear() if self._own is None else self._own
         folder = self._folder(version)
         yield (staging := staging_directory(folder))
@@ -104,7 +98,7 @@ class FileChannel:
             self._remove(old)
 
     def _clear(self) -> list[int]:
-        """Removes what an earlier trainer process left, which may include newer versions."""
+        """Removes the folders of earlier trainer processes, newer versions included."""
         for version in self._there():
             self._remove(version)
         for staging in self._directory.glob(f".{_PREFIX}*"):
@@ -113,31 +107,34 @@ class FileChannel:
         return self._own
 
     def _remove(self, version: int) -> None:
-        """Renames a version before its files are removed: no explorer sees half of it."""
+        """Renames a version before it removes the files, so that no explorer reads a part of it."""
         folder = self._folder(version)
         away = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         if folder.exists():
             folder.rename(away)
-            # Where another machine reads a file, it may stay; the next trainer's first offer tries again.
+            # A file that another machine reads may stay; the first offer of the next trainer process tries again.
             shutil.rmtree(away, ignore_errors=True)
 
     # ------------------------------------------------------------------ the explorer's side
 
-    def _open(self, version: int, stack: ExitStack) -> tuple[list[dict[str, Any]], dict[str, BinaryIO]]:
-        """The manifest's entries of the tensors, and every file that they name, open until the stack is closed."""
+    def _open(self, version: int) -> tuple[list[dict[str, Any]], SafetensorsFiles]:
+        """The manifest's entries of the tensors, and the files that they name."""
         folder = self._folder(version)
         self._wait_for(version)
         try:
-            tensors = _manifest(folder, version)
-            names = dict.fromkeys(tensor["file"] for tensor in tensors)
-            return tensors, {name: stack.enter_context(open(folder / name, "rb")) for name in names}
+            entries = _manifest(folder, version)
+            return entries, SafetensorsFiles(
+                [folder / name for name in dict.fromkeys(each["file"] for each in entries)]
+            )
         except FileNotFoundError as error:
             if (folder / _MANIFEST).is_file():
                 raise _damaged(version, f"the files of {folder}", f"{error.filename} is missing") from error
             raise self._gone(version) from error
+        except DataError as error:
+            raise _damaged(version, f"the files of {folder}", f"{error.asked}: {error.found}") from error
 
     def _wait_for(self, version: int) -> None:
-        """Returns once the version is there. Raises VersionGone if there are newer ones, if it is not published, or if
+        """Waits until the version is visible. Raises VersionGone if there are newer ones, if it is not published, or if
         it does not appear in time."""
         deadline = ProgressDeadline(min(APPEARS_S, self._synchronizer.deadline_s))
         while not (self._folder(version) / _MANIFEST).is_file():
@@ -154,7 +151,7 @@ class FileChannel:
     def _gone(self, version: int) -> VersionGone:
         return VersionGone(
             f"collect version {version}",
-            f"{self._directory} has {self._there()}: it was removed, or never written there",
+            f"{self._directory} has {self._there()}: the version was removed, or never written there",
             "let trainer and explorers see the same directory (sync.dir), and run.name alone use it",
         )
 
@@ -163,94 +160,44 @@ class FileChannel:
 
 
 def _write(folder: Path, version: int, weights: Weights) -> str:
-    """Writes the files of a version, the manifest last; returns the hash of all tensors. At most those of one file are
-    in memory."""
+    """Writes the files of a version, the manifest last. Returns the hash of all tensors. At most the tensors of one
+    file are in memory."""
     entries: list[dict[str, Any]] = []
     hashes = dict[str, str]()
-    for number, part in enumerate(parts(copied(weights, hashes), FILE_BYTES)):
-        entries += _write_file(folder / f"weights-{number:05d}.safetensors", part, hashes)
-        part.clear()
+    for number, group in enumerate(groups(copied(weights, hashes), FILE_BYTES)):
+        file = folder / f"weights-{number:05d}.safetensors"
+        save_file(dict(group), file)
+        for name, tensor in drained(group):
+            described = spec(name, tensor)._asdict()
+            entries.append({**described, "bytes": tensor.nbytes, "file": file.name, "hash": hashes[name]})
     content = {"version": version, "tensors": entries}
     manifest = {**content, "hash": _hash_of(content)}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return joined(hashes)
 
 
-def _write_file(file: Path, part: Sequence[Named], hashes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Writes a file; returns the manifest's entries of its tensors."""
-    save_file(dict(part), file)
-    starts = _starts(file)
-    return [
-        {
-            "name": name,
-            "dtype": type_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "bytes": tensor.nbytes,
-            "file": file.name,
-            "at": starts[name],
-            "hash": hashes[name],
-        }
-        for name, tensor in part
-    ]
-
-
-def _starts(file: Path) -> dict[str, int]:
-    """Where each tensor begins in a safetensors file, from its header: a length and JSON."""
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-
-
-def _read(
-    version: int, tensors: Sequence[Mapping[str, Any]], files: Mapping[str, BinaryIO], opened: ExitStack
-) -> Iterator[Named]:
-    """Every tensor, verified; those of a bucket are in memory together."""
-    with opened:
-        for entries in _buckets(tensors):
-            named = [(entry["name"], _tensor(version, entry, files[entry["file"]])) for entry in entries]
-            verify(
-                named,
-                {entry["name"]: entry["hash"] for entry in entries},
-                version,
-                f"its bytes in {entries[0]['file']} are not what was offered",
-                "check the disk or the file system; the trainer writes each version anew",
-            )
-            yield from drained(named)
-
-
-def _buckets(tensors: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """The entries of one file that are read together, at most `BUCKET_BYTES` unless one has more."""
-    bucket, size = list[Mapping[str, Any]](), 0
-    for entry in tensors:
-        if bucket and (size + entry["bytes"] > BUCKET_BYTES or entry["file"] != bucket[0]["file"]):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(entry)
-        size += entry["bytes"]
-    if bucket:
-        yield bucket
-
-
-def _tensor(version: int, entry: Mapping[str, Any], file: BinaryIO) -> torch.Tensor:
-    tensor = torch.empty(entry["shape"], dtype=type_named(entry["dtype"]))
-    what = f"{entry['name']!r} in {entry['file']}"
-    try:
-        file.seek(entry["at"])
-        count = file.readinto(raw(tensor).numpy().data)  # pyright: ignore[reportAttributeAccessIssue]
-    except OSError as error:
-        if error.errno == errno.ESTALE:  # removed by another machine: its file system does not keep open files
-            raise VersionGone(
-                f"collect {what} of version {version}", "it was removed", "ask for a newer one"
-            ) from error
-        raise _damaged(version, what, str(error)) from error
-    if count != tensor.nbytes:
-        raise _damaged(version, what, f"{count} bytes instead of {tensor.nbytes}")
-    return tensor
+def _read(version: int, entries: Sequence[Mapping[str, Any]], files: SafetensorsFiles) -> Iterator[Named]:
+    """Yields every tensor, verified."""
+    for entry in entries:
+        name, tensor = entry["name"], torch.empty(entry["shape"], dtype=type_named(entry["dtype"]))
+        what = f"{name!r} in {entry['file']}"
+        try:
+            files.copy_bytes(name, tensor)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # another machine removed it, and its file system keeps no open files
+                raise VersionGone(
+                    f"collect {what} of version {version}", "it was removed", "ask for a newer version"
+                ) from error
+            raise _damaged(version, what, str(error)) from error
+        except (DataError, KeyError) as error:
+            raise _damaged(version, what, getattr(error, "found", "the file does not name it")) from error
+        found = f"its bytes in {entry['file']} are not what was offered"
+        verify([(name, tensor)], {name: entry["hash"]}, version, found, _DO)
+        yield name, tensor
 
 
 def _manifest(folder: Path, version: int) -> list[dict[str, Any]]:
-    """The manifest's entries. Raises SyncError where it was changed, or is of another version."""
+    """The manifest's entries. Raises SyncError if it is damaged, or of another version."""
     text = (folder / _MANIFEST).read_text(encoding="utf-8", errors="replace")
     try:
         content = json.loads(text)
@@ -270,7 +217,7 @@ def _damaged(version: int, what: str, found: str) -> SyncError:
     return SyncError(
         f"collect {what} of version {version}",
         found,
-        "check the disk or the file system; the trainer writes each version anew",
+        _DO,
     )
 
 

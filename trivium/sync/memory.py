@@ -11,10 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
-from trivium.models.weights.described import Described, spec
+from trivium.models.weights.stream import Described, Named, spec
 from trivium.protocols import Weights
 from trivium.sync.hashes import copied, joined, verify
-from trivium.sync.tensors import Named
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 
@@ -22,9 +21,8 @@ from trivium.types import TRAINER, Capabilities
 class MemoryChannel:
     """Keeps copies of the newest `keep` published versions in memory.
 
-    The trainer changes its tensors while an explorer reads. Each copy has the hashes of its tensors, verified when it
-    is collected: a tensor that was written to in between is an error.
-    """
+    The trainer changes its tensors while an explorer reads. `collect` verifies the hashes of the copies: a copy that
+    was changed since the offer is an error. """
 
     capabilities = Capabilities(local=True, uses_directory=False)
 
@@ -54,7 +52,7 @@ class MemoryChannel:
         return True
 
     def collect(self, version: int) -> Described:
-        # Looked up now and read later: an explorer may first have to finish its completions in flight.
+        # Found now and read later: an explorer may have to finish completions first.
         with self._lock:
             copies = self._versions.get(version)
         if copies is None:
@@ -70,12 +68,12 @@ class MemoryChannel:
             return tuple(sorted(self._versions))
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
-        """Writes versions that explorers may still need."""
+        """Writes versions, which explorers may still need."""
         for version in versions:
             write_version(directory, version, self._versions[version][0])
 
     def restore(self, directory: Path) -> None:
-        """Restores what `save` wrote."""
+        """Restores the versions that `save` wrote."""
         for version, weights in read_versions(directory):
             self.offer(version, weights)
 
@@ -83,13 +81,13 @@ class MemoryChannel:
 def write_version(directory: Path, version: int, named: Sequence[Named]) -> None:
     """Writes the weights of a version into one safetensors file."""
     directory.mkdir(exist_ok=True)
-    # The format has its own order; that of the tensors is part of the offer.
+    # safetensors sorts tensors; the order of the offer is stored beside them.
     order = {"order": json.dumps([name for name, _ in named])}
     save_file(dict(named), directory / f"{version:06d}.safetensors", order)
 
 
 def read_versions(directory: Path) -> Iterator[tuple[int, Weights]]:
-    """Every version that `write_version` wrote into this directory, oldest first, with its weights."""
+    """Yields the versions that `write_version` wrote into this directory, oldest first, with their weights."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield int(path.stem), [(name, file.get_tensor(name)) for name in json.loads(file.metadata()["order"])]

@@ -26,7 +26,6 @@ from trivium.models.heads.models import VALUE_HEAD, ActorCritic, LanguageModel, 
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.models.vision.encoder import freeze_vision
-from trivium.models.weights.described import Described
 from trivium.models.weights.lora import (
     ADAPTER_STEM,
     adapter_off,
@@ -35,6 +34,7 @@ from trivium.models.weights.lora import (
     pushed_adapter,
 )
 from trivium.models.weights.quantized import is_quantized, original
+from trivium.models.weights.stream import Described
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.batching import first_pass

@@ -1,8 +1,7 @@
 """Checkpoints of a train engine: safetensors files of bounded size, each written by one of the ranks.
 
-Which tensors make a file follows from their sizes alone, so the files are the same whatever number of ranks wrote them,
-and any number of ranks reads them. A model's files are a plain Hugging Face directory.
-"""
+The sizes of the tensors alone determine the files, so they do not depend on the number of ranks, and any number of
+ranks can read them. The files of a model are a plain Hugging Face directory. """
 
 from __future__ import annotations
 
@@ -21,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import MANIFEST, atomic_write, make_unless_staged
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.heads.models import VALUE_HEAD, LanguageModel, ValueModel
 from trivium.models.placement import narrowed
-from trivium.models.weights.described import type_name
 from trivium.models.weights.filling import local_part
 from trivium.models.weights.lora import base_state, has_adapter, merged_dtype, merged_state, merged_tensor
 from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.models.weights.stream import type_name
 from trivium.protocols import TensorSpec
 from trivium.training.fsdp import full_tensor
 from trivium.training.ranks import Ranks
@@ -41,42 +39,42 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 2**31
-"""Largest size of a file, unless a single tensor is larger."""
+"""The largest size of a file, unless a single tensor is larger."""
 DEADLINE_S = 3600.0
-"""How long the ranks wait for the slowest of them to write its files."""
+"""The longest time that the ranks wait for each other to write their files."""
 _INDEX = "model.safetensors.index.json"
 _WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 _BEAT_S, _SILENT_S, _POLL_S = 0.5, 120.0, 0.05
-"""How often a save in the background reports progress; how long it may be silent; how often its report is read."""
+"""The interval of progress reports of a background save; the longest silence; the interval of reading reports."""
 
 Named = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Tensors that are saved together: `<stem>.safetensors`, or several numbered files where they are many."""
+    """Tensors that are saved together: `<stem>.safetensors`, or several numbered files if they are large."""
 
     stem: str
-    """Path in the checkpoint, without the ending."""
+    """Path in the checkpoint, without the suffix."""
     tensors: Named
-    """By name; sharded tensors in a sharded model."""
+    """The tensors by name; sharded in a sharded model."""
     model: PreTrainedModel | None = None
-    """The model whose weights they are, if they are one's: its directory is one that transformers loads."""
+    """The model of these weights, if any. Its directory is one that transformers loads."""
     gather: Callable[[Named, str], torch.Tensor] | None = None
-    """Makes the full tensor of a name, where that is more than the tensor unsharded."""
+    """Computes the full tensor of a name, if it is not simply the unsharded tensor."""
     single: bool = False
-    """Whether its readers expect one file, however large."""
+    """Whether readers expect one file of any size."""
 
     def gathered(self, name: str) -> torch.Tensor:
-        """The tensor that is saved under a name. All ranks must call it."""
+        """The full tensor of a name. All ranks must call it."""
         return full_tensor(self.tensors[name]) if self.gather is None else self.gather(self.tensors, name)
 
     def files(self, limit: int) -> list[tuple[str, list[str]]]:
         """(path, names of the tensors) of each file, in order."""
         parts: list[list[str]] = []
         size = 0
-        # What transformers converts when it saves may be made of any number of tensors: they stay in one file.
+        # transformers may convert several tensors together when it saves: they stay in one file.
         in_one_file = self.single or bool(getattr(self.model, "_weight_conversions", None))
         for name, tensor in self.tensors.items():
             if not parts or (size + tensor.nbytes > limit and not in_one_file):
@@ -89,7 +87,7 @@ class TensorFile:
         return [(f"{self.stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
 
     def converted(self, tensors: Named) -> dict[str, torch.Tensor]:
-        """With the names and shapes that they have on disk."""
+        """The tensors with their names and shapes on disk."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.model is None:
@@ -100,25 +98,25 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint in the memory of the ranks: this rank has the tensors of the files that it writes."""
+    """A checkpoint in the memory of the ranks. This rank has the tensors of the files that it writes."""
 
     ranks: Ranks
     turn: int
-    """When this rank writes: at the same time as those with the same number."""
+    """The turn in which this rank writes. Ranks of one turn write at the same time."""
     turns: int
     files: Mapping[str, tuple[TensorFile, Named]]
-    """Path in the checkpoint -> the tensors that are written there."""
+    """The tensors of this rank's files, by path in the checkpoint."""
     models: Mapping[str, PreTrainedModel]
-    """By path of their directories in the checkpoint."""
+    """Models by the path of their directories in the checkpoint."""
     finish: Callable[[Path], None]
-    """Writes the other files of the checkpoint; the first rank calls it, last."""
+    """Writes the other files of the checkpoint. The first rank calls it last."""
     in_background: bool
     """Whether the ranks train while it is written."""
 
     def write(self, directory: Path) -> None:
-        """Writes every file, the ranks in turns; on return all of them are there.
+        """Writes the files, the ranks in turns. On return, the files of all ranks are written.
 
-        All ranks must call it. Raises this rank's own error, and RunDirError where another rank failed.
+        All ranks must call it. Raises this rank's own error, or RunDirError if another rank failed.
         """
         make_unless_staged(directory)
         for turn in range(self.turns):
@@ -137,7 +135,7 @@ class Snapshot:
         self.finish(directory)
 
     def _on_all_ranks(self, write: Callable[[Path], None] | None, directory: Path) -> None:
-        """Writes, and waits for all ranks; a failure of one is raised on all."""
+        """Writes, and waits for all ranks. If one fails, all raise."""
         problem = ""
         try:
             if write is not None:
@@ -161,7 +159,7 @@ class Snapshot:
 
 
 def full_weights(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters and persistent buffers by Hugging Face name, an adapter added: see
+    """The model's parameters and persistent buffers by Hugging Face name, with an adapter merged. See
     `TrainEngine.export_weights`."""
     if has_adapter(model.module):
         yield from merged_state(model.module, model.names)
@@ -172,7 +170,7 @@ def full_weights(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full_specs(model: LanguageModel, engine_dtype: str) -> tuple[TensorSpec, ...]:
-    """What `full_weights` gives, made as narrow as `engine_dtype`."""
+    """The specs of `full_weights`, narrowed to `engine_dtype`."""
     base = base_state(model.module)
     types = {name: torch.empty(0, dtype=merged_dtype(model.module, base, name)) for name in model.names}
     narrow = {name: type_name(narrowed(each, engine_dtype).dtype) for name, each in types.items()}
@@ -180,7 +178,7 @@ def full_specs(model: LanguageModel, engine_dtype: str) -> tuple[TensorSpec, ...
 
 
 def weight_files(model: LanguageModel | ValueModel, folder: str) -> list[TensorFile]:
-    """The weights of a model, for a directory `folder` (`policy/`): the plain Hugging Face model, and the head of a
+    """The weights of a model for the directory `folder` (`policy/`): a plain Hugging Face model, and the head of a
     critic or reward model beside it."""
     if isinstance(model, LanguageModel) and has_adapter(model.module):
         base = base_state(model.module)
@@ -207,9 +205,9 @@ def take_snapshot(
     *,
     copy: bool,
 ) -> Snapshot:
-    """Gathers the tensors of a checkpoint, each once: file i in the memory of rank i mod size. All ranks must call it.
+    """Gathers the tensors of a checkpoint, those of file i on rank i mod size. All ranks must call it.
 
-    With `copy` nothing of it is memory that training writes to. `finish`: see `Snapshot`.
+    With `copy`, tensors share no memory with the training state. `finish`: see `Snapshot`.
     """
     turn, turns = _turns(ranks, strategy)
     files: dict[str, tuple[TensorFile, Named]] = {}
@@ -233,7 +231,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read_tensors(directory: Path, stem: str) -> SafetensorsFiles:
-    """The tensors that were saved under a stem. Raises RunDirError where there are none."""
+    """The tensors that were saved under a stem. Raises RunDirError if there are none."""
     paths = [directory / f"{stem}.safetensors"]
     if not paths[0].is_file():
         paths = sorted(directory.glob(f"{stem}-*-of-*.safetensors"))
@@ -243,7 +241,7 @@ def read_tensors(directory: Path, stem: str) -> SafetensorsFiles:
 
 
 def copy_companions(model_dir: Path, directory: Path) -> None:
-    """Copies the files of a model that training does not change: tokenizer, template, licence."""
+    """Copies the files of a model that training does not change: tokenizer, template, license."""
     skip = {path for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS, MANIFEST) for path in model_dir.glob(pattern)}
     for file in model_dir.iterdir():
         if file.is_file() and file not in skip:
@@ -251,8 +249,7 @@ def copy_companions(model_dir: Path, directory: Path) -> None:
 
 
 def _describe(model: PreTrainedModel, folder: Path) -> None:
-    """Writes what transformers reads beside the weights: the model's config and, where there are several weight files,
-    their index."""
+    """Writes the model's config and, for several weight files, their index, as transformers expects them."""
     model.save_pretrained(folder / "about", state_dict={})
     for path in (folder / "about").iterdir():
         if path.suffix == ".safetensors":
@@ -264,8 +261,7 @@ def _describe(model: PreTrainedModel, folder: Path) -> None:
     if shards:
         file_of: dict[str, str] = {}
         for shard in shards:
-            with safe_open(shard, framework="pt") as file:
-                file_of |= dict.fromkeys(file.keys(), shard.name)
+            file_of |= dict.fromkeys(SafetensorsFiles([shard]).entries, shard.name)
         size = sum(shard.stat().st_size for shard in shards)
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -276,8 +272,8 @@ def _describe(model: PreTrainedModel, folder: Path) -> None:
 
 @cache
 def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Process groups of saves that training waits for, and of saves in the background: training may be in a collective
-    call of its own, or in another save, meanwhile."""
+    """Process groups for saves that training waits for, and for background saves. A background save runs beside
+    collective calls of training and other saves."""
     foreground, background = (dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S)) for _ in range(2))
     assert isinstance(foreground, dist.ProcessGroup)
     assert isinstance(background, dist.ProcessGroup)
@@ -286,7 +282,7 @@ def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @cache
 def _hosts(size: int) -> tuple[str, ...]:
-    """The machine of each rank."""
+    """The host name of each rank."""
     hosts: list[Any] = [socket.gethostname()]
     if size > 1:
         hosts = [None] * size
@@ -295,7 +291,7 @@ def _hosts(size: int) -> tuple[str, ...]:
 
 
 def _turns(ranks: Ranks, strategy: SaveStrategy) -> tuple[int, int]:
-    """(the turn of this rank, how many turns there are): ranks of one turn write at the same time."""
+    """(the turn of this rank, the number of turns). Ranks of one turn write at the same time."""
     hosts = _hosts(ranks.size)
     match strategy:
         case SaveStrategy.UNRESTRICTED:
@@ -311,8 +307,8 @@ def _turns(ranks: Ranks, strategy: SaveStrategy) -> tuple[int, int]:
 
 
 def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> None:
-    """Writes in a thread of this rank. The first rank reports progress in the file `report` of the directory, for
-    `wait_until_written`."""
+    """Writes a snapshot in a thread. The first rank reports progress in the file `report` of the directory, which
+    `wait_until_written` reads."""
     make_unless_staged(directory)
     done: Future[None] = Future()
 
@@ -339,8 +335,8 @@ def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> Non
 
 
 def wait_until_written(report: Path) -> None:
-    """Returns once what `write_in_background` writes is on disk. Raises RunDirError if it failed, RoleFailed where it
-    stays silent."""
+    """Waits until `write_in_background` has finished. Raises RunDirError if it failed, RoleFailed if it reports no
+    progress."""
     seen, last_change = "", time.monotonic()
     while True:
         text = report.read_text(encoding="utf-8") if report.is_file() else ""

@@ -23,8 +23,7 @@ from typing import Any, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
 from trivium.errors import RoleFailed, TriviumError, portable
-from trivium.models.weights.described import Described
-from trivium.models.weights.tensor_bytes import Named, groups, header_of, receive_together, send_together
+from trivium.models.weights.stream import Described, Named, groups, receive_together, send_together, spec
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
 from trivium.training.data_parallel import RankVerbs
 
@@ -201,7 +200,7 @@ class _DriversChannel:
     def offer(self, version: int, weights: Weights) -> bool:
         self._driver.send(("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
         for group in groups((name, value.detach().cpu().contiguous()) for name, value in weights):
-            self._driver.send([header_of(*named) for named in group])
+            self._driver.send([spec(*named) for named in group])
             self._driver.send_tensors(group)
         self._driver.send(None)
         answer = self._driver.receive()

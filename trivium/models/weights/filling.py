@@ -1,8 +1,7 @@
-"""Models that are built without memory for their weights, and filled from files.
+"""Builds models without memory for their weights, and fills them from files.
 
-A model that ranks share is built, wrapped and sharded while it is empty (on torch's `meta` device). Each rank then
-allocates its part of one parameter after the other, and reads it there. A process that is alone does the same with
-whole parameters.
+A sharded model is built, wrapped and sharded while it is empty (on torch's `meta` device). Each rank then allocates its
+part of one parameter after another, and reads it from the files. A single process does the same with whole parameters.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
 
 def built_empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The model that `build` makes, in eval mode, without memory for parameters and buffers."""
+    """Calls `build` without allocating memory for parameters and buffers. The model is in eval mode."""
     try:
         from transformers.initialization import meta_device_safe_creation_ops as safe_operations
-    except ImportError:  # of an older transformers
+    except ImportError:  # an older transformers
         safe_operations = nullcontext
     with torch.device("meta"), safe_operations():
         return build().eval()
 
 
 def base_name(name: str) -> str | None:
-    """The name of a tensor in the model without an adapter; None for one of the adapter."""
+    """The name of a tensor in the model without an adapter. Returns None for a tensor of the adapter."""
     return None if ".lora_A." in name or ".lora_B." in name else name.replace(".base_layer.", ".")
 
 
@@ -45,11 +44,11 @@ def base_name(name: str) -> str | None:
 def fill(
     module: PreTrainedModel, directory: Path, device: torch.device, weights_on: torch.device | None = None
 ) -> None:
-    """Gives the parameters and buffers of an empty model memory, and the values of the weights in `directory`: of a
-    sharded parameter this rank's part. Parameters go to `weights_on`, which is `device` where it is None. All ranks
-    that share the model call it together. An adapter stays empty.
+    """Allocates the parameters and buffers of an empty model and reads their values from `directory`; of a sharded
+    parameter, this rank's part. Parameters are on `weights_on` (default: `device`). All ranks that share the model call
+    it together. An adapter stays empty.
 
-    Raises DataError where the files lack a tensor, or have one of another shape or type.
+    Raises DataError if the files lack a tensor, or have one of another shape or type.
     """
     shared = any(is_sharded(parameter) for parameter in module.parameters())
     source = open_tensors(weight_files(directory), device if shared else None)
@@ -73,23 +72,23 @@ def fill(
     _compute_buffers(module, device)
 
 
-# --------------------------------------------------------------------------- what is to be filled
+# --------------------------------------------------------------------------- the empty tensors
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A parameter or a buffer, and where a module keeps it; tied ones are one slot."""
+    """A parameter or a buffer, and the modules that hold it. Tied parameters are one slot."""
 
     tensor: torch.Tensor
     is_buffer: bool
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     key: str = ""
-    """What it was read from."""
+    """The name in the files that it was read from."""
 
 
 def _slots(module: nn.Module) -> dict[str, _Slot]:
-    """The empty tensors that are in files, by name."""
+    """The empty parameters and persistent buffers, by name."""
     slots, by_tensor = dict[str, _Slot](), dict[int, _Slot]()
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for attribute, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -104,17 +103,17 @@ def _slots(module: nn.Module) -> dict[str, _Slot]:
 
 
 CopyRows = Callable[[int, torch.Tensor], object]
-"""Fills a contiguous tensor with the rows of another one, from this row on."""
+"""Fills a contiguous tensor with the rows of another one, from the given row on."""
 _Sources = list[tuple[str, str]]
-"""(name in the model, name in the files) of each."""
+"""(name in the model, name in the files) of each tensor."""
 
 
 def _plan(
     module: PreTrainedModel, entries: Mapping[str, Entry], slots: Mapping[str, _Slot]
 ) -> Iterator[tuple[_Sources, WeightConverter | None]]:
-    """What is read from what, by transformers' table of how names and shapes in files differ from a model's.
+    """Which tensors are read from which, by transformers' table of the names and shapes in files.
 
-    The converters that were used are left with the model: it is saved as it was.
+    The converters that were used are kept with the model, which is saved in the form of its files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -171,7 +170,7 @@ def _converted(
     converter: WeightConverter,
     slots: Mapping[str, _Slot],
 ) -> dict[str, torch.Tensor]:
-    """What transformers makes of several tensors of the files, whole."""
+    """The whole tensors that transformers converts several tensors of the files to."""
     name = sources[0][0]
     for keys in cast(dict[str, list[Any]], converter.collected_tensors).values():
         for place, key in enumerate(keys):
@@ -182,7 +181,7 @@ def _converted(
 
 
 def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
-    """Allocates a slot's tensor, or this rank's part of it, and has `copy_rows` fill it."""
+    """Allocates a slot's tensor, or this rank's part of it, and fills it by `copy_rows`."""
     slot.tensor = allocated(slot.tensor, device, copy_rows, is_buffer=slot.is_buffer)
     for owner, attribute in slot.owners:
         tensors: dict[str, Any] = owner._buffers if slot.is_buffer else owner._parameters  # pyright: ignore[reportAssignmentType]
@@ -190,18 +189,18 @@ def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
 
 
 def allocated(empty: torch.Tensor, device: torch.device, copy_rows: CopyRows, *, is_buffer: bool = False) -> Any:
-    """A parameter (or buffer) like an empty one, sharded as it is, with memory that `copy_rows` has filled."""
+    """A parameter (or buffer) like an empty one, sharded in the same way, with values from `copy_rows`."""
     part = torch.empty_like(local_part(empty), device=device)
     copy_rows(first_row(empty), part)
     value: Any = type(empty)(part, empty._spec, requires_grad=False) if is_sharded(empty) else part
     if not is_buffer:
         value = nn.Parameter(value, requires_grad=empty.requires_grad)
-    value._is_hf_initialized = True  # transformers computes what is not
+    value._is_hf_initialized = True  # else transformers initializes it
     return value
 
 
 def read_like(source: SavedTensors, key: str, like: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-    """A saved tensor in its own type, where another one lies; sharded as that is, unless it is read `whole`."""
+    """Reads a tensor in its saved type to the device of `like`; sharded as `like` is, unless it is read `whole`."""
     entry = source.entries[key]
     assert isinstance(entry.dtype, torch.dtype), f"{key} of {entry.file} is {entry.dtype}"
     local = local_part(like.detach())
@@ -220,8 +219,7 @@ def _check_shape(slot: _Slot, shape: tuple[int, ...], key: str, directory: Path)
 
 
 def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Gives every buffer that no file has (the frequencies of rotary positions, for example) the value that the model's
-    code computes."""
+    """Lets the model compute every buffer that no file has, for example the frequencies of rotary positions."""
     from transformers import PreTrainedModel
 
     models = {name: part for name, part in module.named_modules() if isinstance(part, PreTrainedModel)}
@@ -239,24 +237,24 @@ def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether ranks hold a part of it each."""
+    """Whether each rank holds a part of the tensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def rows_of(whole: torch.Tensor) -> CopyRows:
-    """Fills from a tensor that is here."""
+    """Fills from a tensor in memory."""
     return lambda start, into: into.copy_(whole[start:][: len(into)])
 
 
 def first_row(tensor: torch.Tensor) -> int:
-    """The row of the whole tensor that this rank's part begins with."""
+    """The first row of this rank's part in the whole tensor."""
     if not is_sharded(tensor):
         return 0
     for axis, placement in enumerate(tensor.placements):

@@ -1,7 +1,7 @@
-"""LoRA: a linear layer W (out, in) computes with W + scale * B A, and only A (rank, in) and B (out, rank) are trained.
+"""LoRA: a linear layer W (out, in) computes with W + scale * B A. Only A (rank, in) and B (out, rank) are trained.
 
-peft puts the adapters into the model's layers, in place. Merging is done here, in one function for all who merge, and
-never inside the model: its base weights are as they were loaded, however often they are read merged.
+peft adds the adapters to the model's layers, in place. `merged` is the only function that merges. It never changes the
+model, so base weights keep the values that were loaded.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 _NAME = "default"
 """The adapter's name inside peft."""
 _PREFIX = "base_model.model."
-"""What peft writes before the name of a layer."""
+"""The prefix of layer names in peft's files."""
 _DOWN, _UP, _SCALE, _BASE = ".lora_A.weight", ".lora_B.weight", ".lora_scale", ".lora_base"
 ADAPTER_STEM = "adapter_model"
-"""The file that peft expects the tensors in, without its ending."""
+"""The name of peft's file of tensors, without the suffix."""
 _WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names by which peft understands stacked experts, whatever else is called so."""
+"""Names that peft takes for stacked experts, even if they name other layers."""
 _LINEAR = (nn.Linear, Conv1D, QuantizedLinear)
-"""The layers that an adapter is added to."""
+"""The layer types that support an adapter."""
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -59,7 +59,7 @@ _PLAIN: dict[str, Any] = {
     "layer_replication": None,
     "lora_bias": False,
 }
-"""What an adapter says of itself that is no more than A, B and a scale for each layer."""
+"""The config of an adapter that has only A, B and a scale for each layer. Others are refused."""
 
 
 class LoraConfig(Config):
@@ -70,17 +70,17 @@ class LoraConfig(Config):
     alpha: float = Field(default=16.0, gt=0)
     """The adapter's product is scaled by `alpha / rank`."""
     targets: tuple[str, ...] | None = None
-    """Last parts of the names of the layers that get one (`q_proj`, `v_proj`); unset: every linear layer but the
-    output layer, and of a mixture of experts those of attention. A model that sees gets them in its language part
-    alone; a name with a dot in it (`visual.blocks.0.attn.qkv`) reaches any layer that ends so."""
+    """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset: every linear layer except
+    the output layer; in a mixture of experts, those of attention. In a vision model, names mean layers of the language
+    part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
     path: ModelPath | None = None
-    """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets;
-    unset: one that changes nothing yet."""
+    """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
+    Unset: a new adapter, which does not change outputs at first."""
     push: Literal["merged", "adapter"] = "merged"
-    """What explorers are sent: all weights with the adapter added, or the adapter alone, which they add themselves."""
+    """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
 
     def own_problems(self, where: str) -> Iterator[Problem]:
-        """What is wrong with the section by itself."""
+        """The problems of the section by itself."""
         if self.path is None:
             return
         changed = sorted({"rank", "alpha", "targets"} & self.model_fields_set)
@@ -96,7 +96,7 @@ class LoraConfig(Config):
 
 
 def largest_rank(section: LoraConfig) -> int:
-    """Of the adapters of the layers: an adapter to start from has its own."""
+    """The largest rank of any layer. An adapter to start from has its own ranks."""
     if section.path is None or not (file := Path(section.path) / _CONFIG).is_file():
         return section.rank
     saved = json.loads(file.read_text(encoding="utf-8"))
@@ -107,12 +107,12 @@ def largest_rank(section: LoraConfig) -> int:
 
 
 def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int) -> PreTrainedModel:
-    """Adds an adapter to a model, in place, and freezes all other parameters.
+    """Adds an adapter to a model, in place, and freezes all other parameters. Call it before parameters are sharded.
 
-    The adapter is that of the directory `section.path`; unset, A is drawn from `seed` and B is zero, which leaves the
-    outputs of the model unchanged. To be called before parameters are sharded.
+    The adapter is that of the directory `section.path`. If that is unset, A is drawn from `seed` and B is zero, which
+    leaves the outputs of the model unchanged.
 
-    Raises MissingPackage without peft, TriviumError for layers or adapters that are more than this module knows.
+    Raises MissingPackage without peft, TriviumError for layers or adapters that are not supported.
     """
     inject(module, section, seed=seed)(module.device)
     return module
@@ -121,10 +121,10 @@ def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int) -> PreTra
 def inject(
     module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: Path | None = None
 ) -> Callable[[torch.device], None]:
-    """As `attach`, without the values of A and B: the function returned sets them once the model has its weights, and
-    allocates them on the given device if they are on `meta`. A and B are float32 or wider.
+    """As `attach`, without the values of A and B. Call the returned function once the model has its weights: it sets
+    A and B, and allocates them on the given device if they are on `meta`. They are float32 or wider.
 
-    `adapter` is a directory that `save_adapter` wrote, used in place of `section.path`.
+    `adapter` is a directory that `save_adapter` wrote. It replaces `section.path`.
     """
     try:
         import peft
@@ -142,7 +142,7 @@ def inject(
     config.base_model_name_or_path = module.config.name_or_path
     output = module.get_output_embeddings()
     try:
-        with warnings.catch_warnings():  # layers that keep their weight as (in, out), and ties: both are seen to here
+        with warnings.catch_warnings():  # both cases are handled: weights stored as (in, out), and ties
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             peft.inject_adapter_in_model(config, module, _NAME)
@@ -162,10 +162,10 @@ def inject(
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Generator[None]:
-    """Within it the model is its base, to the bit."""
+    """Inside the block, the model computes the bits of its base."""
     layers = [*_layers(module).values()]
     for layer in layers:
-        # Not peft's own switch, which would also turn gradients off and on: parameters may be sharded by now.
+        # peft's own switch would also change requires_grad, which sharded parameters do not allow.
         layer._disable_adapters = True
     try:
         yield
@@ -175,19 +175,19 @@ def adapter_off(module: nn.Module) -> Generator[None]:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether `attach` was called."""
+    """Whether the model has an adapter."""
     return bool(_layers(module))
 
 
 def base_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The base's tensors, or this rank's parts of them, by the names they had before there was an adapter."""
+    """The base's tensors, or this rank's parts of them, by their names in the model without the adapter."""
     state = module.state_dict()
     return {base: state[name] for name in state if (base := base_name(name)) is not None}
 
 
 def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A tensor of `base` (`base_state`) with the adapter added; the model stays as it is. Where parameters are sharded,
-    every rank must ask for it, and gets the whole of it."""
+    """A tensor of `base` (`base_state`) with the adapter added. The model is not changed. If parameters are sharded,
+    every rank must call it, and gets the whole tensor."""
     layer, _, part = name.rpartition(".")
     owner = module.get_submodule(layer)
     packed = original(owner) if part == "weight" else None
@@ -203,9 +203,9 @@ def merged_dtype(module: nn.Module, base: Mapping[str, torch.Tensor], name: str)
 
 
 def merged_state(module: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the model with its adapter added, each computed when it is asked for (`merged_tensor`).
+    """The tensors of the model with its adapter added, each computed when it is read (`merged_tensor`).
 
-    `names` are those of its parameters and buffers before it had an adapter, in the order wanted; unset: all.
+    `names` are names of the model without the adapter, in order; unset: all.
     """
     base = base_state(module)
     for name in base if names is None else names:
@@ -222,12 +222,12 @@ def adapter_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapter's tensors under peft's names. Where they are sharded, every rank must ask for every one."""
+    """The adapter's whole tensors under peft's names. If they are sharded, every rank must read all of them."""
     return ((name, _whole(tensor)) for name, tensor in adapter_parameters(module).items())
 
 
 def save_adapter(module: nn.Module, directory: Path) -> None:
-    """A directory that peft loads. Where parameters are sharded, their owner writes them (`adapter_parameters`), and
+    """Writes a directory that peft loads. Not for sharded parameters: `training.snapshot` writes those, and
     `describe_adapter` the rest."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(module)}, directory / _WEIGHTS)
@@ -235,18 +235,18 @@ def save_adapter(module: nn.Module, directory: Path) -> None:
 
 
 def describe_adapter(module: nn.Module, directory: Path) -> None:
-    """Writes what peft wants to know beside the tensors."""
+    """Writes peft's config of the adapter."""
     config: Any = getattr(module, "peft_config")[_NAME]  # noqa: B009  (peft puts it there; torch knows no such name)
-    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # its sets in one order
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # sorts its sets
     (directory / _CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-# --------------------------------------------------------------------------- on its way to an engine
+# --------------------------------------------------------------------------- from trainer to engine
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one layer's weight."""
+    """The adapter of one layer."""
 
     down: torch.Tensor
     """A (rank, in)."""
@@ -254,27 +254,26 @@ class LowRank:
     """B (out, rank)."""
     scale: float
     transposed: bool = False
-    """The layer keeps its weight as (in, out)."""
+    """The layer stores its weight as (in, out)."""
     base: int = 0
-    """The `fingerprint` of what it is added to."""
+    """The `fingerprint` of the base weight."""
 
 
 def merged(base: torch.Tensor, added: LowRank) -> torch.Tensor:
-    """W + scale * B A, in the adapter's precision and on the base's device. The one place where weights are merged: of
-    the same numbers, on the same kind of device, it gives the same bits to a trainer and to an engine."""
+    """W + scale * B A, in the adapter's precision and on the base's device. Trainers and engines merge by this function
+    alone, so they get the same bits on the same kind of device."""
     product = added.up.to(base.device) @ added.down.to(base.device)
     return base.to(product.dtype) + added.scale * (product.T if added.transposed else product)
 
 
 def fingerprint(weight: torch.Tensor) -> int:
-    """A number that tells one base weight from another, from some thousand of its elements; its type does not
-    matter."""
+    """A hash of some thousand elements of a base weight. It does not depend on the type of the weight."""
     some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32).contiguous()
     return int.from_bytes(hashlib.blake2b(some.numpy().data, digest_size=7).digest(), "little")
 
 
 def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an engine needs beside the base model: `adapter_state`, and each layer's scale and fingerprint."""
+    """The adapter for an engine that has the base model: `adapter_state`, and each layer's scale and fingerprint."""
     yield from adapter_state(module)
     for name, layer in _layers(module).items():
         yield f"{_PREFIX}{name}{_SCALE}", torch.tensor(layer.scaling[_NAME], dtype=torch.float64)
@@ -284,15 +283,15 @@ def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_adapter(weights: Iterable[tuple[str, Any]]) -> bool:
-    """Whether weights on their way to an engine are what `pushed_adapter` sends."""
+    """Whether weights come from `pushed_adapter`."""
     names = [name for name, _ in weights]
     return bool(names) and all(name.startswith(_PREFIX) for name in names)
 
 
 def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> dict[str, LowRank]:
-    """The adapter that was pushed, by the name of the weight in the model `base` that it changes.
+    """The adapter in weights from `pushed_adapter`, by the name of the changed weight in the model `base`.
 
-    Raises SyncError where a part of it is missing, or does not fit the model.
+    Raises SyncError if a part of it is missing, or does not fit the model.
     """
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in weights})
     modules, adapter = dict(base.named_modules()), dict[str, LowRank]()
@@ -301,7 +300,7 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
         if layer not in modules or any(part is None for part in parts):
             raise SyncError(
                 f"an adapter of {type(base).__name__}",
-                f"the model has no layer {layer!r}" if layer not in modules else f"that of {layer!r} is not whole",
+                f"the model has no layer {layer!r}" if layer not in modules else f"that of {layer!r} is not complete",
                 "train and sample with the same base model",
             )
         down, up, scale, its_base = cast(list[torch.Tensor], parts)
@@ -318,12 +317,12 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
 
 
 def check_base(adapter: Mapping[str, LowRank], fingerprint_of: Callable[[str], int]) -> None:
-    """Raises SyncError for an adapter of other weights than those with these fingerprints, by name."""
+    """Raises SyncError if the fingerprints of an adapter's base weights differ from `fingerprint_of` their names."""
     wrong = [name for name, added in adapter.items() if fingerprint_of(name) != added.base]
     if wrong:
         raise SyncError(
             f"add an adapter to {wrong[0]}",
-            "the weight here is not the one that it was trained beside",
+            "the base weight here is not the one that it was trained with",
             "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
             "commands of their own know the first stage's model only)",
         )
@@ -333,12 +332,12 @@ def check_base(adapter: Mapping[str, LowRank], fingerprint_of: Callable[[str], i
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by the name they had without."""
+    """The layers with an adapter, by their names in the model without it."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def _targets(module: PreTrainedModel, named: tuple[str, ...] | None) -> list[str] | str:
-    """The layers that get an adapter, as peft is told: last parts of names, or a pattern for whole ones."""
+    """The layers that get an adapter, in the form of peft's `target_modules`: last parts of names, or a pattern."""
     vision = vision_of(module)
     if vision is None:
         return _linear_layers(module, module) if named is None else [*named]
@@ -349,7 +348,7 @@ def _targets(module: PreTrainedModel, named: tuple[str, ...] | None) -> list[str
 
 
 def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers in a part of a model, the output layer left out."""
+    """The last parts of the names of all linear layers in a part of a model, without the output layer."""
     output = module.get_output_embeddings()
     linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)
     names = {name.rpartition(".")[2] for name in linear}
@@ -367,23 +366,23 @@ def _of_adapter(name: str) -> bool:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, on every rank, where it is sharded."""
+    """The whole tensor, on every rank if it is sharded."""
     full = getattr(tensor, "full_tensor", None)
     return tensor.detach() if full is None else full().detach()
 
 
 def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
-    """Refuses what merging, here and in engines, would get wrong."""
+    """Raises TriviumError for layers that `merged` does not support."""
     strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in _LINEAR]
     if strange or module.get_output_embeddings() is not output:
-        problem = f"{strange[0]} is no linear layer" if strange else "the output layer is among its targets"
+        problem = f"{strange[0]} is not a linear layer" if strange else "the output layer is among its targets"
         raise TriviumError(
             f"an adapter for {type(module).__name__}", problem, "name other layers in train.lora.targets"
         )
 
 
 def _draw(module: nn.Module, seed: int, device: torch.device) -> None:
-    """A uniform within sqrt(1 / in), drawn on the CPU whatever the device, and B zero."""
+    """Sets A to uniform numbers within sqrt(1 / in), drawn on the CPU whatever the device, and B to zero."""
     generator = torch.Generator().manual_seed(stream(seed, "lora"))
     for layer in _layers(module).values():
         bound = math.sqrt(1 / layer.lora_A[_NAME].weight.shape[1])
@@ -394,7 +393,7 @@ def _draw(module: nn.Module, seed: int, device: torch.device) -> None:
 
 @torch.no_grad()
 def _set(part: nn.ModuleDict, device: torch.device, copy_rows: CopyRows) -> None:
-    """Sets A or B of a layer, this rank's part of it where it is sharded."""
+    """Sets A or B of a layer; if it is sharded, this rank's part."""
     linear: Any = part[_NAME]
     if linear.weight.is_meta:
         linear._parameters["weight"] = allocated(linear.weight, device, copy_rows)
@@ -409,7 +408,7 @@ def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
     if wrong:
         raise TriviumError(
             f"start from the adapter {directory}",
-            f"{wrong[0]} is missing, too much, or of another shape ({len(wrong)} tensors)",
+            f"{wrong[0]} is missing, unknown, or of another shape ({len(wrong)} tensors)",
             "use an adapter of this model",
         )
     for name, layer in _layers(module).items():
@@ -418,7 +417,7 @@ def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
 
 
 def _unusable(directory: Path) -> tuple[str, str, str] | None:
-    """Why there is no adapter in a directory that this module knows: asked, found, do."""
+    """Why a directory has no supported adapter: asked, found, do. None if it has one."""
     asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
     if not directory.is_dir():
         return asked, *absence(directory)

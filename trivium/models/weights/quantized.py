@@ -1,9 +1,9 @@
-"""Frozen linear layers whose weights are kept in 8 or 4 bits, by bitsandbytes, and computed with in the type of their
-inputs: each is made wide when it is used, forward and backward, and let go of.
+"""Frozen linear layers with weights in 8 or 4 bits, by bitsandbytes.
 
-Rows of a weight are cut into blocks that share a scale: `int8` is 8-bit dynamic numbers in blocks of 256 (Dettmers et
-al. 2022), `nf4` 4-bit NormalFloat in blocks of 64 (Dettmers et al. 2023). Both depend on the weight alone: a model that
-is opened again from the same files has the same bits.
+The forward and the backward pass dequantise a weight to the type of the inputs and release it after the product. Rows
+of a weight are cut into blocks that share a scale: `int8` is 8-bit dynamic numbers in blocks of 256 (Dettmers et al.
+2022), `nf4` is 4-bit NormalFloat in blocks of 64 (Dettmers et al. 2023). Quantisation depends on the weight alone, so a
+model that is loaded again from the same files has the same bits.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _DEVICES = ("cpu", "cuda")
 
 
 def is_quantized(frozen_dtype: str) -> bool:
-    """Whether a value of `train.frozen_dtype` takes this module."""
+    """Whether this value of `train.frozen_dtype` quantises weights."""
     return frozen_dtype in FEW_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why weights cannot be kept in few bits."""
+    """Why weights cannot be quantised, and what to do."""
 
     reason: str
     do: str
 
 
 def refusal(*, installed: bool, device: str, dtype: str, ranks: int, pushes_adapter: bool) -> Refusal | None:
-    """Whether a frozen base in few bits can be had: `installed` says whether the library is, `device` is the type of
-    the device and `dtype` the arithmetic of the trained models, `ranks` share one model."""
+    """Returns None if a frozen base can be quantised, else the reason. `installed`: the library is installed; `device`:
+    the type of the device; `dtype`: that of the trained models; `ranks`: how many share one model."""
     if not installed:
         return Refusal(
             f"the package {LIBRARY!r} is not installed",
@@ -71,11 +71,11 @@ def has_library() -> bool:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is kept in few bits and never trained. Its state has the weight as an empty tensor
-    (on torch's `meta` device): what reads it asks for `dequantized`."""
+    """A linear layer with a quantised weight that is never trained. Its state dict has an empty weight on torch's
+    `meta` device; `dequantized` returns the values."""
 
     def __init__(self, layer: nn.Linear, kind: str, device: torch.device) -> None:
-        """Takes the weight (out, in) of a layer; its type is that of `dequantized`."""
+        """Quantises the weight (out, in) of a layer."""
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = layer.in_features, layer.out_features, kind
         weight = layer.weight.detach().to(device)
@@ -120,7 +120,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x (..., in) @ W.T, which keeps nothing but the layer for the gradient of x."""
+    """x (..., in) @ W.T. Only the layer is saved for the gradient of x, not the dequantised weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
@@ -134,10 +134,10 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(module: PreTrainedModel, kind: str, device: torch.device) -> None:
-    """Keeps the weights of a model's linear layers, its output layer aside, in few bits on a device, and moves the rest
-    there. What is in float32 or bfloat16 may lie on another device before: one layer at a time comes here wide.
+    """Quantises the weights of a model's linear layers, except the output layer, on a device, and moves the rest there.
+    The model may be on another device before: one layer at a time is moved in its full width.
 
-    Raises MissingPackage without bitsandbytes, TriviumError for a model whose layers are of another kind.
+    Raises MissingPackage without bitsandbytes, TriviumError for a model with layers of another kind.
     """
     decoder, output = decoder_of(module), module.get_output_embeddings()
     chosen = [name for name, layer in decoder.named_modules() if type(layer) is nn.Linear and layer is not output]
@@ -154,7 +154,7 @@ def quantize(module: PreTrainedModel, kind: str, device: torch.device) -> None:
 
 
 def original(owner: nn.Module) -> QuantizedLinear | None:
-    """The layer in few bits that a module is, or that an adapter in it is added to."""
+    """Returns the module, or the base layer of its adapter, if that is a quantised layer; else None."""
     layer = getattr(owner, "base_layer", owner)
     return layer if isinstance(layer, QuantizedLinear) else None
 

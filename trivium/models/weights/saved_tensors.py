@@ -1,15 +1,18 @@
-"""Tensors that lie in files, read a range of rows at a time into memory that is there already.
+"""Tensors in files, read a range of rows at a time into memory of the caller.
 
-A safetensors file is read with plain reads, not mapped: pages of a mapped file count as memory of the process, and a
-rank that reads a quarter of each tensor would hold it twice. Other files have to be unpickled as a whole: the first
-rank opens them and sends each tensor to the others.
+A safetensors file is read, not mapped: pages of a mapped file count as memory of the process, and a rank that reads a
+quarter of each tensor would hold it twice. Files that torch.save wrote are unpickled as a whole: the first rank opens
+them and sends each tensor to the others.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trivium.errors import DataError
+from trivium.models.weights.stream import raw
 
 _TYPES = {
     "F64": torch.float64,
@@ -34,7 +38,7 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _CHUNK = 16 * 2**20
-"""Bytes that are read at once where they cannot be read into their place."""
+"""Bytes that are read at once into a buffer, for a tensor of another type or on another device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """A type that is not known here by its name in the file."""
+    """The name in the file, for a type that is not one of `_TYPES`."""
     file: Path
     offset: int = 0
-    """Where its bytes begin in the file."""
+    """The place of its first byte in the file."""
 
     @property
     def row(self) -> int:
@@ -63,16 +67,16 @@ class SavedTensors(Protocol):
         ...
 
     def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Fills the contiguous tensor `into` with the rows of a tensor from `start` on, in its own type and on its own
-        device. Ranks that read together must all call it for the same tensors in the same order.
+        """Fills the contiguous tensor `into` with the rows of a tensor from `start` on, converted to the type and the
+        device of `into`. Ranks that read together must all call it for the same tensors in the same order.
 
-        Raises DataError where the file ends too early, or the types do not go together.
+        Raises DataError if the file ends too early, or if only one of the types is a floating-point type.
         """
         ...
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that the weights of a Hugging Face directory are in. Raises DataError where one is missing."""
+    """The weight files of a Hugging Face directory. Raises DataError if one is missing."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index, single = directory / f"{stem}.index.json", directory / stem
         if single.is_file():
@@ -95,42 +99,54 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def open_tensors(paths: Sequence[Path], device: torch.device | None = None) -> SavedTensors:
-    """The tensors of files of one kind. `device`: the ranks of the process group read together, and a tensor that one
-    sends the others travels through memory of this device."""
+    """The tensors of files of one kind. With a `device`, the ranks of the process group read together, and a tensor
+    that one rank sends to the others passes through memory of this device."""
     if all(path.suffix == ".safetensors" for path in paths):
         return SafetensorsFiles(paths)
     return PickledFiles(paths, device)
 
 
 class SafetensorsFiles:
-    """The tensors of safetensors files."""
+    """The tensors of safetensors files. They stay open while this object exists: files that are removed meanwhile stay
+    readable. Not thread-safe."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Reads the headers. Raises DataError for a file that is damaged."""
-        self.entries: Mapping[str, Entry] = {name: entry for path in paths for name, entry in _header(path).items()}
+        """Reads the headers. Raises DataError for a damaged file."""
+        opened = ExitStack()
+        weakref.finalize(self, opened.close)
+        self._files = {path: opened.enter_context(path.open("rb", buffering=0)) for path in paths}
+        headers = [_header(path, file) for path, file in self._files.items()]
+        self.entries: Mapping[str, Entry] = {name: entry for header in headers for name, entry in header.items()}
 
     def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
         entry = self.entries[name]
         dtype = _checked_type(name, entry, into.dtype)
         flat = into.detach().view(-1)
-        if not len(flat):
+        file = self._at(entry, start * entry.row * dtype.itemsize)
+        if into.device.type == "cpu" and into.dtype == dtype:
+            _read(file, entry, flat)
             return
-        with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start * entry.row * dtype.itemsize)
-            if into.device.type == "cpu" and into.dtype == dtype:
-                _read(file, entry, flat)
-                return
-            step = max(1, _CHUNK // dtype.itemsize)
-            buffer = torch.empty(min(step, len(flat)), dtype=dtype)
-            for first in range(0, len(flat), step):
-                part = buffer[: len(flat) - first]
-                _read(file, entry, part)
-                flat[first : first + len(part)].copy_(part)
+        step = max(1, _CHUNK // dtype.itemsize)
+        buffer = torch.empty(min(step, len(flat)), dtype=dtype)
+        for first in range(0, len(flat), step):
+            part = buffer[: len(flat) - first]
+            _read(file, entry, part)
+            flat[first : first + len(part)].copy_(part)
+
+    def copy_bytes(self, name: str, into: torch.Tensor) -> None:
+        """Fills a contiguous tensor on the CPU with the bytes of a tensor, whatever the type. Raises DataError if the
+        file ends too early."""
+        _read(self._at(self.entries[name]), self.entries[name], into.view(-1))
+
+    def _at(self, entry: Entry, offset: int = 0) -> FileIO:
+        file = self._files[entry.file]
+        file.seek(entry.offset + offset)
+        return file
 
 
 def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
-    """Fills a tensor with the bytes that come next."""
-    view = into.view(torch.uint8).numpy().data
+    """Fills a flat tensor with the next bytes of the file."""
+    view = raw(into).numpy().data
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -139,7 +155,7 @@ def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
 
 
 class PickledFiles:
-    """The tensors of files that torch.save wrote, of tensors alone."""
+    """The tensors of files that torch.save wrote. Files with anything but tensors are refused."""
 
     def __init__(self, paths: Sequence[Path], device: torch.device | None) -> None:
         self._paths, self._device = paths, device
@@ -177,14 +193,13 @@ def _checked_type(name: str, entry: Entry, wanted: torch.dtype) -> torch.dtype:
     )
 
 
-def _header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by what it begins with: the length of a JSON text, and that text."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= size - 8:
-            raise _damaged(path, f"it declares a header of {length} bytes; the file has {size}")
-        text = file.read(length)
+def _header(path: Path, file: FileIO) -> dict[str, Entry]:
+    """The tensors of a safetensors file, from its beginning: the length of a JSON text, and that text."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= size - 8:
+        raise _damaged(path, f"it declares a header of {length} bytes; the file has {size}")
+    text = file.read(length)
     entries = dict[str, Entry]()
     try:
         for name, each in json.loads(text).items():
