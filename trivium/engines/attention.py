@@ -1,4 +1,4 @@
-"""Attention over key-value rows of different lengths, as a function registered with transformers.
+"""Attention over key-value rows of different lengths, registered with transformers.
 
 Legend: B rows, H query heads, K key-value heads, L queries, S keys (padded), D head size.
 """
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from trivium.models.backbone.gpu_attention import KERNELS, backend_for, causal_attention
 
 EXACT = "trivium_exact"
-"""Batched matrix products and softmax: bits do not depend on B, nor on padding S by further pages."""
+"""Batched matrix products and softmax. The bits do not depend on B or on padding of S by further pages."""
 FAST = "trivium_fast"
-"""scaled_dot_product_attention if the model allows it: its bits depend on the other rows of the batch."""
+"""scaled_dot_product_attention if the model allows it. The bits depend on the other rows of the batch."""
 _PIECE = 512
 """Number of queries whose scores are in memory at once."""
 
@@ -36,14 +36,13 @@ def attend(
     places: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """[B, H, L, D] queries against [B, K, S, D] keys; the output is [B, L, H, D].
+    """Queries [B, H, L, D], keys and values [B, K, S, D] -> [B, L, H, D].
 
-    `attention_mask` is additive, [B or 1, 1, L, S]; None: the queries are those of the first L keys, each of which sees
-    the keys up to its own. `s_aux` are attention sinks, one logit per head. `fast` takes scaled_dot_product_attention
-    on the CPU, which knows neither soft-capping nor sinks, unless there are `places`: the same numbers up to rounding.
-    On a GPU only its math kernel takes a mask with grouped heads: it would copy keys and values for each query head.
-    `places` are those of `StepRows.places`, for one query each; None: they are worked out where they are needed.
-    """
+    `attention_mask` is additive, [B or 1, 1, L, S]. Without one, attention is causal over the first L keys. `s_aux` are
+    attention sinks, one logit for each head. `fast` uses scaled_dot_product_attention on the CPU, unless there are
+    `places`, soft-capping or sinks: the same numbers up to rounding. With a mask it is not used on a GPU, where its
+    math kernel would copy keys and values for each query head. `places` are `StepRows.places`, for one query of each
+    row; None computes them if they are needed. """
     batch, heads, length, size = query.shape
     plain = softcap is None and s_aux is None
     if attention_mask is None:
@@ -60,7 +59,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     scale = float(size**-0.5 if scaling is None else scaling)
     if size % 16:
-        # Rows that are not aligned to a vector take another code path in the matrix product.
+        # The matrix product uses other code for rows that are not aligned to a vector.
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
     groups = batch * key.shape[1]
     scores = _products(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
@@ -81,13 +80,13 @@ def attend(
 
 
 def _in_order(values: Tensor) -> bool:
-    """Whether a row of these [B, K, S, D] begins every D numbers."""
+    """Whether the rows of values [B, K, S, D] begin at multiples of D numbers."""
     size = values.shape[-1]
     return values.stride()[2:] == (size, 1) and all(step % size == 0 for step in values.stride()[:2])
 
 
 def _places(mask: Tensor, values: Tensor, heads: int) -> Tensor:
-    """`StepRows.places`, of values [B, K, S, D] and their mask."""
+    """`StepRows.places` for values [B, K, S, D] and their mask."""
     batch, key_heads, width, size = values.shape
     seen = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
     head = torch.arange(heads) // (heads // key_heads) * (values.stride(1) // size)
@@ -96,11 +95,10 @@ def _places(mask: Tensor, values: Tensor, heads: int) -> Tensor:
 
 
 def weighted(weights: Tensor, values: Tensor, places: Tensor) -> Tensor:
-    """Sums [N, D] of the rows `places` [N, S] of `values`, of which a row begins every D numbers, times `weights`.
+    """Weighted sums [N, D] of the rows `places` [N, S] of `values`, whose rows begin at multiples of D numbers.
 
-    This is a lookup of embeddings: torch adds one row after the other, each sum by itself, at the speed of the memory.
-    Batched products of so few queries take up to twice as long, and with 4 queries and some hundred keys their bits
-    depend on S.
+    This is an embedding lookup: torch adds row after row, each sum separately, at memory speed. Batched products take
+    up to twice as long for few queries, and with 4 queries and some hundred keys their bits depend on S.
     """
     size = values.shape[-1]
     last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
@@ -109,7 +107,7 @@ def weighted(weights: Tensor, values: Tensor, places: Tensor) -> Tensor:
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Of [N, Q, D] and [N, D, S]; a GPU leaves those of bfloat16 in float32."""
+    """[N, Q, D] @ [N, D, S]. On a GPU, products of bfloat16 are returned in float32."""
     if queries.is_cuda and queries.dtype != torch.float32:
         return torch.bmm(queries, keys, out_dtype=torch.float32)
     return torch.bmm(queries, keys)
@@ -125,7 +123,7 @@ def _in_pieces(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention [B, L, H, D] of what no kernel knows, some queries at a time: their scores are in memory."""
+    """Causal attention [B, L, H, D] with soft-capping or sinks, `_PIECE` queries at a time to bound the memory."""
     length, outputs = query.shape[2], list[Tensor]()
     for start in range(0, length, _PIECE):
         end = min(start + _PIECE, length)
@@ -140,13 +138,13 @@ def _in_pieces(
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
-    # The sink comes first, so that padding at the end does not move anything.
+    # The sink comes first, so that padding at the end does not change its place.
     first = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([first, scores], dim=-1).softmax(-1, dtype=torch.float32)[..., 1:].contiguous()
 
 
 def _windowed(mask: Tensor, window: int | None) -> Tensor:
-    """The mask with only the `window` newest keys of each query left."""
+    """Restricts a mask to the `window` newest keys of each query."""
     size = mask.shape[-1]
     if window is None or size <= window:
         return mask
@@ -155,7 +153,7 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
 
 
 def registered(*, exact: bool) -> str:
-    """The name by which models of transformers find this attention."""
+    """Registers this attention with transformers. Returns its name."""
     from transformers import AttentionInterface
 
     name = EXACT if exact else FAST

@@ -1,10 +1,10 @@
-"""Optimized decoder layers: stacked query, key and value projections, activations and residual sums fused into the
-matrix products, little Python per step.
+"""Optimized decoder layers for the CPU: query, key and value projections are stacked, activations and residual sums are
+fused into the matrix products, and a step runs little Python.
 
-For the families in `_FAMILIES`, on the CPU. The engine compares them with the model's own forward pass before it serves
-(`trivium.engines.selfcheck`). They share the weights of the model. For a model of up to `PACKED_BYTES` there is a
-second copy in oneDNN's packed layout: the same bits, in two thirds of the time for few rows. `refresh` packs it again
-after a load.
+They support the families in `_FAMILIES`. The engine compares them with the model's own forward pass before it serves
+(`trivium.engines.selfcheck`). They share the weights of the model. A model of up to `PACKED_BYTES` has a second copy in
+oneDNN's packed layout, which gives the same bits in two thirds of the time for few rows. `refresh` packs it again after
+a load.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
 """
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from trivium.config.engine_memory import PACKED_BYTES
 from trivium.engines.attention import attend
-from trivium.engines.invariance import multiplies, product
 from trivium.engines.kv_cache import PromptCache, StepRows
+from trivium.models.cpu.fused import rotated, signed_sines
+from trivium.models.cpu.invariance import invariant_linear
+from trivium.models.cpu.linear import multiplies
 from trivium.models.cpu.worker_threads import size_of
 
 _SMALLEST_TABLE = 1024
@@ -45,7 +47,7 @@ class _Norm:
         return self.normalised(x).mul_(self.scale)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Without the scale."""
+        """The norm without the scale."""
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -80,11 +82,11 @@ class _Linear:
         return cls(weight, bias, weight)
 
     def refresh(self, *, packed: bool) -> None:
-        """To be called after a change of the weight."""
+        """Call this after a change of the weight."""
         self.read = torch.ops.mkldnn._reorder_linear_weight(self.weight) if packed else self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return product(x, self.read, self.bias)
+        return invariant_linear(x, self.read, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.read, self.bias, "swish", [], "")
@@ -122,7 +124,7 @@ class Layers:
     """From embeddings to logits."""
 
     def __init__(self, model: Any, *, fast: bool) -> None:
-        """Of a model that `supports` accepts. `fast` as in `attend`."""
+        """`model` is one that `supports` accepts. `fast` as in `attend`."""
         config, body = model.config, model.model
         self._fast, self._rotary, self._last = fast, body.rotary_emb, _Norm.of(body.norm)
         self._layers = [_layer(each, config) for each in body.layers]
@@ -138,7 +140,7 @@ class Layers:
         self.refresh()
 
     def refresh(self) -> None:
-        """To be called after a change of the model's weights."""
+        """Call this after a change of the model's weights."""
         for layer in self._layers:
             for linear in layer.products:
                 linear.refresh(packed=self._packed)
@@ -160,12 +162,12 @@ class Layers:
         cache: PromptCache | StepRows,
         last: Tensor | None = None,
     ) -> Tensor:
-        """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L] that have been prepared for; float32
-        logits [B, V] after the tokens `last` [B] of each sequence, or after the last ones. `mask` as in `attend`."""
+        """[B, L, C] embeddings of at least two tokens -> float32 logits [B, V] after the tokens `last` [B] of each
+        sequence (default: the last ones). `prepare` was called for `positions` [B or 1, L]. `mask` as in `attend`."""
         batch, length, width = x.shape
         cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
-        # Products in bfloat16 would round the scores; torch's attention does not.
+        # Products in bfloat16 would round the scores, which torch's attention does not.
         places = cache.places(self._heads) if isinstance(cache, StepRows) and x.dtype == torch.float32 else None
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(x)
@@ -179,26 +181,24 @@ class Layers:
         if length > 1:
             x = x.view(batch, length, width)
             x = x[:, -1] if last is None else x[torch.arange(batch), last]
-        alone = x.expand(2, -1) if batch == 1 else x  # a reduction over a single row takes another code path
+        alone = x.expand(2, -1) if batch == 1 else x  # a reduction over a single row uses other code
         return self._head(self._last(alone.contiguous()))[:batch].float()
 
     def _turns_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the rotary embedding, [..., 1, D], for positions [...]."""
         where = positions if positions.ndim == 2 else positions[None]
         cos, sin = self._rotary(self._last.scale, where)
-        half = self._size // 2
-        turns = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        cos, sin = (turn.view(*positions.shape, 1, self._size) for turn in turns)
+        cos, sin = (turn.view(*positions.shape, 1, self._size) for turn in (cos, signed_sines(sin)))
         return cos, sin
 
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        """Queries [B, H, L, D], keys and values [B, K, L, D]; the first two normalised and rotated."""
+        """Queries [B, H, L, D], keys and values [B, K, L, D]. Queries and keys are normalised and rotated."""
         batch, length, _ = x.shape
         parts = layer.qkv(x).view(batch, length, -1, self._size)
         turned, value = parts.split([self._heads + self._key_heads, self._key_heads], dim=2)
         if layer.query_norm is not None and layer.scales is not None:
             turned = layer.query_norm.normalised(turned).mul_(layer.scales)
-        turned = turned.roll(self._size // 2, -1).mul_(sin).addcmul_(turned, cos)
+        turned = rotated(turned, cos, sin)
         query, key = turned.split([self._heads, self._key_heads], dim=2)
         return [part.transpose(1, 2) for part in (query, key, value)]
 

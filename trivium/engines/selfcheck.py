@@ -1,4 +1,4 @@
-"""A check before an engine serves: decoding with its cache gives the outputs of the transformers model."""
+"""Checks an engine before it serves: decoding with its cache gives the outputs of the transformers model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trivium.randomness import stream, uniforms
 
 _log = logging.getLogger("trivium")
 _TOLERANCE = 1e-3
-"""Largest difference of a log-probability that is not looked into; a larger one may still be rounding."""
+"""Largest difference of log-probabilities that passes at once. For a larger one, the check measures rounding."""
 
 
 def check_decoder(decoder: Decoder, max_context: int) -> None:
     """Raises ConfigError when prompt reading or decoding differs from transformers' own forward pass.
 
-    With a batch-invariant decoder, also when other rows of a batch change a bit. A decoder whose `layers` differ goes
-    on without them, with a warning.
+    For a batch-invariant decoder, also when other rows of a batch change a bit. If the optimized `layers` differ, logs
+    a warning and removes them from the decoder.
     """
     error = _difference(decoder, max_context)
     if error is not None and decoder.layers is not None:
-        _log.warning("the engine decodes with the model's own, slower layers: with its own, %s", error.found)
+        _log.warning("the engine uses the slower layers of transformers: with its optimized ones, %s", error.found)
         decoder.layers = None
         error = _difference(decoder, max_context)
     if error is not None:
@@ -35,7 +35,7 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
 
 
 def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
-    length = min(20, max_context - 1)  # at least two rows: no step of the engine has a single one
+    length = min(20, max_context - 1)  # at least two rows: the engine never runs a step with one
     tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
     probes = tokens.reshape(4, length)
     half = max(1, length // 2)
@@ -57,7 +57,7 @@ def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
         f"generate with {name}",
         f"its log-probabilities with a key-value cache differ by {difference:.2g} from those without, more than "
         f"rounding in {str(decoder.dtype).removeprefix('torch.')} explains",
-        "this architecture keeps state that the engine does not know; use another model or engine",
+        "this architecture keeps state that the engine does not support; use another model or engine",
     )
 
 

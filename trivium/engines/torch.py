@@ -21,7 +21,6 @@ import torch
 
 from trivium.config import RunConfig, free
 from trivium.config.memory_estimate import shape_in
-from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.section import LocalEngineConfig
@@ -29,6 +28,7 @@ from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
 from trivium.engines.servable import check_request
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
+from trivium.models.cpu import linear
 from trivium.models.placement import head_precision_problems
 from trivium.models.precision import HeadPrecision, precision_of, set_matmul_precision
 from trivium.policy import EngineFailure
@@ -244,7 +244,7 @@ class TorchEngine:
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             dtype = getattr(torch, self.config.dtype)
-            if self.config.device == "cpu" and not invariance.multiplies(dtype):
+            if self.config.device == "cpu" and not linear.multiplies(dtype):
                 _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
             device, how = self.config.device, {"exact": self.capabilities.batch_invariant}
             key = "engine.head_precision"
@@ -446,11 +446,11 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 def _resolve_invariance(config: TorchEngine.Config) -> bool:
-    possible = config.device == "cpu" and config.dtype == "float32" and invariance.available()
+    possible = config.device == "cpu" and config.dtype == "float32" and linear.available()
     if config.batch_invariant and not possible:
         raise ConfigError(
             "engine.batch_invariant: true",
-            f"{config.dtype} on {config.device}" + ("" if invariance.available() else ", torch without oneDNN"),
+            f"{config.dtype} on {config.device}" + ("" if linear.available() else ", torch without oneDNN"),
             "it holds for float32 on the CPU; leave it unset, or set it to false",
         )
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The C library's allocator, told to keep the memory of freed tensors."""
+"""Configures the C library's allocator to keep the memory of freed tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Makes this process reuse what it frees, once; whether it does.
+    """Makes this process reuse freed memory. Returns whether it does. Further calls have no effect.
 
     By default glibc returns large blocks to the system when they are freed. The next tensor of that size gets new
-    pages, which the kernel clears at their first use. One arena serves all threads, since glibc returns the memory of
-    the others whatever the threshold. Other C libraries are left as they are, and so is an allocator that is configured
-    in the environment.
+    pages, which the kernel clears at their first use. All threads share one arena, because glibc returns the memory of
+    other arenas whatever the threshold. Does nothing for other C libraries, or if the environment configures the
+    allocator.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""

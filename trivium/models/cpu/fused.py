@@ -1,11 +1,11 @@
 """RMS norms, gated activations and rotary embeddings with gradients of their own, for models on the CPU.
 
-Each is a few passes over memory, forward and backward, where autograd makes several times as many, and keeps its inputs
-alone. Linear layers that are more than their weight (a bias, an adapter, hooks) stay modules that are called.
+Each makes a few passes over memory, forward and backward, and saves only its inputs. Autograd makes several times as
+many passes. Linear layers that are more than their weight (a bias, an adapter, hooks) are called as modules.
 
-What is replaced is recognised by its structure, and only where a layer of its kind with random weights computes the
-same from random inputs. The weights of the model itself are not looked at: they may be of a rank's part, or not read
-yet, and every process is to decide alike.
+A layer is replaced if it has the structure, and if a copy with random weights gives the same outputs for random inputs.
+The weights of the model are not used: they may be one rank's part, or not loaded yet, and every process must decide in
+the same way.
 
 Legend: T tokens, N width of a norm, H heads, D head size.
 """
@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,21 +27,20 @@ from torch.nn.functional import silu
 from trivium.models.cpu.linear import AutogradContext, is_only_its_weight, product
 
 _ROTARY = "apply_rotary_pos_emb"
-"""The name in transformers' modules of the function that rotates queries and keys."""
+"""The function in transformers' modules that rotates queries and keys."""
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _EPSILON = ("variance_epsilon", "eps")
 
 _TOLERANCE = 1e-5
-"""Most that results on random inputs may differ by, as a part of the largest."""
+"""The largest difference of outputs for random inputs, as a part of the largest output."""
 
 Arithmetic = Callable[..., torch.Tensor]
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse(module: nn.Module, device: torch.device) -> None:
-    """Replaces, in place, the arithmetic of the layers that it knows, where they run on the CPU. In float64, norms are
-    left as they are: there transformers rounds them to float32. Under autocast, norms and rotations are computed in
-    float32."""
+    """Replaces the arithmetic of known layers on the CPU, in place. Norms in float64 are kept, because transformers
+    rounds them to float32. Under autocast, norms and rotations are computed in float32."""
     if device.type != "cpu":
         return
     for layer in module.modules():
@@ -95,7 +94,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _fused_norm(layer: nn.Module) -> Arithmetic | None:
-    """A norm by its weight, or as Gemma's by 1 + its weight."""
+    """A norm with the factor `weight` or, as in Gemma, `1 + weight`."""
     epsilon = next((getattr(layer, name) for name in _EPSILON if hasattr(layer, name)), None)
     if [*dict(layer.named_parameters())] != ["weight"] or epsilon is None:
         return None
@@ -103,7 +102,7 @@ def _fused_norm(layer: nn.Module) -> Arithmetic | None:
         return None
     width = len(cast(torch.Tensor, layer.weight))
     trial = _like(layer, {"weight": nn.Parameter(_random(width, seed=1))}, {})
-    inputs = torch.cat([_random(2, width), 1e-3 * _random(2, width)])  # in the small ones, epsilon shows
+    inputs = torch.cat([_random(2, width), 1e-3 * _random(2, width)])  # epsilon matters for small inputs
     for added in (0, 1):
         if _agree(partial(_norm_forward, trial, float(epsilon), added), trial.forward, inputs):
             return partial(_norm_forward, layer, float(epsilon), added)
@@ -142,7 +141,7 @@ class _SiluProduct(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)) of weights (M, N), (M, N) and (N, M)."""
+    """down(silu(gate(x)) * up(x)) for weights (M, N), (M, N) and (N, M)."""
 
     @staticmethod
     def forward(
@@ -196,10 +195,6 @@ def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------- rotary embeddings
 
 
-class _RotaryContext(AutogradContext, Protocol):
-    half: int
-
-
 class _Rotary(torch.autograd.Function):
     """x * cos + (-x2, x1) * sin, where x1 and x2 are the halves of x."""
 
@@ -207,10 +202,9 @@ class _Rotary(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        half = sin.shape[-1] // 2
-        signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        signed = signed_sines(sin)
         ctx.save_for_backward(cos, signed)
-        return _rotated(q, cos, signed), _rotated(k, cos, signed)
+        return rotated(q, cos, signed), rotated(k, cos, signed)
 
     @staticmethod
     @once_differentiable
@@ -219,17 +213,24 @@ class _Rotary(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         cos, signed = ctx.saved_tensors
         turned = signed.roll(signed.shape[-1] // 2, -1)
-        return *(_rotated(grad, cos, turned) for grad in grad_outputs), None, None
+        return *(rotated(grad, cos, turned) for grad in grad_outputs), None, None
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+def signed_sines(sin: torch.Tensor) -> torch.Tensor:
+    """(..., D) sines, the first half with the opposite sign."""
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+    """x * cos + (-x2, x1) * sin, from `signed_sines` and without gradient, where x1 and x2 are the halves of x."""
     return x.roll(x.shape[-1] // 2, -1).mul_(signed).addcmul_(x, cos)
 
 
 def _rotate(
     original: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (..., D), k (..., D), and cos and sin (B, T, D) that get a dimension for the heads."""
+    """q (..., D), k (..., D); cos and sin (B, T, D), to which a dimension for the heads is added."""
     if {q.shape[-1], k.shape[-1]} != {cos.shape[-1]} or cos.requires_grad:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     q, k = q.to(cos.dtype), k.to(cos.dtype)
@@ -238,7 +239,7 @@ def _rotate(
 
 @cache
 def _fused_rotary(kind: type[nn.Module]) -> FunctionType | None:
-    """The forward pass of an attention layer that calls another function to rotate queries and keys."""
+    """A copy of an attention layer's forward function that calls the fused rotation; None if it calls another one."""
     forward = kind.forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
@@ -263,7 +264,7 @@ def _part(rotation: Rotation, index: int, *inputs: torch.Tensor) -> torch.Tensor
 
 
 def _like(layer: nn.Module, parameters: dict[str, nn.Parameter], modules: dict[str, nn.Module | None]) -> nn.Module:
-    """A layer that differs from another one in its parameters and in the modules within it alone."""
+    """A copy of a layer with other parameters and inner modules."""
     trial = copy.copy(layer)
     trial._parameters, trial._modules = dict[str, nn.Parameter | None](parameters), modules
     return trial
@@ -283,7 +284,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 def _agree(fused: Arithmetic, original: Arithmetic, *inputs: torch.Tensor) -> bool:
     try:
         expected = original(*inputs)
-    except RuntimeError:  # it takes inputs of other shapes, as GPT-OSS's rotation by half as many angles
+    except RuntimeError:  # it takes inputs of other shapes: GPT-OSS rotates by half as many angles
         return False
     actual = fused(*inputs)
     return actual.shape == expected.shape and bool((actual - expected).abs().max() <= _TOLERANCE * expected.abs().max())

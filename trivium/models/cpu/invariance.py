@@ -1,8 +1,8 @@
-"""Makes the arithmetic of a row independent of the rows beside it: float32 on the CPU.
+"""Makes the arithmetic of a row independent of the rows beside it, in float32 on the CPU.
 
-What was measured (torch 2.13, AVX-512): MKL's matrix product changes bits below 12 rows; oneDNN's only at one row, and
-it is faster from about 64 rows. Element-wise functions treat the last, incomplete vector of each thread's part with
-scalar code; SiLU, sigmoid, softplus and tanh-GELU round differently there.
+Measured with torch 2.13 and AVX-512: MKL's matrix product changes bits below 12 rows. oneDNN's changes them only at one
+row, and is faster from about 64 rows. Element-wise functions treat the last, incomplete vector of each thread's part
+with scalar code, in which SiLU, sigmoid, softplus and tanh-GELU round differently.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from trivium.models.cpu.linear import onednn_linear
 
 _GRAIN = 32768
 """Elements from which torch splits an element-wise function over threads (ATen's GRAIN_SIZE)."""
@@ -31,20 +33,8 @@ _ACTIVATIONS = (
 )
 
 
-def available() -> bool:
-    """Whether this machine has the kernels that the promise rests on."""
-    return torch.backends.mkldnn.is_available()
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has matrix products of this type on this CPU."""
-    if dtype == torch.bfloat16:
-        return available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return available() and dtype == torch.float32
-
-
 def make_invariant(model: nn.Module) -> None:
-    """Replaces the arithmetic of the model's linear layers and activations, in place. Weights stay where they are."""
+    """Replaces the arithmetic of the model's linear layers and activations, in place. The weights are shared."""
     from transformers.activations import ACT2CLS
 
     known = (kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values() if kind is not None)
@@ -59,23 +49,23 @@ def make_invariant(model: nn.Module) -> None:
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    return product(input, module.weight, module.bias)
+    return invariant_linear(input, module.weight, module.bias)
 
 
 def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
-    return product(x, module.weight.t(), module.bias)
+    return invariant_linear(x, module.weight.t(), module.bias)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias through oneDNN, for x [..., in] and weight [out, in]; a single row is computed as two."""
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] @ weight [out, in].T + bias [out]. A single row is computed as two."""
     if x.numel() == x.shape[-1]:
         pair = x.reshape(1, -1).expand(2, -1).contiguous()
-        return product(pair, weight, bias)[0].view(*x.shape[:-1], -1)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return onednn_linear(pair, weight, bias)[0].view(*x.shape[:-1], -1)
+    return onednn_linear(x, weight, bias)
 
 
 def aligned(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An element-wise function whose every element goes through the vector code, whatever the number of threads."""
+    """Applies an element-wise function. Every element goes through the vector code, whatever the number of threads."""
     size = x.numel()
     parts = min(torch.get_num_threads(), max(1, -(-size // _GRAIN)))
     missing = -size % (_VECTOR * parts)

@@ -1,8 +1,8 @@
-"""Float32 matrix products of linear layers on CPUs: through oneDNN forward and for the gradient of the input.
+"""Matrix products of linear layers on CPUs, through oneDNN, for engines and for training.
 
-torch sends them to MKL, which on AMD processors reaches as little as half of what oneDNN reaches. The gradient of the
-weight stays with torch: its operands are transposed, and oneDNN would copy them. `_applies` is the one place that
-decides, by type and device alone: each process of a run computes the same bits.
+torch sends float32 products to MKL, which on AMD processors reaches as little as half of the speed of oneDNN. In
+training, the gradient of the weight stays with torch: its operands are transposed, and oneDNN would copy them.
+`_applies` alone decides for training, by type and device, so that every process of a run computes the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,32 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 ROWS = 128
-"""Products over tokens are padded to multiples of this: oneDNN compiles and keeps a kernel for every shape it meets, so
-shapes that never repeat would cost time and, over a long run, gigabytes."""
+"""Products over tokens are padded to multiples of this. oneDNN compiles and keeps a kernel for every shape, so shapes
+that never repeat would cost time and, over a long run, gigabytes."""
+
+
+def available() -> bool:
+    """Whether torch has oneDNN on this machine."""
+    return torch.backends.mkldnn.is_available()
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of this type on this CPU."""
+    if dtype == torch.bfloat16:
+        return available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return available() and dtype == torch.float32
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., K) @ weight (N, K).T + bias (N,), without gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# --------------------------------------------------------------------------- in training
 
 
 def use_onednn(module: nn.Module, device: torch.device) -> None:
-    """Routes every float32 `nn.Linear` of a module that runs on the CPU through oneDNN; its weights may not be there
+    """Routes every float32 `nn.Linear` of a module that runs on the CPU through oneDNN. The weights need not be loaded
     yet. Not for use under autocast."""
     for layer in module.modules():
         if type(layer) is nn.Linear and _applies(layer.weight.dtype, device):
@@ -36,17 +56,16 @@ def matmul_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
-    """a (N, K) @ b (M, K).T + added (N, M), without gradient, where N is a multiple of `ROWS` or seldom another."""
+    """a (N, K) @ b (M, K).T + added (N, M), without gradient. N should be a multiple of `ROWS`, or rarely change."""
     if not _applies(b.dtype, b.device):
         return a @ b.T if added is None else torch.addmm(added, a, b.T)
     if added is None:
-        return _onednn(a, b)
+        return onednn_linear(a, b)
     return torch.ops.mkldnn._linear_pointwise.binary(a, added, b, None, "add")
 
 
 def is_only_its_weight(layer: nn.Module) -> bool:
-    """Whether to multiply by its weight is all that a call of the layer does: nothing listens to it, and autocast
-    changes nothing."""
+    """Whether calling the layer only multiplies by its weight: it has no bias and no hooks, and autocast is off."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return type(layer) is nn.Linear and layer.bias is None and not any(hooks) and not _autocasts(layer.weight)
 
@@ -56,16 +75,11 @@ def _autocasts(weight: torch.Tensor) -> bool:
 
 
 def _applies(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return dtype == torch.float32 and device.type == "cpu" and available()
 
 
 def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return _Linear.apply(input, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
-
-
-def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a (N, K) @ b (M, K).T + bias (M,)."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 class AutogradContext(Protocol):
@@ -83,7 +97,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -95,7 +109,7 @@ class _Linear(torch.autograd.Function):
         rows = x.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
-            _onednn(grad, weight.T).view(x.shape) if wants_x else None,
+            onednn_linear(grad, weight.T).view(x.shape) if wants_x else None,
             grad.T @ rows if wants_weight else None,
             grad.sum(0) if wants_bias else None,
         )

@@ -1,8 +1,8 @@
-"""Parts of a batch side by side on the CPU, each in a thread of its own.
+"""Computes parts of a batch in parallel on the CPU, each in its own thread.
 
-Threads that share an operation wait for each other at its end; a pass through a small model has a thousand operations
-of some hundred microseconds. Threads with a part of the batch each do not wait. Results are used in the order of the
-parts: sums of them do not depend on which was done first, nor on how many run at once.
+Threads that share an operation wait for each other at its end, and a pass through a small model has a thousand
+operations of some hundred microseconds. Threads that have a part of the batch each do not wait. Results are used in the
+order of the parts, so their sums do not depend on timing or on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Result = TypeVar("Result")
 
 
 class WorkerThreads:
-    """Threads that compute parts of a batch; they start with the first one."""
+    """Threads that compute parts of a batch. They start with the first part."""
 
     def __init__(self, number: int, threads: int) -> None:
-        """So many parts at once, with an equal share of torch's threads each."""
+        """`number` parts run at once; each has an equal share of torch's `threads`."""
         self.number, self._threads = number, max(1, threads // number)
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """The function's results, in the order of the items; at most one more than there are workers is kept. Nothing
-        runs any more when an error leaves it. The caller has one thread until the last result: others would take the
-        cores from the workers, and wait for each other.
+        """Yields the function's results in the order of the items. Keeps at most one item more than there are workers.
+        When it raises, no function is running. The caller has one torch thread until the last result, so that it does
+        not take cores from the workers.
 
-        What torch keeps for each thread (gradients or none, inference mode) is not the caller's in the function.
+        torch's settings of a thread (grad mode, inference mode) in the function are not those of the caller.
         """
         pool = self._pool = self._pool or self._started()
         waiting: deque[Future[Result]] = deque()
@@ -56,18 +56,18 @@ class WorkerThreads:
         together = Barrier(self.number)
 
         def start(_: int) -> None:
-            torch.get_num_threads()  # the first of torch's calls that a thread makes sets it to what others have
+            torch.get_num_threads()  # a thread's first call of torch copies the number of the others
             torch.set_num_threads(self._threads)
             together.wait()  # so that each thread gets one of these calls
 
         list(pool.map(start, range(self.number)))
-        torch.set_num_threads(threads)  # threads that start later take what was set last
+        torch.set_num_threads(threads)  # threads that start later copy the last number that was set
         return pool
 
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """The caller's operations in the block are not split: threads of one operation wait for each other, and where other
+    """Runs the caller's operations in the block on one thread. Threads of one operation wait for each other; if other
     work has the cores, for milliseconds, which is longer than a small operation takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
