@@ -1,4 +1,4 @@
-"""What `auto` stands for on this machine: the device, the dtype, and the precision of the output layer."""
+"""Resolves `auto` on this machine (device, dtype, precision of the output layer), and moves data to devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class _ModelSection(Protocol):
-    """A config section that says where a model computes, and in which dtype."""
+    """A config section with the device and the dtype of a model."""
 
     @property
     def device(self) -> str: ...
@@ -44,8 +44,7 @@ def device_of(name: str, key: str = "train.device") -> torch.device:
 
 
 def dtype_of(name: str, device: str) -> str:
-    """The type that a config's `dtype` means on a device here: `auto` is bfloat16 on a GPU that computes in it, else
-    float32."""
+    """Resolves a config's `dtype` for a device: `auto` is bfloat16 on a GPU that supports it, else float32."""
     if name != "auto":
         return name
     halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -76,9 +75,8 @@ def head_precision_problems(section: _HeadSection, where: str) -> Iterator[Probl
 
 
 def use_deterministic_kernels(key: str) -> None:
-    """From now on, GPU operations of this process give equal bits for equal inputs, or raise RuntimeError where torch
-    has no kernel that does. Raises ConfigError, which names the config's `key`, where cuBLAS may have started without
-    the workspace that it takes."""
+    """Makes GPU operations of this process deterministic; they raise RuntimeError if torch has no deterministic kernel.
+    Raises ConfigError, which names the config's `key`, if cuBLAS may have started without the workspace it needs."""
     if _CUBLAS not in os.environ and _has_used_gpu():
         raise ConfigError(
             key,
@@ -97,13 +95,13 @@ def _has_used_gpu() -> bool:
 
 
 def sent(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An array, or a tensor of the host, as a tensor on a device. The host does not wait until a GPU has done what it
-    was asked before: the copy is from pinned memory."""
+    """Copies an array or a host tensor to a device. The copy is from pinned memory, so the host does not wait for
+    earlier operations of the GPU."""
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A tensor in the type of this name, where that takes less memory."""
+    """Converts a floating-point tensor to the type of this name if that takes less memory."""
     wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
     return tensor.to(wanted) if tensor.is_floating_point() and wanted.itemsize < tensor.itemsize else tensor

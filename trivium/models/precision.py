@@ -1,9 +1,10 @@
-"""How the matrix products of the output layer are computed: in float32, in TF32, or as three of bfloat16 matrices.
+"""The precision of the matrix products of the output layer: float32, TF32, or three products of bfloat16 matrices.
 
-A float32 number is the sum of two in bfloat16 and a rest of at most 2^-16 of it. `bfloat16x3` multiplies these parts,
-but not the second with the second, and adds up in float32: a third of a GPU's bfloat16 rate, which is several times
-that of float32. What is left out is at most 3 * 2^-16 of the sum of |a| |b|, beside the rounding of sums that float32
-has too. TF32 rounds both factors to 11 bits: at most 2^-10 of the sum of |a| |b|, or twice that where a GPU truncates.
+A float32 number is the sum of two bfloat16 numbers and a rest of at most 2^-16 of it. `bfloat16x3` multiplies these
+parts, except the second with the second, and accumulates in float32. It reaches a third of a GPU's bfloat16 rate, which
+is several times the float32 rate. Its error is at most 3 * 2^-16 of the sum of |a| |b|, plus the rounding of float32
+sums. TF32 rounds both factors to 11 bits: its error is at most 2^-10 of the sum of |a| |b|, or twice that on a GPU that
+truncates.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from trivium.models.cpu.linear import matmul_transposed
 HeadPrecision = Literal["auto", "float32", "tf32", "bfloat16x3"]
 
 Parts = tuple[Tensor, ...]
-"""A matrix as it is, or as the sum of what it is multiplied as."""
+"""A matrix, or the bfloat16 matrices that it is the sum of."""
 
 
 def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
-    """The precision that a config's `key` names on a device, for a model that computes in `dtype`: `name`, or what
-    `auto` stands for. Raises ConfigError where the device or the dtype does not support it."""
+    """Resolves the precision `name` of the config's `key` for a device and a model's `dtype`. Raises ConfigError if the
+    device or the dtype does not support it."""
     gpu = device.type == "cuda"
     supported = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     supported = supported and dtype != "float64"
@@ -33,18 +34,18 @@ def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
     if name == "float32" or supported:
         return name
     reason = "the model computes in float64" if dtype == "float64" else "this GPU has no instructions for it"
-    reason = reason if gpu else "the model is on a CPU, where float32 is all there is"
+    reason = reason if gpu else "the model is on a CPU, which computes in float32 only"
     raise ConfigError(f"{key} {name!r}", reason, "set it to auto or float32")
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Turns TF32 on for `tf32`. The setting holds for all float32 matrix products of this process on its GPUs."""
+    """Enables TF32 for `tf32`, for all float32 matrix products of this process on GPUs."""
     if precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True
 
 
 def parts_of(x: Tensor, precision: str) -> Parts:
-    """What a matrix is multiplied as; a bfloat16 one is exact as it is."""
+    """Splits a matrix for `product`. A bfloat16 matrix needs no split."""
     if precision != "bfloat16x3" or x.dtype == torch.bfloat16:
         return (x,)
     first = x.bfloat16()
@@ -68,8 +69,8 @@ def _widened(a: Tensor, b: Tensor) -> Tensor:
 
 
 def use_in(output: nn.Linear, precision: str) -> None:
-    """Makes an output layer on a GPU that is not trained compute in this precision: its outputs are float32, whatever
-    the type of its weights."""
+    """Makes an untrained output layer on a GPU compute in this precision. Its outputs are float32, whatever the type of
+    its weights."""
     if not output.weight.is_cuda or (precision != "bfloat16x3" and output.weight.dtype == torch.float32):
         return
 

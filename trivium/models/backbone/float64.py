@@ -1,7 +1,7 @@
-"""Gradients in float64 of layers that transformers computes in float32 whatever the weights are.
+"""Gradients in float64 of layers that transformers computes in float32, whatever the type of the weights.
 
-Such a layer rounds the gradient of every token; which sums are rounded depends on what is computed together. Forward
-its bits stay those of transformers; backward it is differentiated as if it had computed in the type of its input.
+Such a layer rounds the gradient of every token, and the rounded sums depend on the batch. The forward pass keeps the
+bits of transformers. The backward pass differentiates the layer as if it computed in the type of its input.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from trivium.models.backbone.routing import ROUTER, Selection, current_selection, replaying
 
 _NARROW = ("RMSNorm", ROUTER)
-"""How the names of such layers' classes end."""
+"""Suffixes of the class names of such layers."""
 
 
 def differentiate_in_float64(module: nn.Module) -> None:
-    """For a module with weights in float64; any other stays as it is. Its experts are multiplied with one by one: torch
-    has no grouped product in float64."""
+    """Changes a module with weights in float64, in place. Experts are computed one by one, because torch has no grouped
+    product in float64."""
     if getattr(module, "dtype", None) == torch.float64 and hasattr(module, "set_experts_implementation"):
         cast(Any, module).set_experts_implementation("eager")
     for layer in module.modules():
@@ -38,7 +38,7 @@ def _forward(layer: nn.Module, x: torch.Tensor) -> Any:
 class _Context(Protocol):
     layer: nn.Module
     selection: Selection | None
-    """The experts that a router was to choose."""
+    """The experts that the router was told to choose."""
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -74,7 +74,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Float64(TorchFunctionMode):
-    """Within it, nothing in float64 is made float32."""
+    """Inside the block, conversions of float64 tensors to float32 have no effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,7 +1,7 @@
-"""Attention of packed sequences on GPUs: kernels that read sequences of any lengths, without padding or masks.
+"""Attention of packed sequences on GPUs, by kernels that accept sequences of any lengths without padding or masks.
 
-Each segment of a pack attends to the tokens of its sequences up to itself. Nothing here runs torch's math kernel, whose
-memory grows with the square of the length: a mask together with grouped heads would.
+Each segment of a pack attends to itself and to the segments before it. No function uses torch's math kernel, whose
+memory grows with the square of the length; torch would select it for a mask together with grouped heads.
 
 Legend: T tokens of the row, H query heads, K key-value heads, D head size, B segments, N rows of keys.
 """
@@ -26,8 +26,8 @@ from trivium.models.backbone.prefixes import Segment
 from trivium.models.placement import sent
 
 Backend = Literal["varlen", "flash_attn", "efficient"]
-"""`varlen` (torch.nn.attention.varlen) and `flash_attn` (the package) take sequences of any lengths; `efficient` dense
-grids, without the math kernel."""
+"""`varlen` (torch.nn.attention.varlen) and `flash_attn` (the package) accept sequences of any lengths; `efficient`
+accepts dense grids."""
 _LARGEST_HEAD = 256
 _AMPERE = (8, 0)
 
@@ -35,7 +35,7 @@ _AMPERE = (8, 0)
 def gpu_backend(
     dtype: torch.dtype, head_dim: int, value_dim: int, capability: tuple[int, int], *, varlen: bool, flash_attn: bool
 ) -> Backend:
-    """What computes attention on a GPU of this capability, where torch has `varlen_attn`, and the package flash-attn is
+    """The backend for a GPU of this capability. `varlen`: torch has `varlen_attn`; `flash_attn`: the package is
     installed."""
     half = dtype in (torch.float16, torch.bfloat16)
     fits = head_dim == value_dim <= _LARGEST_HEAD and head_dim % 8 == 0 and capability >= _AMPERE
@@ -45,7 +45,7 @@ def gpu_backend(
 
 
 def backend_for(query: Tensor, value: Tensor) -> Backend:
-    """What computes attention of these tokens, (T, H, D), here."""
+    """The backend for tokens (T, H, D) on this machine."""
     capability = torch.cuda.get_device_capability(query.device)
     varlen, flash_attn = _installed()
     return gpu_backend(query.dtype, query.shape[-1], value.shape[-1], capability, varlen=varlen, flash_attn=flash_attn)
@@ -53,7 +53,7 @@ def backend_for(query: Tensor, value: Tensor) -> Backend:
 
 @cache
 def _installed() -> tuple[bool, bool]:
-    """Whether there is torch's `varlen_attn` with what `varlen_kernel` needs, and the package flash-attn."""
+    """(torch has `varlen_attn` with the parameters of `varlen_kernel`, the package flash-attn is installed)."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False, importlib.util.find_spec("flash_attn") is not None
     varlen = importlib.import_module("torch.nn.attention.varlen")
@@ -62,12 +62,12 @@ def _installed() -> tuple[bool, bool]:
 
 
 class Runs(NamedTuple):
-    """The queries and keys of each segment, as ranges of rows that lie end to end."""
+    """The queries and keys of each segment, as consecutive ranges of rows."""
 
     keys: Tensor | None
-    """(N,) int64: the row of each key; None: the rows as they are."""
+    """(N,) int64: the row of each key; None: keys are in the order of the rows."""
     query_bounds: Tensor
-    """(B + 1,) int32: the queries of segment b are the rows bounds[b] to bounds[b + 1]."""
+    """(B + 1,) int32: the queries of segment b are the rows bounds[b] to bounds[b + 1] - 1."""
     key_bounds: Tensor
     longest_query: int
     longest_key: int
@@ -75,7 +75,7 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=8)
 def runs_of(segments: tuple[Segment, ...], device: torch.device) -> Runs:
-    """What each segment of a pack attends to: its path, whose last tokens are its own."""
+    """The queries and keys of the segments of a pack. The keys of a segment are its path, which ends with itself."""
     sizes = np.array([segment.stop - segment.first for segment in segments])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     paths: list[npt.NDArray[np.int64]] = []
@@ -98,8 +98,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tens
 def attend_in_runs(
     tokens: Sequence[Tensor], runs: Runs, scale: float | None, window: int | None, kernel: Kernel
 ) -> Tensor:
-    """(T, H, D) of queries, (T, K, D) of keys and values -> (T, H, D). A query sees the last `window` tokens of its
-    sequence, its own among them."""
+    """(T, H, D) queries, (T, K, D) keys and values -> (T, H, D). A query attends to the last `window` tokens of its
+    sequence, itself included."""
     query, key, value = tokens
     if runs.keys is not None:
         key, value = key.index_select(0, runs.keys), value.index_select(0, runs.keys)
@@ -107,7 +107,7 @@ def attend_in_runs(
 
 
 def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
-    """That of torch."""
+    """The kernel of torch."""
     varlen: Any = importlib.import_module("torch.nn.attention.varlen")
     return varlen.varlen_attn(
         q,
@@ -124,7 +124,7 @@ def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | No
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
-    """That of the package flash-attn."""
+    """The kernel of the package flash-attn."""
     flash_attn: Any = importlib.import_module("flash_attn")
     return flash_attn.flash_attn_varlen_func(
         q,
@@ -145,26 +145,32 @@ KERNELS: dict[Backend, Kernel] = {"varlen": varlen_kernel, "flash_attn": flash_k
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(B, H, L, D) and (B, K, L, D) -> (B, H, L, D), causal without a mask. An error where only the math kernel could
-    compute it: none of the others takes grouped heads, so each query head gets keys and values of its own."""
+    """(B, H, L, D) and (B, K, L, D) -> (B, H, L, D), causal without a mask. The math kernel is disabled. The other
+    kernels do not support grouped heads, so keys and values are repeated for each query head."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x if groups == 1 else x.repeat_interleave(groups, dim=1) for x in (k, v))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
 
 
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(length, length) bool mask of causal attention with a sliding window; None if the window covers the length."""
+    if window is None or length <= window:
+        return None
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
+
+
 def causal_attention(
     tokens: Sequence[Tensor], scale: float | None, window: int | None, kernel: Kernel | None
 ) -> Tensor:
-    """(B, H, L, D) of queries, (B, K, L, D) of keys and values of B sequences -> (B, H, L, D). A query sees the last
-    `window` tokens of its sequence, its own among them. Without a kernel, in a dense grid."""
+    """(B, H, L, D) queries, (B, K, L, D) keys and values of B sequences -> (B, H, L, D). A query attends to the last
+    `window` tokens of its sequence, itself included. Without a kernel, computes a dense grid."""
     query, key, value = tokens
     batch, _, length, _ = query.shape
     if kernel is None:
-        place = torch.arange(length, device=query.device)
-        behind = place[:, None] - place
-        seen = None if window is None or window >= length else (behind >= 0) & (behind < window)
-        return dense_attention(query, key, value, seen, scale)
+        return dense_attention(query, key, value, window_mask(length, window, query.device), scale)
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tokens)
     out = kernel(query, key, value, Runs(None, bounds, bounds, length, length), scale, window)

@@ -1,4 +1,4 @@
-"""Loads Hugging Face language models from a directory; never from a hub."""
+"""Loads Hugging Face language models from a directory, without network access."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def load_lm(
     attention: str | None = "sdpa",
     empty: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode, with its vision tower where it is of a family that sees. The type `auto` is
-    the one it was saved in. `empty`: without its weights, which `filling.fill` reads.
+    """A causal language model in eval mode, with its vision tower if it has one. The type `auto` is the one that the
+    model was saved in. With `empty`, weights are not read (see `filling.fill`).
 
     `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model. A
-    vision tower keeps its own. Raises ConfigError for a model that knows no attention but its own, DataError where the
-    files are not those of the model.
+    vision tower keeps its own attention. Raises ConfigError for a model whose attention cannot be replaced, DataError
+    if the files do not fit the model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -47,7 +47,7 @@ def load_lm(
             raise
         raise ConfigError(
             f"the attention {attention} in the model {path}",
-            "its attention cannot be replaced (it keeps a list of its own)",
+            "its attention cannot be replaced (it has a fixed list)",
             "use another model, or another engine",
         ) from error
 
@@ -73,7 +73,7 @@ def load_sequence_classifier(
 def _loaded(
     kind: type[Any], path: str | Path, dtype: torch.dtype | Literal["auto"], device: Any, *, empty: bool, **how: Any
 ) -> PreTrainedModel:
-    """What an auto class of transformers makes of a directory."""
+    """Builds the model of an auto class of transformers from a directory."""
     from transformers import AutoConfig, GenerationConfig
 
     keep_freed_memory()
@@ -97,6 +97,6 @@ def saved_dtype(config: PretrainedConfig, path: Path) -> torch.dtype:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence the model was built for, in tokens; None where its config names no limit."""
+    """The longest sequence that the model supports, in tokens; None if its config has no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)

@@ -1,4 +1,4 @@
-"""Where the tokens of a pack lie: the rows of each sequence, and the dense grids of attention (`packed`)."""
+"""The layout of a pack: the rows of each sequence, and the dense grids of attention (`packed`)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trivium.models.backbone.prefixes import Segment, Tree
 from trivium.models.placement import sent
 
 _FILL = 0.75
-"""The shortest sequence of a dense grid, as a part of its longest."""
+"""The length of the shortest sequence of a dense grid, as a part of the longest."""
 
 _CLUMP = 96
-"""Most tokens of a clump. Beyond, the pairs of tokens that do not see each other cost more than they save in calls."""
+"""The most tokens of a clump. In larger ones, masked pairs of tokens cost more than the saved calls."""
 
 _COPIED, _FEW = 0.4, 64
-"""Most tokens that are copied for each behind them, and how many always are: up to there, an attention of their own
-took longer on CPUs."""
+"""Tokens are copied up to this many for each token that follows them, or up to `_FEW` in any case. Measured on CPUs,
+a separate attention call is slower below these bounds."""
 
 
 def clumps_of(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Tree, npt.NDArray[np.int64], list[bool]]:
-    """The tree in which each small subtree, a clump, is one segment; where its segments start; and which are clumps.
+    """(the tree with each small subtree, a clump, as one segment; the first row of each segment; which are clumps).
 
-    The tokens of a clump share one row of an attention grid, where a mask tells who sees whom: on CPUs, many short
-    sequences in rows of their own take several times as long.
+    The tokens of a clump share one row of an attention grid with a mask: on CPUs, many short sequences in separate rows
+    take several times as long.
     """
     totals = _totals(tree)
     segments: list[Segment] = []
@@ -53,13 +53,13 @@ def clumps_of(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Tree, npt.NDAr
 
 
 def seen_until(tree: Tree, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """(T,): the first row behind each token's that does not see it, be it copied or not."""
+    """(T,): for each token, the first later row that does not attend to it."""
     sizes = [segment.stop - segment.first for segment in tree.segments]
     return np.repeat(starts + _totals(tree), sizes)
 
 
 def _totals(tree: Tree) -> list[int]:
-    """The tokens of each segment and of all that come behind it."""
+    """The number of tokens of each segment and its continuations."""
     totals = [segment.stop - segment.first for segment in tree.segments]
     for here, segment in reversed([*enumerate(tree.segments)]):
         if segment.parent >= 0:
@@ -68,11 +68,11 @@ def _totals(tree: Tree) -> list[int]:
 
 
 def copied_of(tree: Tree) -> list[bool]:
-    """Of each segment, whether each that comes behind it attends to a copy of its own: where few tokens are copied,
-    that is faster than an attention of all of them to one."""
+    """For each segment, whether every continuation attends to its own copy of it. For few tokens, copies are faster
+    than one attention call of all continuations to the segment."""
     count = len(tree.segments)
-    behind, paths = [0] * count, [0] * count  # tokens behind each segment, and the copies that they would need
-    copied, kept = [False] * count, [False] * count  # kept: one behind it is not copied, and others go on from there
+    behind, paths = [0] * count, [0] * count  # tokens of the continuations, and the copies that they need
+    copied, kept = [False] * count, [False] * count  # kept: a continuation with continuations is not copied
     for here, segment in reversed([*enumerate(tree.segments)]):
         length, parent = segment.stop - segment.first, segment.parent
         if behind[here]:
@@ -86,7 +86,7 @@ def copied_of(tree: Tree) -> list[bool]:
 
 
 def paths_of(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> list[npt.NDArray[np.int64]]:
-    """The rows of each segment that is not copied, with those before it that are."""
+    """For each segment that is not copied, its rows after those of the copied segments before it."""
     paths: list[npt.NDArray[np.int64]] = []
     for here in range(len(tree.segments)):
         if not copied[here]:
@@ -107,7 +107,8 @@ def _rows(tree: Tree, starts: npt.NDArray[np.int64], here: int) -> npt.NDArray[n
 def rows_of(
     leaf: int, tree: Tree, starts: npt.NDArray[np.int64], row_of_end: Mapping[int, int]
 ) -> npt.NDArray[np.int64]:
-    """The rows of the sequence that ends with this segment; `row_of_end` has those of tokens that are not in it."""
+    """The rows of the sequence whose last segment is `leaf`. `row_of_end` has the rows of last tokens that are not in
+    the tree."""
     parts = [np.array([row_of_end[leaf]])] if leaf in row_of_end else list[npt.NDArray[np.int64]]()
     while leaf >= 0:
         parts.append(_rows(tree, starts, leaf))
@@ -116,11 +117,11 @@ def rows_of(
 
 
 def trunks_of(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> tuple[Trunk, ...]:
-    """The segments that others go on from and attend to as they are, in preorder."""
+    """The segments with continuations that attend to the original, not to copies; in preorder."""
     stops = [int(start) + segment.stop - segment.first for start, segment in zip(starts, tree.segments, strict=True)]
     ends, depths = list(stops), [segment.stop for segment in tree.segments]
     for here, segment in reversed([*enumerate(tree.segments)]):
-        if segment.parent >= 0:  # what comes behind it is behind its parent, too
+        if segment.parent >= 0:  # its continuations are those of its parent, too
             ends[segment.parent] = max(ends[segment.parent], ends[here])
             depths[segment.parent] = max(depths[segment.parent], depths[here])
     return tuple(
@@ -132,19 +133,19 @@ def trunks_of(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool])
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """Dense grids over paths, one path in each row of a grid, of similar lengths."""
+    """Dense grids of paths of similar lengths, one path in each row of a grid."""
 
     shapes: tuple[tuple[int, int], ...]
-    """(paths, padded length) of each; together S cells."""
+    """(paths, padded length) of each grid; S cells in total."""
     masked: tuple[bool, ...]
     """Whether a row of the grid holds a clump."""
     spread: npt.NDArray[np.int64]
-    """(S,): the row of the pack in each cell; padding repeats its path's last."""
+    """(S,): the row of the pack in each cell. Padding repeats the last row of the path."""
     collect: npt.NDArray[np.int64]
-    """(T,): a cell that has each row of the pack."""
+    """(T,): a cell of each row of the pack."""
 
     def masks(self, until: npt.NDArray[np.int64]) -> list[npt.NDArray[np.bool_] | None]:
-        """(paths, length, length) of each grid with clumps: whether the token of a cell sees that of another."""
+        """(paths, length, length) of each grid with clumps: whether one cell attends to another."""
         masks: list[npt.NDArray[np.bool_] | None] = []
         offset = 0
         for (count, length), masked in zip(self.shapes, self.masked, strict=True):
@@ -155,7 +156,7 @@ class Grids:
 
 
 def grids_of(paths: Sequence[npt.NDArray[np.int64]], clumps: Sequence[bool], num_tokens: int) -> Grids:
-    """The grids of the paths, of which some end with a clump."""
+    """The grids of paths, some of which end with a clump."""
     lengths = np.array([len(rows) for rows in paths])
     members: list[list[int]] = []
     for i in np.lexsort((-lengths, np.array(clumps))):
@@ -177,7 +178,7 @@ def grids_of(paths: Sequence[npt.NDArray[np.int64]], clumps: Sequence[bool], num
 
 
 def tree_rows(tree: Tree, starts: npt.NDArray[np.int64], positions: torch.Tensor) -> TreeRows:
-    """Which rows of a pack attend to which, on the device of their positions (T,). `starts`: the first row of each
+    """Which rows of a pack attend to which, on the device of `positions` (T,). `starts`: the first row of each
     segment."""
     outline, first_rows, clumps = clumps_of(tree, starts)
     copied = copied_of(outline)

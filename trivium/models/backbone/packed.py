@@ -1,9 +1,9 @@
-"""Packed sequences: one row of T tokens without padding through every layer, and attention that keeps them apart.
+"""Packed sequences: one row of T tokens without padding goes through every layer; attention keeps sequences apart.
 
-Attention alone needs to know where a sequence ends. It spreads the rows over a few dense grids of nearly equal
-lengths, padded on the right: under causal attention no token sees what comes after it, so no mask exists, and a token
-cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
-through the same seam as one padded grid.
+Only attention needs to know where a sequence ends. It copies the rows into a few dense grids of nearly equal lengths,
+padded on the right. Under causal attention no token attends to later ones, so no mask is needed, and no token can
+attend to another sequence. A model that does not route attention through transformers' interface is run as one padded
+grid.
 
 Sequences that begin with the same tokens may share them (`prefixes`): these tokens are in the row once, and the
 attention is that of `prefix_attention`.
@@ -30,7 +30,15 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trivium.errors import ConfigError, TriviumError
-from trivium.models.backbone.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
+from trivium.models.backbone.gpu_attention import (
+    KERNELS,
+    Kernel,
+    attend_in_runs,
+    backend_for,
+    dense_attention,
+    runs_of,
+    window_mask,
+)
 from trivium.models.backbone.load import max_positions
 from trivium.models.backbone.pack_layout import rows_of, tree_rows
 from trivium.models.backbone.prefix_attention import TreeRows, tree_attention
@@ -55,40 +63,40 @@ if TYPE_CHECKING:
 _log = logging.getLogger("trivium")
 
 PACKED = "trivium_packed"
-"""The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
+"""The name of packed attention in transformers' registry. No mask function is registered, so no mask is built."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _EXTRAS = ("softcap", "s_aux", "position_bias")
-"""Arguments by which models change what attention computes, and which packed attention does not know."""
+"""Arguments of attention that packed attention does not support."""
 
 
 class CannotPack(Exception):
-    """This model's attention is more than packed attention computes; it is run padded."""
+    """The model needs more than packed attention computes. It is run padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences end to end, what they share once, and the place of each token in dense grids."""
+    """Sequences end to end, shared tokens once, and the place of each token in dense grids."""
 
     tokens: torch.Tensor
-    """(T + E,) int64; the last E are ends of sequences that no layer computes (`pack`)."""
+    """(T + E,) int64. The last E are last tokens of sequences, which no layer computes (`skip_ends` of `pack`)."""
     positions: torch.Tensor
-    """(T,) int64: place of each token in its own sequence. (4, T) with M-RoPE: that; time, row and column."""
+    """(T,) int64: the position of each token in its sequence. With M-RoPE (4, T): position, time, row, column."""
     before: torch.Tensor
-    """(T + E,) int64: the row of the token before each one in its sequence; of the first one some row."""
+    """(T + E,) int64: the row of the previous token of the sequence. Undefined for the first token."""
     lengths: tuple[int, ...]
     rows: torch.Tensor
-    """(M,) int64: of each token of the sequences, one sequence after another, its row."""
+    """(M,) int64: the row of each token, one sequence after another."""
     cells: torch.Tensor
-    """(M,) int64: and its cell in the row-major (B, L) grid."""
+    """(M,) int64: the cell of each token in the row-major (B, L) grid."""
     segments: tuple[Segment, ...]
-    """What lies end to end."""
+    """The segments, in the order of the rows."""
     layout: Callable[[], TreeRows]
-    """Which rows attend to which in dense grids; made at the first call, since not every kernel of a GPU reads it."""
+    """Which rows attend to which in dense grids. Built by the first call, because some GPU kernels do not read it."""
     order: torch.Tensor | None = None
-    """(T,) int64: where the tokens lie when ranks share sequences; None: as they are listed."""
+    """(T,) int64: the row of each token if ranks share sequences; None if rows and tokens are in one order."""
     images: PlacedImages | None = None
-    """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
+    """The images of the sequences. An image without places makes this rank run the vision tower as other ranks do."""
     routing: torch.Tensor | None = None
     """(layers, K, T) int16: the experts of each token (see `trivium.models.backbone.routing`). If None, the routers
     choose."""
@@ -111,8 +119,8 @@ def pack(
     *,
     skip_ends: bool = False,
 ) -> Pack:
-    """Sequences of at least one token each, in the given order, as one row; with a `tree`, what they share once.
-    `skip_ends`: the state of a sequence's last token is not asked for, and not computed where no other goes on there.
+    """Packs sequences of at least one token each, in the given order. With a `tree`, shared tokens are in the row once.
+    `skip_ends`: the last token of a sequence is not computed, unless another sequence continues after it.
     """
     lengths = np.array([len(s) for s in sequences])
     tree = tree or separate([int(n) for n in lengths])
@@ -161,7 +169,7 @@ def packed_attention(
 
     With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the pack describes all slices.
 
-    Never applies dropout: the ratio of two policies is only meaningful without it.
+    Never applies dropout, which would change the ratio of two policies.
     """
     if trivium_pack is None:
         raise TriviumError(
@@ -175,7 +183,7 @@ def packed_attention(
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
     device = query.device.type
     if torch.is_autocast_enabled(device):
-        # On CPUs torch's kernel takes three times as long in bfloat16, backward.
+        # On CPUs the backward pass of torch's kernel takes three times as long in bfloat16.
         dtype = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
         tokens = [x.to(dtype) for x in tokens]
     if trivium_sequence is not None:
@@ -193,8 +201,8 @@ def packed_attention(
 def _attend_in_grids(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """(rows, H, D) of queries, keys and values, each within its own sequence -> (rows, H, D); rows without a token of
-    the pack hold anything."""
+    """(rows, H, D) queries, keys and values -> (rows, H, D), each row attending to its own sequence. Rows without a
+    token are undefined."""
     outputs: list[torch.Tensor] = []
     offset = 0
     layout, order = batch.layout(), batch.order
@@ -202,7 +210,7 @@ def _attend_in_grids(
     dense = [x.index_select(0, spread) for x in tokens]
     for rows, length in layout.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
-        window = _window(length, sliding_window, q.device)
+        window = window_mask(length, sliding_window, q.device)
         if q.is_cuda:
             grid = dense_attention(q, k, v, window, scaling)
         else:
@@ -217,7 +225,7 @@ def _attend_in_grids(
 def _attend_in_tree(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """The same where sequences share tokens; rows that hold no token of the pack are zero."""
+    """The same for sequences that share tokens. Rows without a token are zero."""
     number = batch.num_rows
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
     return _at_rows(batch, tree_attention(q, k, v, batch.layout(), scaling, sliding_window), len(tokens[0]))
@@ -226,35 +234,26 @@ def _attend_in_tree(
 def _attend_in_runs(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None, kernel: Kernel
 ) -> torch.Tensor:
-    """The same by a kernel that takes sequences of any lengths; rows that hold no token of the pack are zero."""
+    """The same by a kernel that accepts sequences of any lengths. Rows without a token are zero."""
     number, runs = batch.num_rows, runs_of(batch.segments, batch.tokens.device)
     listed = [x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens]
     return _at_rows(batch, attend_in_runs(listed, runs, scaling, sliding_window, kernel), len(tokens[0]))
 
 
 def _at_rows(batch: Pack, output: torch.Tensor, count: int) -> torch.Tensor:
-    """(T, ...) of the tokens as they are listed -> (count, ...), where they lie; zeros elsewhere."""
+    """(T, ...) values of the tokens -> (count, ...) values of the rows; rows without a token are zero."""
     whole = output.new_zeros(count, *output.shape[1:])
     if batch.order is None:
         return torch.cat([output, whole[len(output) :]])
     return whole.index_copy(0, batch.order, output)
 
 
-def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """(length, length) mask of a sliding window, where the window is shorter than the grid."""
-    if sliding_window is None or length <= sliding_window:
-        return None
-    index = torch.arange(length, device=device)
-    behind = index[:, None] - index[None, :]
-    return (behind >= 0) & (behind < sliding_window)
-
-
 class Backbone:
-    """A decoder as a function from packs to hidden states: packed where the model allows it, else padded."""
+    """A decoder as a function from packs to hidden states: packed if the model supports it, else padded."""
 
     def __init__(self, module: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
-        """To be settled before its first pass. Raises ConfigError where `module` cannot be run by the ranks of
-        `sequence` together."""
+        """Call `settle` before the first pass. Raises ConfigError if the ranks of `sequence` cannot run `module`
+        together."""
         self.vision = vision_of(module)
         self.module = module if self.vision is None else self.vision.decoder
         self.packs = _declares_packing(self.module)
@@ -263,9 +262,9 @@ class Backbone:
             self._check_sequence(self.sequence.size)
 
     def settle(self, tolerance: float) -> None:
-        """Packs from now on where the model, packed, gives what it gives padded, up to this part of the largest number
-        or what rounding explains; else it pads, and says so. Raises ConfigError where the ranks of `sequence` cannot
-        run it together."""
+        """Enables packing if packed and padded passes agree within `tolerance` of the largest number, or within what
+        rounding explains; else logs a warning and pads. Raises ConfigError if the ranks of `sequence` cannot run the
+        model together."""
         reason = self._probe(tolerance) if self.packs else "its attention is more than packed attention computes"
         self.packs = not reason
         if reason:
@@ -274,14 +273,14 @@ class Backbone:
             self._check_sequence(self.sequence.size)
 
     def __call__(self, batch: Pack) -> torch.Tensor:
-        """(T, width): the last hidden state of every token, by this process alone."""
+        """(T, width): the last hidden state of every token, computed by this process alone."""
         return self._packed(batch) if self.packs else self._padded(batch)
 
     def states(self, batch: Pack, rows: torch.Tensor) -> LocalStates:
-        """The last hidden states of the tokens `rows` (N,) of the pack, as far as they lie on this rank.
+        """The last hidden states of those of the tokens `rows` (N,) that this rank holds.
 
-        Every rank of the sequence group calls it with the same pack and rows. What is computed of the states is put
-        together by `LocalStates.gather`.
+        Every rank of the sequence group calls it with the same pack and rows. `LocalStates.gather` collects values
+        that are computed from the states.
         """
         if self.sequence is None:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
@@ -294,7 +293,7 @@ class Backbone:
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
-        number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # rows that are never read: see ROWS
+        number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # padding rows, which are not read: see ROWS
         filled = batch if batch.routing is None else replace(batch, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]
 
@@ -318,7 +317,7 @@ class Backbone:
     def _inputs(
         self, tokens: torch.Tensor, images: PlacedImages | None, slices: Slices | None = None
     ) -> dict[str, Any]:
-        """What the decoder reads: tokens, or what stands for them where there are images."""
+        """The inputs of the decoder: token ids, or embeddings if there are images."""
         if images is None:
             return {"input_ids": tokens}
         if self.vision is None:
@@ -361,8 +360,8 @@ class Backbone:
 
     @torch.no_grad()
     def _probe(self, tolerance: float) -> str:
-        """Why this model, packed, does not give what it gives padded: its code may ignore positions or the interface.
-        Empty where it does."""
+        """Compares a packed with a padded pass. Returns why they differ (the model may ignore positions or the
+        interface), or an empty string."""
         from transformers import AttentionInterface
 
         batch = probe_pack(self.module)
@@ -384,7 +383,7 @@ class Backbone:
 
 
 def probe_pack(module: PreTrainedModel) -> Pack:
-    """Two short sequences of valid tokens, for asking a model what it does."""
+    """Two short sequences of valid tokens, to test a model with."""
     vocabulary = cast(nn.Embedding, module.get_input_embeddings()).num_embeddings
     tokens = np.arange(3, 14, dtype=np.int32) % vocabulary
     longest = max_positions(module)
@@ -392,7 +391,7 @@ def probe_pack(module: PreTrainedModel) -> Pack:
 
 
 def _declares_packing(module: PreTrainedModel) -> bool:
-    """What a short probe cannot show: how attention is reached, and rules that only bite on long sequences."""
+    """Checks what a short probe cannot: how attention is called, and rules that apply to long sequences only."""
     config = module.config.get_text_config()
     return (
         type(module)._supports_attention_backend

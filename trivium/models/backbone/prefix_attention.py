@@ -1,9 +1,9 @@
 """Attention over a tree of tokens: each token attends to its own segment, causally, and to all segments before it.
 
-A segment that others go on from is attended to by everything behind it at once: those tokens are neighbouring rows of
-the pack, so no key is copied for each sequence. The parts of a token's attention are joined by the logarithms of their
-normalisers; with the joined ones, the gradient of each part is that of an attention of its own (Dao et al. 2022,
-"FlashAttention"; Liu et al. 2023, "Ring Attention").
+All continuations of a segment attend to it in one call: they are neighbouring rows of the pack, so no key is copied for
+each sequence. The parts of a token's attention are combined by the logarithms of their normalisers. With the combined
+normalisers, each part has the gradient of a separate attention (Dao et al. 2022, "FlashAttention"; Liu et al. 2023,
+"Ring Attention").
 
 Legend: T tokens, H query heads, K key-value heads, D head size, B segments, L queries, S keys.
 """
@@ -19,21 +19,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 _CHUNK = 2**24
-"""Most scores at a time, where torch has no kernel that gives the normaliser."""
+"""The most scores in memory, if torch has no kernel that returns the normaliser."""
 _UNSEEN = -1e30
-"""The score of a key that a query does not see. Finite: a query that sees no key of a block has no weight there."""
+"""The score of a masked key. It is finite, so that a block whose keys are all masked for a query gets no weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """A segment that others go on from, as rows of the pack: `first` to `behind`. What goes on from it are the rows
-    `behind` to `stop`."""
+    """A segment with continuations, as rows of the pack: the segment is `first` to `behind - 1`, its continuations are
+    `behind` to `stop - 1`."""
 
     first: int
     behind: int
     stop: int
     reach: int
-    """How far the last query behind it is from its first key, in tokens of a sequence."""
+    """The largest distance of a query in the continuations from the first key, in tokens of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class TreeRows:
     grids: tuple[tuple[int, int], ...]
     """(segments, padded length) of the dense grids in which each segment attends to itself."""
     masks: tuple[torch.Tensor | None, ...]
-    """(segments, length, length) bool of each grid: whether a cell sees another; None where it sees all before it."""
+    """(segments, length, length) bool of each grid: whether a cell attends to another. None: to all cells before it."""
     spread: torch.Tensor
-    """(S,) int64: the row in each cell of the grids; padding repeats its own segment's last token."""
+    """(S,) int64: the row in each cell of the grids. Padding repeats the last token of the segment."""
     collect: torch.Tensor
     """(T,) int64: a cell of each row."""
     positions: torch.Tensor
@@ -56,14 +56,14 @@ class TreeRows:
 
     @property
     def is_tree(self) -> bool:
-        """Whether attention must know more than the grids."""
+        """Whether attention needs more than causal grids."""
         return bool(self.trunks) or any(mask is not None for mask in self.masks)
 
 
 def tree_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: TreeRows, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """(T, H, D), (T, K, D), (T, K, D) -> (T, H, D). A query sees the last `window` tokens, its own among them."""
+    """(T, H, D), (T, K, D), (T, K, D) -> (T, H, D). A query attends to the last `window` tokens, itself included."""
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     return cast(torch.Tensor, _TreeAttention.apply(query, key, value, rows, scale, window))
 
@@ -118,7 +118,7 @@ class _TreeAttention(torch.autograd.Function):
         grids = zip(blocks, *(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
         own = [block.gradients(*parts) for block, *parts in grids]
         of_query, of_keys, of_values = _from_grids(rows, own)
-        if rows.copies:  # what each copy was seen as adds up; one of them was the query
+        if rows.copies:  # the gradients of all copies of a key add up; only one copy was a query
             of_keys, of_values = (
                 torch.zeros_like(into).index_add_(
                     0, rows.spread, torch.cat([grid[place].flatten(0, 1) for grid in own])
@@ -138,17 +138,18 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(T, K, D) -> (T, H, D): for each query head the one it reads."""
+    """(T, K, D) -> (T, H, D): for each query head its key-value head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _summed(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """The way back: (T, H, D) -> (T, K, D). torch's `sum` over an axis that short takes several times as long."""
+    """The gradient of `_repeated`: (T, H, D) -> (T, K, D). torch's `sum` over such a short axis is several times
+    slower."""
     return reduce(torch.add, x.unflatten(1, (heads, -1)).unbind(2))
 
 
 def _grids(rows: TreeRows, cells: torch.Tensor) -> list[torch.Tensor]:
-    """What is in all cells -> (B, L, ...) of each grid."""
+    """(S, ...) values of the cells -> (B, L, ...) of each grid."""
     parts = cells.split([count * length for count, length in rows.grids])
     return [part.unflatten(0, shape) for part, shape in zip(parts, rows.grids, strict=True)]
 
@@ -181,7 +182,7 @@ def _own_blocks(rows: TreeRows, scale: float, window: int | None, like: torch.Te
 def _block_behind(
     trunk: Trunk, positions: torch.Tensor, scale: float, window: int | None, like: torch.Tensor
 ) -> _Block:
-    """Of all that comes behind a trunk with the trunk."""
+    """The attention of the continuations of a trunk to the trunk."""
     if window is None or trunk.reach < window:
         return _Block(scale, causal=False)
     distance = positions[trunk.behind : trunk.stop, None] - positions[trunk.first : trunk.behind]
@@ -189,17 +190,17 @@ def _block_behind(
 
 
 def _as_scores(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What is added to scores, of keys that are seen or not."""
+    """The additive mask of a boolean one."""
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, _UNSEEN)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Attention of all queries to all keys but the masked ones: (B, L, H, D) to (B, S, H, D)."""
+    """Attention of queries (B, L, H, D) to keys (B, S, H, D)."""
 
     scale: float
     causal: bool
-    """Where L is S: a query sees no key behind it."""
+    """L equals S, and a query attends to no later key."""
     mask: torch.Tensor | None = None
     """(L, S) or (B, 1, L, S), added to the scores."""
 
@@ -228,8 +229,8 @@ class _Block:
         log_norm: torch.Tensor,
         grad: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of queries, keys and values, where this block is a part of an attention with this `output` and
-        `log_norm`, whose gradient is `grad`."""
+        """The gradients of queries, keys and values. This block is a part of an attention with `output`, `log_norm` and
+        the gradient `grad` of its output."""
         q, k, v, output, log_norm, grad = (x.transpose(1, 2) for x in (q, k, v, output, log_norm, grad))
         if _has_kernel(q, v):
             how = {"attn_mask": self.mask, "scale": self.scale}
@@ -250,7 +251,7 @@ class _Block:
         return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(some queries, (B, H, those, S)) of all queries (B, H, L, D), in single precision at least."""
+        """Yields (a slice of the queries, its scores (B, H, l, S)), in float32 or wider."""
         length, keys = q.shape[2], k.shape[2]
         size = max(1, _CHUNK // (q.shape[0] * q.shape[1] * keys))
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -264,5 +265,5 @@ class _Block:
 
 
 def _has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether torch has one that gives the normaliser, and takes one back."""
+    """Whether torch has a kernel that returns the normaliser, and a backward one that accepts it."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]

@@ -1,7 +1,7 @@
-"""What sequences begin with in common, as a tree: a pass over the tokens of the tree is a pass over all sequences.
+"""Shared prefixes of sequences, as a tree of tokens. One pass over the tree computes all sequences.
 
-Under causal attention a token's states depend on the tokens before it alone. Sequences that begin with the same tokens
-therefore have the same states there, and the gradient of those states is the sum of what each sequence sends back.
+Under causal attention the states of a token depend only on the tokens before it. Sequences with a common prefix have
+the same states in it, and the gradient of those states is the sum of the gradients from each sequence.
 
 Legend: n sequences.
 """
@@ -16,37 +16,38 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 MIN_SAVED = 16
-"""Tokens that a shared run of tokens must save, at least."""
+"""A shared run of tokens must save at least this many tokens."""
 BELOW_PER_SAVED = 64
-"""Tokens behind a shared run for each that it saves, at most: beyond that the gain is within what a step varies by."""
+"""At most this many tokens may follow a shared run for each token that it saves. Beyond, the gain is within the
+variation of a step's time."""
 
 
 def is_gain(length: int, branches: int, below: int) -> bool:
-    """Whether `length` tokens are run once instead of once for each of the `branches` that go on from there, where
-    `below` tokens come behind them."""
+    """Whether it pays to compute `length` tokens once instead of once for each of `branches` continuations, which have
+    `below` tokens in total."""
     saved = (branches - 1) * length
     return saved >= MIN_SAVED and saved * BELOW_PER_SAVED >= below
 
 
 class Segment(NamedTuple):
-    """A run of tokens that one or more sequences have in common."""
+    """A run of tokens that belongs to one or more sequences."""
 
     sequence: int
-    """The sequence that it is read from."""
+    """The sequence that the tokens are read from."""
     first: int
     stop: int
-    """Its tokens there: `first` to `stop`, without the last."""
+    """The tokens are `first` to `stop - 1` of that sequence."""
     parent: int
-    """The segment before it; -1 for none."""
+    """The segment before it; -1 if it begins a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Segments in preorder: all that come behind a segment follow it immediately."""
+    """Segments in preorder: the continuations of a segment follow it immediately."""
 
     segments: tuple[Segment, ...]
     leaves: tuple[int, ...]
-    """Of each sequence, the segment that it ends with."""
+    """The last segment of each sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,8 +55,7 @@ class Tree:
 
     @property
     def num_squares(self) -> int:
-        """Twice the pairs of tokens of which one attends to the other; for sequences alone, the sum of their squared
-        lengths."""
+        """Twice the number of attending pairs of tokens. Without sharing, the sum of the squared lengths."""
         return sum(segment.stop**2 - segment.first**2 for segment in self.segments)
 
     @property
@@ -64,7 +64,7 @@ class Tree:
         return any(segment.parent >= 0 for segment in self.segments) or len(self.segments) < len(self.leaves)
 
     def ends(self) -> dict[int, Segment]:
-        """Of each segment that nothing goes on from, and that has another token, the last token."""
+        """The last token of each segment without continuations, unless it is the only token of the segment."""
         parents = {segment.parent for segment in self.segments}
         last = ((i, each._replace(first=each.stop - 1)) for i, each in enumerate(self.segments) if i not in parents)
         return {i: end for i, end in last if end.first > self.segments[i].first}
@@ -76,28 +76,29 @@ class Tree:
 
 
 def separate(lengths: Sequence[int]) -> Tree:
-    """The tree of sequences that share nothing."""
+    """The tree of sequences without shared tokens."""
     return Tree(tuple(Segment(i, 0, n, -1) for i, n in enumerate(lengths)), tuple(range(len(lengths))))
 
 
 class Prefixes:
-    """How many tokens any of n sequences have in common at their start."""
+    """The lengths of the common prefixes of n sequences."""
 
     def __init__(self, keys: Sequence[npt.NDArray[Any]]) -> None:
-        """`keys` are the sequences, as arrays of one type: tokens, or what else must be equal where they share."""
+        """`keys` are the sequences as arrays of one type: tokens, or whatever must be equal in shared tokens."""
         as_bytes = [key.tobytes() for key in keys]
         self._lengths = [len(key) for key in keys]
-        self._order = sorted(range(len(keys)), key=as_bytes.__getitem__)  # equal beginnings lie side by side
+        self._order = sorted(range(len(keys)), key=as_bytes.__getitem__)  # common prefixes become neighbours
         self._rank = {row: rank for rank, row in enumerate(self._order)}
         self._common = [0, *(_common(keys[a], keys[b]) for a, b in pairwise(self._order))]
-        """Of each rank: with the one before."""
+        """By rank, the length of the common prefix with the rank before."""
 
     def ordered(self, rows: Sequence[int]) -> list[int]:
-        """The rows, those with equal beginnings side by side."""
+        """The rows, sorted so that common prefixes are neighbours."""
         return sorted(rows, key=self._rank.__getitem__)
 
     def tree(self, rows: Sequence[int]) -> Tree:
-        """What the sequences `rows` share where that is a gain (`is_gain`), numbered as they are listed."""
+        """The tree of the sequences `rows`, which are numbered in the order of the list. Prefixes are shared if it pays
+        (`is_gain`)."""
         number = {row: i for i, row in enumerate(rows)}
         grown = _Growth()
         before = -1
@@ -109,7 +110,7 @@ class Prefixes:
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """The number of elements that both begin with."""
+    """The length of the common prefix."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     first = int(different.argmax()) if length else 0
@@ -118,20 +119,20 @@ def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """A place where sequences part, or where one ends."""
+    """A place where sequences diverge, or where one ends."""
 
     depth: int
     sequence: int
-    """One that passes through."""
+    """One of the sequences that pass through."""
     ends: list[int] = field(default_factory=list[int])
     """The sequences that end here."""
     branches: list[_Node] = field(default_factory=list["_Node"])
     below: int = 0
-    """Tokens behind it."""
+    """The number of tokens of all continuations."""
 
     def adopt(self, nodes: Sequence[_Node]) -> None:
         for node in nodes:
-            if node.depth == self.depth:  # a sequence that ends where others go on
+            if node.depth == self.depth:  # a sequence that ends here
                 self.ends += node.ends
             else:
                 self.branches.append(node)
@@ -139,14 +140,14 @@ class _Node:
 
 
 class _Growth:
-    """The nodes from the root to the sequence that was added last; those that it left are decided on."""
+    """The nodes on the path from the root to the last added sequence. Nodes off the path are final."""
 
     def __init__(self) -> None:
         self._open = [_Node(0, -1)]
         self._last: list[_Node] = []
 
     def add(self, sequence: int, length: int, common: int) -> None:
-        """The next sequence in order, which has `common` tokens in common with the one before."""
+        """Adds the next sequence in order, which has `common` tokens in common with the one before."""
         self._close(common)
         if self._open[-1].depth < common:
             self._open.append(_Node(common, sequence))
@@ -158,7 +159,7 @@ class _Growth:
         return self._open[0]
 
     def _close(self, depth: int) -> None:
-        """Joins what lies deeper than this to what it hangs from."""
+        """Joins the nodes that are deeper than `depth` to their parents."""
         while self._open[-1].depth > depth:
             node = self._open[-1]
             node.adopt(self._last)

@@ -1,8 +1,8 @@
-"""How far rounding alone moves what a model computes: measured on the model itself, in the type that it computes in.
+"""Measures how much rounding changes the outputs of a model, in the type that the model computes in.
 
-Two correct ways to compute the same differ by what rounding does to each, which depends on the type, the depth and the
-weights: no constant fits all models. The measure is one more forward pass whose modules' outputs are each moved by as
-much as rounding may move them, at random.
+Two correct implementations differ by their rounding, which depends on the type, the depth and the weights, so no
+constant tolerance fits all models. The measurement is one more forward pass, in which random noise of the size of a
+rounding error is added to the output of every module.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 _FACTOR = 3.0
-"""How many times the measured difference is still rounding. In float32 and bfloat16, with 2 and 12 layers, correct
-engines came to 0.6 to 1.0 times of it, and an attention scale 10 % off in bfloat16 to 3.8 times and more."""
+"""Differences up to this many times the measured one count as rounding. In float32 and bfloat16, with 2 and 12 layers,
+correct engines reach 0.6 to 1.0 times; an attention scale that is 10 % off in bfloat16 reaches 3.8 times and more."""
 _TF32_UNIT = 2.0**-11
 
 
 def explained_by_rounding(module: nn.Module, compute: Callable[[], Tensor], actual: Tensor, expected: Tensor) -> bool:
-    """Whether `actual` may be what `module` computes as `expected`, rounded in another way. `compute` is the pass that
-    gave `expected`."""
+    """Whether rounding explains the difference between `actual` and `expected`. `compute` is the pass through `module`
+    that gave `expected`."""
     if not bool(torch.isfinite(actual).all()):
         return False
     with _rounded_at_random(module):
@@ -36,7 +36,7 @@ def _rms(difference: Tensor) -> float:
 
 @contextmanager
 def _rounded_at_random(module: nn.Module) -> Generator[None]:
-    """Every module's output is moved by up to half a unit in the last place of its type."""
+    """Changes the output of every module by up to half a unit in the last place of its type."""
     count = 0
 
     def move(part: nn.Module, inputs: Any, output: Any) -> Any:

@@ -1,8 +1,7 @@
-"""The experts that the routers of a model choose: recorded where tokens are sampled, chosen again in training (R3; Ma
-et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers").
+"""Router replay: the engine records the experts of each token, and training chooses the same experts (R3; Ma et al.
+2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers").
 
-The choice alone is replayed. The weights of the chosen experts are computed from the trainer's own router, which learns
-through them.
+Only the choice is replayed. The trainer's router computes the weights of the chosen experts, and learns through them.
 
 Legend: T tokens, K experts of one token, E experts of a layer.
 """
@@ -28,39 +27,39 @@ from trivium.models.backbone.prefixes import Segment
 from trivium.types import Experience, Request
 
 ROUTER = "Router"
-"""How the names of routers' classes end in transformers."""
+"""The suffix of the class names of routers in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a decoder whose choice can be read and set, in the order of their layers."""
+    """The routers of a decoder, in the order of the layers."""
 
     layers: tuple[nn.Module, ...]
-    """The layers that have one, and the router of each."""
+    """The layers with a router; `modules` are the routers."""
     modules: tuple[nn.Module, ...]
     chosen: int
     """K."""
     experts: int
     """E."""
     numbers: tuple[int, ...]
-    """The places of the layers among all of the decoder's."""
+    """The indices of these layers among all layers of the decoder."""
     depth: int
-    """How many these are."""
+    """The number of all layers of the decoder."""
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """The type of recorded numbers: those of experts plus one, and 0."""
+        """The type of recorded numbers: 0, or the number of an expert plus one."""
         return np.uint8 if self.experts <= 255 else np.uint16
 
     def replay(self) -> None:
-        """From now on, a layer that is called with a pack that has routing chooses these experts."""
+        """Makes layers choose the experts of a pack with routing."""
         for number, (layer, router) in enumerate(zip(self.layers, self.modules, strict=True)):
             layer.forward = partial(_in_layer, layer.forward, number, self.experts)
             router.forward = partial(_route, router.forward)
 
     def packed(self, arrays: Sequence[npt.NDArray[Any] | None], segments: Sequence[Segment]) -> torch.Tensor | None:
-        """(layers, K, T) int16 of the tokens of these segments, from (tokens, layers, K) for each sequence; 0 where an
-        array is missing. None: all are. Raises DataError for arrays of another model."""
+        """(layers, K, T) int16 of the tokens of segments, from one (tokens, layers, K) array for each sequence; 0 if a
+        sequence has no array. Returns None if no sequence has one. Raises DataError for arrays of another model."""
         shape = (len(self.layers), self.chosen)
         dense = [array is not None and array.shape[1] == self.depth > shape[0] for array in arrays]
         arrays = [
@@ -87,7 +86,7 @@ class Routers:
 
 
 def routers_of(decoder: nn.Module) -> Routers:
-    """Raises ConfigError for a model without routers, or with such as do not choose experts by one top-k."""
+    """The routers of a model. Raises ConfigError if it has none, or if they do not choose experts by one top-k."""
     by_layer: dict[nn.Module, nn.Module] = {}
     numbers: list[int] = []
     for name, module in decoder.named_modules():
@@ -118,7 +117,8 @@ def _refusal(decoder: nn.Module, found: str) -> ConfigError:
 
 
 def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
-    """(K, E) of a router; one of its kind with random weights chooses what it is told to, and weighs it as its own."""
+    """(K, E) of a router. Tests on a copy with random weights that it can be told which experts to choose, and that it
+    weighs them as its own choice."""
     trial: Any = copy.deepcopy(router).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
 
 
 def _choice(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(T, K): the numbers of experts among the outputs of a router."""
+    """The output of a router with the numbers of experts, (T, K)."""
     numbers = [each for each in outputs if not each.is_floating_point()]
     if len(numbers) != 1 or numbers[0].dim() != 2:
         raise TriviumError("the numbers of experts", f"{len(numbers)} outputs of integers", "use another model")
@@ -152,7 +152,7 @@ def _choice(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check_routed(experiences: Sequence[Experience], on_all_ranks: Callable[[int], int]) -> None:
-    """Raises DataError, on every rank, where one has a sampled sequence without routing."""
+    """Raises DataError on every rank if one of them has a sampled sequence without routing."""
     sampled = [e for e in experiences if e.response_mask.any() and not e.expert]
     missing = sum("routing" not in e.extra for e in sampled)
     if on_all_ranks(missing):
@@ -167,7 +167,7 @@ def check_routed(experiences: Sequence[Experience], on_all_ranks: Callable[[int]
 
 
 class Recorder:
-    """Keeps what the routers choose in each pass of a model."""
+    """Records what the routers choose in each pass of a model."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -176,7 +176,7 @@ class Recorder:
             router.register_forward_hook(self._keep)
 
     def take(self, rows: int, length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """(rows, length, layers, K) of the last pass, which had so many tokens, as `EXTRAS` has them."""
+        """(rows, length, layers, K): the record of the last pass, in the form of `EXTRAS`."""
         chosen, self._chosen = self._chosen, []
         numbers = torch.stack(chosen, 1).add(1).to(torch.int16).cpu().numpy()
         return numbers.astype(self.routers.dtype).reshape(rows, length, *numbers.shape[1:])
@@ -186,8 +186,8 @@ class Recorder:
 
 
 def routed(experts: npt.NDArray[Any] | None, request: Request, count: int) -> npt.NDArray[np.uint16]:
-    """(tokens, layers, K): as `EXTRAS` has it, the routing of a prompt and a completion of so many tokens, from the
-    numbers of experts of all that went through the model. Raises TriviumError where there are none."""
+    """(tokens, layers, K): the routing of a prompt and a completion of `count` tokens in the form of `EXTRAS`, from the
+    experts of all tokens that went through the model. Raises TriviumError if the engine returned none."""
     if experts is None:
         raise TriviumError(
             "the experts that a completion was sampled with",
@@ -208,21 +208,21 @@ class Selection:
     """The experts of the tokens of one pass through one layer."""
 
     chosen: torch.Tensor
-    """(T, K): their numbers plus one; 0: the router chooses."""
+    """(T, K): the number of an expert plus one, or 0 to let the router choose."""
     experts: int
     """E."""
 
 
 class _Now(threading.local):
     selection: Selection | None = None
-    """Of the layer that this thread is in."""
+    """The selection of the layer that this thread computes."""
 
 
 _now = _Now()
 
 
 def current_selection() -> Selection | None:
-    """What the router of the layer at work is to choose; None: what it would."""
+    """The selection for the router of the current layer; None lets the router choose."""
     return _now.selection
 
 
@@ -243,7 +243,7 @@ def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def replaying(selection: Selection | None) -> Generator[None]:
-    """Within it, a router chooses this. Raises TriviumError where it did not choose by one top-k."""
+    """Inside the block, a router chooses this selection. Raises TriviumError if it did not choose by one top-k."""
     if selection is None:
         yield
         return
@@ -258,7 +258,7 @@ def replaying(selection: Selection | None) -> Generator[None]:
 
 
 class _Chosen(TorchFunctionMode):
-    """Within it, the top K of the scores of E experts are the recorded ones."""
+    """Inside the block, `topk` of the scores of E experts returns the recorded ones."""
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()

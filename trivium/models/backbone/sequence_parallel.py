@@ -1,9 +1,9 @@
-"""Sequence parallelism: the tokens of one pack spread over the ranks of a group, and put together again.
+"""Sequence parallelism: each rank of a group computes a slice of the tokens of one pack.
 
-Every layer works on tokens one by one but for attention, which works on heads one by one. So each rank keeps a slice of
-the tokens, and around attention an all-to-all gives it all tokens of a share of the heads (Jacobs et al. 2023,
-"DeepSpeed Ulysses"). Every rank then has the whole answer and computes the same loss. What a rank sends back into the
-model is the gradient of its own slice only: a parameter's gradient is the sum over the ranks, nothing counts twice.
+All layers except attention process tokens independently; attention processes heads independently. Around attention, an
+all-to-all exchanges slices of the tokens for shares of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). The outputs
+are gathered, and every rank computes the same loss. A rank propagates only the gradient of its own slice into the
+model, so the gradient of a parameter is the sum over the ranks.
 
 Legend: S ranks of the group, T tokens of the pack, n tokens of a slice, P >= n rows of a slice with padding,
 N requested tokens, M of them on this rank.
@@ -25,7 +25,7 @@ from trivium.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The processes that share every pack, and this one's place among them."""
+    """The processes that share every pack, and the rank of this process."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """How T tokens lie on the ranks: rank r has tokens r n to (r + 1) n, in the first of its P rows."""
+    """The slices of T tokens: rank r has tokens r n to (r + 1) n - 1, in the first of its P rows."""
 
     num_tokens: int
     rank: int
@@ -53,39 +53,39 @@ class Slices:
         return -(-self.tokens // self.multiple) * self.multiple
 
     def mine(self, values: torch.Tensor) -> torch.Tensor:
-        """(..., T) -> (..., P): this rank's slice, padded with zeros that are never read."""
+        """(..., T) -> (..., P): the slice of this rank, padded with zeros that are not read."""
         own = values[..., self.rank * self.tokens : (self.rank + 1) * self.tokens]
         return torch.nn.functional.pad(own, (0, self.rows - own.shape[-1]))
 
     def place(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The rows of these tokens when the S slices of P rows lie end to end."""
+        """The rows of tokens in the concatenation of the S slices of P rows."""
         return tokens // self.tokens * self.rows + tokens % self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStates:
-    """Those of N requested hidden states that lie on this rank."""
+    """The requested hidden states that this rank holds: M of N."""
 
     values: torch.Tensor
     """(M, width)."""
     mine: torch.Tensor | slice
-    """Which of the N these are, as an index."""
+    """The index of these states among the N."""
     counts: tuple[int, ...] = ()
-    """How many of the N lie on each rank."""
+    """The number of the N states on each rank."""
     order: torch.Tensor | None = None
-    """(N,) int64: where each of the N is when the ranks' shares lie end to end."""
+    """(N,) int64: the place of each of the N states in the concatenation of the ranks' states."""
     sequence: SequenceGroup | None = None
-    """None: all of them are here."""
+    """None: this process holds all N states."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """(M, ...), one value per state -> (N, ...), on every rank and in the order of the request; differentiable."""
+        """(M, ...), one value for each state -> (N, ...) in the requested order, on every rank. Differentiable."""
         if self.sequence is None or self.order is None:
             return values
         return cast(torch.Tensor, _Gather.apply(values, self.counts, self.sequence)).index_select(0, self.order)
 
 
 def local_states(hidden: torch.Tensor, rows: torch.Tensor, slices: Slices, sequence: SequenceGroup) -> LocalStates:
-    """Those of the states `rows` (N,), as tokens of the whole pack, that `hidden` (P, width), this rank's, holds."""
+    """Selects the states of those tokens `rows` (N,) of the pack that are in `hidden` (P, width), this rank's slice."""
     owner = rows // slices.tokens
     together = owner.argsort(stable=True)
     counts = tuple(owner.bincount(minlength=sequence.size).tolist())
@@ -96,9 +96,9 @@ def local_states(hidden: torch.Tensor, rows: torch.Tensor, slices: Slices, seque
 
 
 def heads_apart(parts: Sequence[torch.Tensor], sequence: SequenceGroup) -> list[torch.Tensor]:
-    """Of each (P, heads, width), this rank's tokens -> (S P, heads / S, width), all tokens of this rank's heads.
+    """Each (P, heads, width), this rank's tokens -> (S P, heads / S, width), all tokens of this rank's heads.
 
-    Heads that do not divide by S are repeated until they do: queries must, keys and values need not.
+    Key-value heads are repeated until S divides their number. S must divide the number of query heads.
     """
     widths: list[tuple[int, int]] = []
     sent: list[torch.Tensor] = []
@@ -112,12 +112,12 @@ def heads_apart(parts: Sequence[torch.Tensor], sequence: SequenceGroup) -> list[
 
 
 def heads_together(part: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
-    """The way back: (S P, heads / S, width), all tokens of this rank's heads -> (P, heads, width), its tokens."""
+    """The inverse of `heads_apart`: (S P, heads / S, width) -> (P, heads, width)."""
     return _exchange(part.unflatten(0, (sequence.size, -1)), sequence).transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(name: str, heads: int, size: int) -> None:
-    """Raises ConfigError where the attention heads of a model do not divide by the ranks of a sequence."""
+    """Raises ConfigError if the number of ranks does not divide the number of attention heads."""
     if heads % size:
         raise ConfigError(
             f"train.sequence_parallel {size} for {name}",
@@ -150,12 +150,12 @@ class _Exchange(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
         ctx: _ExchangeContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(grad_outputs[0], ctx.sequence), None  # an exchange is its own way back
+        return _all_to_all(grad_outputs[0], ctx.sequence), None  # an exchange is its own inverse
 
 
 class _GatherContext(Protocol):
     own: slice
-    """This rank's rows among those of all ranks."""
+    """The rows of this rank among those of all ranks."""
 
 
 class _Gather(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""How the images of packed sequences reach a model."""
+"""Adds the images of sequences to their pack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trivium.types import AnyArray, IntArray, Media
 
 
 class Seen(Protocol):
-    """Tokens, and the media that stand in them."""
+    """Tokens, and the media among them."""
 
     @property
     def tokens(self) -> IntArray: ...
@@ -27,18 +27,19 @@ class Seen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """How the images of sequences reach a model."""
+    """Derives the pixels, places and positions of the images of packed sequences."""
 
     vision: Vision
     read: PixelReader
 
     def check(self, sequences: Iterable[Seen]) -> None:
-        """Raises DataError for an image that is not whole in its sequence, and for media that are no images."""
+        """Raises DataError for an image that is cut off by the end of its sequence, and for media other than images."""
         for sequence in sequences:
             self.vision.places(sequence.tokens, sequence.media)
 
     def shown(self, packed: Pack, sequences: Sequence[Seen], *, blank: bool = False) -> Pack:
-        """The pack of these sequences with their images; without any as it is, or with a `blank` one."""
+        """The pack of these sequences with their images. Without images, the pack itself, or with `blank` a
+        pack with one blank image."""
         if not any(sequence.media for sequence in sequences):
             return replace(packed, images=self.vision.blank()) if blank else packed
         pixels: list[Pixels] = []

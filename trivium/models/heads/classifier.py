@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ONE_OUTPUT = ("score",)
-"""The names of the outputs of a reward model with one."""
+"""The output names of a reward model with one output."""
 
 
 def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedModel:
-    """The reward model in a checkpoint's `reward/` as transformers' sequence classifier of its architecture.
+    """Converts the reward model in a checkpoint's `reward/` to transformers' sequence classifier of its architecture.
 
-    transformers scores the last token that is not `pad_token_id`; None refuses batches of several sequences. A bias of
-    the head is left out: it adds the same constant to every score. Raises DataError where transformers has no such
-    class for the architecture.
+    transformers scores the last token that is not `pad_token_id`; with None it refuses batches of several sequences. A
+    bias of the head is dropped, because it adds the same constant to every score. Raises DataError if transformers has
+    no such class for the architecture.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -48,10 +48,8 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
 
 
 def load_classifier(path: Path, *, dtype: torch.dtype | Literal["auto"], device: torch.device | str) -> PreTrainedModel:
-    """A sequence classifier in eval mode. Raises DataError where the directory holds something else.
-
-    The type `auto` is the one it was saved in.
-    """
+    """Loads a sequence classifier in eval mode. The type `auto` is the one that it was saved in. Raises DataError if
+    the directory holds something else."""
     try:
         return load_sequence_classifier(path, dtype=dtype, device=device)
     except DataError as error:
@@ -64,7 +62,7 @@ def load_classifier(path: Path, *, dtype: torch.dtype | Literal["auto"], device:
 
 
 def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """The names of a sequence classifier's outputs; one alone is `score`."""
+    """The names of a sequence classifier's outputs. A single output is `score`."""
     number = model.config.num_labels or 1
     return output_names(model, number) if number > 1 else ONE_OUTPUT
 
@@ -72,11 +70,12 @@ def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:
 def load_score_model(
     path: Path, *, dtype: torch.dtype, device: torch.device, heads: Mapping[str, float] | None = None
 ) -> ScoreModel:
-    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a sequence classifier. Its weights
-    are of the type `dtype`; scores are float32.
+    """Loads the reward model of a directory: a checkpoint's `reward/`, or a sequence classifier. Its weights are of the
+    type `dtype`; scores are float32.
 
-    It has one output: of several heads the sum, weighted by `heads`. Raises DataError where it is neither kind, where
-    the classifier's head is not one linear layer, and where `heads` names none of its heads, or has to and does not.
+    It has one output: several heads are summed with the weights `heads`. Raises DataError if the directory is neither,
+    if the classifier's head is not one linear layer, if `heads` has an unknown name, or if it is missing for a model
+    with several heads.
     """
     saved = path / f"{VALUE_HEAD}.safetensors"
     if not saved.is_file() and not (path / "config.json").is_file():
@@ -97,9 +96,10 @@ def load_score_model(
 
 
 def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model: str) -> list[float]:
-    """(K,): what each output of a reward model counts in the score that `heads` stands for; 0 where it names it not.
+    """(K,): the weight of each output of a reward model in its score, from the weights `heads` by name; 0 for an output
+    that `heads` does not name.
 
-    One output alone needs no name. Raises DataError, which calls it `model`, for names that are not among its own.
+    A single output needs no name. Raises DataError, which names the `model`, for unknown names.
     """
     heads = {names[0]: 1.0} if heads is None and len(names) == 1 else heads
     unknown = sorted(set(heads or ()) - set(names))
@@ -113,7 +113,7 @@ def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model:
 
 
 def _combine(model: ScoreModel, heads: Mapping[str, float] | None, path: Path) -> None:
-    """Gives the model a head of one output."""
+    """Combines the outputs of the head into one."""
     if model.value_head.out_features > 1 or heads is not None:
         weights = head_weights(model.head_names or ONE_OUTPUT, heads, f"the reward model {path}")
         weight = model.value_head.weight.detach()

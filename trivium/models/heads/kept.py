@@ -1,7 +1,7 @@
-"""The tokens that a token was sampled among, where sampling left out others (top-p, top-k, a minimum length).
+"""The candidate set of each sampled token, if sampling excluded tokens (top-p, top-k, a minimum length).
 
-Log-probabilities over the same tokens are those of the distribution that was sampled from. The set is recorded and not
-computed again: after an update, or in another arithmetic, the trainer's own logits would leave out others.
+Log-probabilities over the candidates are those of the distribution that was sampled from. The engine records the set:
+the trainer's logits would exclude other tokens after an update or with other arithmetic.
 
 Legend: N tokens, V vocabulary, S numbers of all sets.
 """
@@ -22,17 +22,17 @@ from trivium.types import Experience
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """Of each of N tokens, as `EXTRAS` has them: what it was sampled among, or what was left out."""
+    """For each of N tokens, in the form of `EXTRAS`, the ids that were kept or the ids that were excluded."""
 
     counts: torch.Tensor
-    """(N,) int64: so many ids that were kept; negative: so many that were left out; 0: all were kept."""
+    """(N,) int64: the number of kept ids; if negative, of excluded ids; 0 if all were kept."""
     ids: torch.Tensor
-    """(S,) int64: those of one token after those of another."""
+    """(S,) int64: the ids of all tokens, one token after another."""
     stops: torch.Tensor
-    """(N,) int64 on the CPU: where those of each token end."""
+    """(N,) int64 on the CPU: the end of each token's ids in `ids`."""
 
     def select(self, rows: torch.Tensor | slice) -> KeptSets:
-        """Those of some of the tokens; a slice takes all."""
+        """The sets of some of the tokens. A slice selects all of them."""
         if isinstance(rows, slice):
             return self
         lengths = self.counts.abs()
@@ -45,19 +45,19 @@ class KeptSets:
         return KeptSets(self.counts[owners], self.ids[starts.repeat_interleave(taken) + inside], taken.cumsum(0).cpu())
 
     def left_out(self, rows: slice, size: int) -> torch.Tensor:
-        """(rows, V) bool: the tokens of a vocabulary of that size which were not kept."""
+        """(rows, V) bool: the excluded tokens of a vocabulary of `size` tokens."""
         counts = self.counts[rows]
         first = 0 if rows.start == 0 else int(self.stops[rows.start - 1])
         ids = self.ids[first : int(self.stops[rows.stop - 1])]
         own = torch.arange(len(counts), device=counts.device)
-        owners = own.repeat_interleave(counts.abs(), output_size=len(ids))  # which a GPU need not be asked for
+        owners = own.repeat_interleave(counts.abs(), output_size=len(ids))  # given, so that the GPU is not waited for
         hidden = (counts > 0)[:, None].repeat(1, size)
         hidden[owners, ids] = (counts <= 0)[owners]
         return hidden
 
 
 def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> KeptSets | None:
-    """The sets of the trained tokens of some experiences, one after another; None where none was recorded.
+    """The sets of the trained tokens of experiences, one after another. Returns None if no set was recorded.
 
     Raises DataError for a token that is not in its own set.
     """
@@ -75,7 +75,7 @@ def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> 
         if wrong.any():
             raise DataError(
                 "tokens that were sampled among those that were kept",
-                f"{int(wrong.sum())} tokens of group {e.group_id!r} are not among theirs",
+                f"{int(wrong.sum())} tokens of group {e.group_id!r} are not in their own sets",
                 "record, for each sampled token, the ids that its own position kept",
             )
         counts.append(every[e.response_mask])

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy from hidden states, a few tokens at a time: `[tokens, vocabulary]` never exists.
+"""Log-probabilities and entropy from hidden states in chunks of tokens. No `[tokens, vocabulary]` matrix is allocated.
 
-Forward keeps two numbers per token. Backward computes the logits of a chunk again and turns them, in place, into their
-own gradient. The price is one more matrix product with the output layer.
+The forward pass saves two numbers for each token. The backward pass computes the logits of a chunk again and turns them
+into their gradient, in place. The cost is one more matrix product with the output layer.
 
 Legend: N tokens, H width, V vocabulary, M targets of one token.
 """
@@ -19,13 +19,13 @@ from trivium.models.heads.kept import KeptSets
 from trivium.models.precision import Parts, parts_of, product
 
 _CHUNK_BYTES = 64 * 2**20
-"""Most memory for the logits of one chunk."""
+"""The largest memory for the logits of one chunk."""
 _PART_OF_GPU = 256
-"""On a GPU, this part of its memory, which is a constant of the machine as a run's bits are."""
+"""On a GPU, chunks use this part of its memory. The chunk size changes bits, so it depends on the machine alone."""
 _CACHE_BYTES = 4 * 2**20
-"""Preferred memory for them: what a core's cache can hold, so that exp and sum do not wait for memory."""
+"""The preferred memory for the logits of one chunk: it fits a core's cache."""
 _MIN_ROWS = 256
-"""Fewer rows make the matrix products inefficient; preferred over the cache, not over the memory bound."""
+"""The smallest number of rows with efficient matrix products. It overrides `_CACHE_BYTES`, not `_CHUNK_BYTES`."""
 
 
 def log_prob_and_entropy(
@@ -42,17 +42,16 @@ def log_prob_and_entropy(
     """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
 
     `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
-    (N, M) several, with repetitions if need be. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a
-    gradient only with `entropy_grad`. With `kept`, of N tokens, both are of the distribution over those alone. The
-    arithmetic is the weight's, whatever type `hidden` has; `precision` is that of its products
-    (`trivium.models.precision`).
+    (N, M) several, which may repeat. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a gradient only
+    with `entropy_grad`. `kept` restricts the distribution of each token to its candidate set. The arithmetic has the
+    type of `weight`; its products have the `precision` (`trivium.models.precision`).
     """
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
         _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision),
     )
-    return log_prob.view(targets.shape).clone(), entropy  # what FSDP hangs its hooks on must not be a view
+    return log_prob.view(targets.shape).clone(), entropy  # FSDP registers hooks on outputs, which must not be views
 
 
 @torch.no_grad()
@@ -134,8 +133,8 @@ def _chunked_logits(
     precision: str,
     parts: Parts | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-    """Yields (rows, logits of these rows, which of them were not kept) chunk by chunk; the caller may overwrite the
-    logits. Those of tokens that were not kept are -inf. `parts` are those of `weight`, where the caller has them."""
+    """Yields (rows, logits of these rows, mask of the tokens that were not kept) for each chunk. The logits of masked
+    tokens are -inf. The caller may overwrite the logits. `parts` are `parts_of(weight, precision)`."""
     parts = parts_of(weight, precision) if parts is None else parts
     for rows in _chunks(len(hidden), weight):
         logits = product(hidden[rows], parts, precision)
@@ -150,7 +149,7 @@ def _chunked_logits(
 
 
 def _zero(log_p: torch.Tensor, left_out: torch.Tensor | None) -> None:
-    """Sets log-probabilities of nothing to 0, in place: 0 times -inf is not a number."""
+    """Sets the log-probabilities of masked tokens to 0, in place, because 0 times -inf is not a number."""
     if left_out is not None:
         log_p.masked_fill_(left_out, 0.0)
 

@@ -1,8 +1,8 @@
-"""What a learner hands to an objective, and what comes back: the seam between training and algorithms.
+"""The inputs and outputs of a loss: the interface between training and algorithms.
 
 Legend: B sequences of one micro-batch, L tokens of the longest one. Sequences start at column 0 and are padded on the
 right; index t of every array belongs to `tokens[t]`; column 0 is never trained; padding is outside the mask and
-holds zeros. An objective has `loss(inputs, denominators) -> LossOutputs` beside what `protocols.Objective` asks for.
+holds zeros. An objective has `loss(inputs, denominators) -> LossOutputs` in addition to `protocols.Objective`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One micro-batch as the loss sees it."""
+    """The inputs of a loss for one micro-batch."""
 
     response_mask: torch.Tensor
-    """(B, L) bool: the tokens that are trained on. A row without any is legal."""
+    """(B, L) bool: the tokens that are trained on. A row may have none."""
     policy_version: torch.Tensor
     """(B, L) int32: which weights sampled each token."""
     columns: Mapping[str, torch.Tensor]
@@ -29,31 +29,31 @@ class LossInputs:
     Zero outside the mask."""
     entropy: torch.Tensor | None = None
     """(B, L): entropy in nats of the distribution that token t was drawn from; None for a value head.
-    Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
+    Has a gradient only if `"entropy"` is in `objective.needs`. Zero outside the mask."""
     values: torch.Tensor | None = None
     """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of the sequence up to and
-    including it (score head; (B, L, K) where it has K > 1 outputs); None for a language-model head."""
+    including it (score head; (B, L, K) for K > 1 outputs); None for a language-model head."""
     candidate_log_prob: torch.Tensor | None = None
-    """(B, L, K) with gradient: log-probabilities of the tokens that the column `teacher_top` names; None where the
-    objective does not need it."""
+    """(B, L, K) with gradient: log-probabilities of the tokens in the column `teacher_top`; None if the objective
+    does not need it."""
     step: int = 0
-    """Train steps behind this stage's policy."""
+    """The number of train steps of this stage so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """What an objective wants of a reward model's head (`score_head`)."""
+    """The head of a reward model that an objective needs (`score_head`)."""
 
     names: tuple[str, ...] = ()
-    """What each output scores; empty for one output without a name."""
+    """The name of each output; empty for one output without a name."""
     scale: float | None = None
-    """The initial value of a factor of all scores that is learned with them; None for none."""
+    """The initial value of a learned factor of all scores; None for no factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossDenominators:
-    """What a loss is divided by: counts of the whole optimizer step, over all micro-batches and ranks, known before the
-    first of them."""
+    """The denominators of a loss: counts of the whole optimizer step over all micro-batches and ranks, known before the
+    first micro-batch."""
 
     tokens: int
     """Trained tokens."""
@@ -62,13 +62,13 @@ class LossDenominators:
     max_response_length: int
     """The limit of one completion, in tokens: a constant of the run, independent of this step's completions."""
     expert_tokens: int = 0
-    """Those of `tokens` that no policy of this run sampled."""
+    """The number of `tokens` that no policy of this run sampled."""
     expert_sequences: int = 0
-    """Those of `sequences` with at least one such token."""
+    """The number of `sequences` with at least one such token."""
     counted_tokens: int | None = None
-    """Those of `tokens` that the policy loss is divided by, where a selection left fewer (the column `counted`)."""
+    """The number of `tokens` that the policy loss is divided by, if a selection left fewer (the column `counted`)."""
     counted_sequences: int | None = None
-    """Sequences with at least one of those."""
+    """The number of sequences with at least one of these tokens."""
     pairs: int = 0
     """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
     dp_size: int = 1
@@ -76,19 +76,19 @@ class LossDenominators:
 
     @property
     def counted(self) -> LossDenominators:
-        """The counts of what the policy loss is about."""
+        """The denominators of the policy loss."""
         if self.counted_tokens is None or self.counted_sequences is None:
             return self
         return replace(self, tokens=self.counted_tokens, sequences=self.counted_sequences)
 
     @property
     def expert(self) -> LossDenominators:
-        """The counts of what no policy of this run sampled."""
+        """The denominators of tokens that no policy of this run sampled."""
         return replace(self, tokens=self.expert_tokens, sequences=self.expert_sequences)
 
     @property
     def sampled(self) -> LossDenominators:
-        """The counts of the rest."""
+        """The denominators of tokens that policies of this run sampled."""
         return replace(self, tokens=self.tokens - self.expert_tokens, sequences=self.sequences - self.expert_sequences)
 
 
@@ -104,4 +104,4 @@ class LossOutputs:
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Metric key -> largest value in this micro-batch; the learner keeps the largest."""
     tokens: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """What the loss saw of each token, (B, L) each: kept where `TrainEngine.keeps_updates` asks for it."""
+    """Arrays (B, L) with the inputs of the loss for each token, kept if `TrainEngine.keeps_updates` is set."""

@@ -1,8 +1,8 @@
 """A backbone with a head: a policy (log-probability, entropy, ... of tokens), a critic (values) or a reward model
 (scores).
 
-Policy and critic compute token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere
-else. A reward model computes its score from the hidden state of token t itself.
+Policy and critic compute token t from the hidden state of token t - 1; only `_before` makes that shift. A reward model
+computes its score from the hidden state of token t itself.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EXACT, _ROUNDED = 1e-3, 0.05
-"""How far apart two ways to compute the same may be: in float32, and where layers are in bfloat16, which rounds each of
-their numbers by up to 0.4 % (then as a part of the largest number)."""
+"""Tolerances between two implementations: in float32, absolute; with layers in bfloat16, which rounds each number by up
+to 0.4 %, as a part of the largest number."""
 VALUE_HEAD = "value_head"
-"""The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
+"""The name of a value model's head in its state dict, and of its file beside those of the backbone."""
 
 
 def _before(batch: Pack, rows: torch.Tensor) -> torch.Tensor:
-    """(N,): the token in whose state each of the tokens `rows` is predicted. The one shift there is."""
+    """(N,): the tokens before the tokens `rows`, whose states predict them."""
     return batch.before[rows]
 
 
 @dataclass(slots=True)
 class _Loading:
-    """What remains to be done for a model that was built without its weights."""
+    """The remaining steps for a model that was built without its weights."""
 
     directory: Path
     start_adapter: Callable[[torch.device], object] | None = None
 
 
 class FilledModel(nn.Module):
-    """A model that can be built empty: it is then sharded, filled, and verified before its first pass."""
+    """A model that can be built empty, then sharded, filled and verified, in this order."""
 
     module: PreTrainedModel
     device: torch.device
     dtype: torch.dtype
     autocast: bool
     reads_before = True
-    """Whether it computes a token's number from the state before the token."""
+    """Whether it computes the number of a token from the state before the token."""
     _loading: _Loading | None = None
 
     def fill(self, weights_on: torch.device | None = None) -> None:
-        """Reads the weights of an empty model, this rank's part of each where it is sharded. All its ranks call it
-        together. `weights_on` is where parameters stay, if not on the model's device.
+        """Reads the weights of an empty model; of sharded ones, this rank's part. All ranks of the model call it
+        together. Parameters are on `weights_on` (default: the model's device).
 
-        Raises DataError where the files are not those of the model.
+        Raises DataError if the files do not fit the model.
         """
         if self._loading is not None:
             fill(self.module, self._loading.directory, self.device, weights_on)
@@ -81,16 +81,16 @@ class FilledModel(nn.Module):
                 self._loading.start_adapter(weights_on or self.device)
 
     def verify(self) -> None:
-        """Compares a model that was built empty with its own forward pass, as the constructor does with others; once.
-        All its ranks call it together. It gathers layers, which `fill` has no memory for."""
+        """Verifies a model that was built empty, once, as the constructor verifies other models. All ranks of the model
+        call it together. It gathers layers, so it needs more memory than `fill`."""
         if self._loading is not None:
             self._loading, probe = None, probe_pack(self.module)
             with torch.no_grad():
                 self(probe, probe.positions.nonzero().squeeze(1), "verify")
 
     def _choose_arithmetic(self, autocast: bool) -> None:
-        """Replaces layers by the same in less time. Decided without a look at weights, so that ranks that share a model
-        compute as a process that is alone."""
+        """Replaces layers by faster ones. The choice does not depend on weights: ranks that share a model choose as a
+        single process does."""
         decoder = decoder_of(self.module)
         if not autocast:
             use_onednn(decoder, self.device)
@@ -99,21 +99,20 @@ class FilledModel(nn.Module):
 
     @property
     def _tolerance(self) -> float:
-        """How far two ways to compute the same may be apart."""
+        """The tolerance between two implementations of this model."""
         return _ROUNDED if self.autocast or self.module.dtype == torch.bfloat16 else _EXACT
 
 
 class LanguageModel(FilledModel):
     """A causal language model, always in eval mode: log-probabilities without logits.
 
-    All that is computed with its weights is computed in `forward`: parameters that are sharded over ranks are whole
-    nowhere else.
+    Only `forward` computes with the weights: sharded parameters are whole only inside it.
     """
 
     routers: Routers | None = None
-    """What chooses experts as packs say; None: nothing does."""
+    """The routers that replay the experts of packs; None: no replay."""
     head_precision = "float32"
-    """How the products of its output layer are computed (`trivium.models.precision`)."""
+    """The precision of the products of its output layer (`trivium.models.precision`)."""
 
     def __init__(
         self,
@@ -128,16 +127,16 @@ class LanguageModel(FilledModel):
         weights: torch.dtype | None = None,
         quantized: str = "",
     ) -> None:
-        """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
-        place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
-        `empty`: the weights of the directory are not read yet. `weights` is the type of weights that are not trained,
-        `quantized` the format in which those of linear layers are kept instead (`models.weights.quantized`);
-        log-probabilities are computed in `dtype`.
+        """`source` is a Hugging Face directory, or a model of this dtype on this device, whose attention is replaced in
+        place. `sequence`: the ranks that share every pack; all open the model, and call it with the same arguments.
+        `empty`: weights are read later, by `fill`. `weights`: the type of weights that are not trained; `quantized`:
+        the format of those of linear layers instead (`models.weights.quantized`). Log-probabilities are computed in
+        `dtype`.
         """
         super().__init__()
         how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "attention": None, "empty": empty}
         if quantized:
-            how["device"] = "cpu"  # in few bits it may be all that the device has room for
+            how["device"] = "cpu"  # the device may have room for the quantised model only
         self.module = source if isinstance(source, nn.Module) else load_lm(source, **how)
         if quantized:
             quantize(self.module, quantized, device)
@@ -158,18 +157,18 @@ class LanguageModel(FilledModel):
         self.eval()
 
     def replay_routing(self) -> None:
-        """Lets packs say which experts their tokens go through. Raises ConfigError for a model whose routers cannot be
-        told."""
+        """Makes the routers choose the experts that packs record. Raises ConfigError for a model whose routers do not
+        support it."""
         self.routers = routers_of(self.backbone.module)
         self.routers.replay()
 
     def set_temperature(self, temperature: float) -> None:
-        """What the logits are divided by from now on."""
+        """Sets the number that logits are divided by."""
         self.temperature = temperature / _logit_scale(self.module)
 
     def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
-        """Gives it a LoRA adapter, which is all that is trained of it from then on; see `lora.attach`. `names` are
-        still those of the model without."""
+        """Adds a LoRA adapter and freezes all other parameters; see `lora.attach`. `names` remain those of the model
+        without the adapter."""
         start = inject(self.module, section, seed=seed, adapter=adapter)
         if not self.autocast:
             use_onednn(decoder_of(self.module), self.device)
@@ -192,10 +191,11 @@ class LanguageModel(FilledModel):
         """Two numbers about each of the N tokens at `rows` of the pack, never the first of a sequence:
 
         `log_prob`: (log_prob, entropy), each (N,), with gradient. With `candidates`, (N, K) further token ids for each,
-        `log_prob` is (N, 1 + K). Without gradient, the other number being the same one again: `sum_pi_squared`, the sum
-        over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
-        token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place. With
-        `kept`, of N tokens, distributions are over those alone, but for `top`.
+        `log_prob` is (N, 1 + K).
+        `sum_pi_squared`: the sum over the vocabulary of p^2, twice, without gradient.
+        `mean_discriminant`: the expectation of p (H + log p), twice, without gradient.
+        `top`: (ids, log_prob), each (N, top_k), of the most probable tokens, without gradient.
+        `kept` restricts the distribution of each token to its candidate set, except for `top`.
         """
         if what == "verify":
             self._verify(self._tolerance)
@@ -252,8 +252,8 @@ class LanguageModel(FilledModel):
 
     @torch.no_grad()
     def _verify(self, tolerance: float) -> None:
-        """Lets the backbone pack where that gives the same. Raises TriviumError where the logits are more than one
-        linear layer of the hidden states."""
+        """Enables packing if it gives the same states. Raises TriviumError if the logits are more than one linear layer
+        of the hidden states."""
         batch = probe_pack(self.module)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             expected = self._by_logits(batch, self.temperature * _logit_scale(self.module))
@@ -272,8 +272,7 @@ class LanguageModel(FilledModel):
 
 
 def tensor_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of its parameters and persistent buffers, in the module's order; tied ones once, and of an adapter
-    none."""
+    """The names of parameters and persistent buffers, in the module's order: tied ones once, an adapter's left out."""
     seen: set[tuple[object, ...]] = set()
     names: list[str] = []
     for name, tensor in base_state(module).items():
@@ -288,7 +287,7 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
 def _logit_scale(module: PreTrainedModel) -> float:
     """The constant that Granite divides and Cohere multiplies its logits by; soft-capping is refused.
 
-    The probe alone would let soft-capping pass where the logits happen to be small.
+    The probe alone would not detect soft-capping of small logits.
     """
     config = module.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
@@ -307,13 +306,14 @@ def _refusal(module: PreTrainedModel, found: str) -> TriviumError:
 class ActorCritic(LanguageModel):
     """A policy with a value head on its own hidden states: one forward pass gives log-probabilities and values.
 
-    Its `names` are the policy's: the head is saved by itself.
+    Its `names` are those of the policy. The head is saved separately.
     """
 
     def __init__(
         self, source: Path | PreTrainedModel, *, seed: int, head: Mapping[str, torch.Tensor] | None = None, **how: Any
     ) -> None:
-        """`head` is the state of its value head, or is drawn as a value model's; the others as a language model's."""
+        """`head` is the state of its value head; without one, the head is drawn as in `ValueModel`. The others are the
+        arguments of `LanguageModel`."""
         super().__init__(source, **how)
         width = cast(nn.Linear, self.module.get_output_embeddings()).in_features
         drawn = value_head(folded_head(head or {}), width, seed, self.dtype, biased=ValueModel.biased)
@@ -330,8 +330,8 @@ class ActorCritic(LanguageModel):
         top_k: int = 0,
         kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """As a language model's; `log_prob_and_values` gives (log_prob, entropy, values), and `values` those of the
-        states before the tokens twice."""
+        """As `LanguageModel.forward`. In addition, `log_prob_and_values` gives (log_prob, entropy, values), and
+        `values` gives the values of the states before the tokens, twice."""
         options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k, "kept": kept}
         if what not in ("values", "log_prob_and_values"):
             return super().forward(batch, rows, what, **options)
@@ -343,14 +343,14 @@ class ActorCritic(LanguageModel):
 
 
 class ValueModel(FilledModel):
-    """A backbone with one number per token: the value of the state before it.
+    """A backbone with one number for each token: the value of the state before it.
 
-    Started from a policy's directory, its head is drawn from N(0, (0.01 / sqrt(width))^2), so that the first values
-    are near zero and the backbone learns from the first step.
+    A new head is drawn from N(0, (0.01 / sqrt(width))^2): the first values are near zero, and the backbone learns from
+    the first step.
     """
 
     biased = True
-    """Whether its head has a bias; one that was saved with a bias keeps it."""
+    """Whether a new head has a bias. A saved head keeps its bias."""
 
     def __init__(
         self,
@@ -365,10 +365,10 @@ class ValueModel(FilledModel):
         empty: bool = False,
         weights: torch.dtype | None = None,
     ) -> None:
-        """`source` is a Hugging Face directory, or a backbone of this type on this device, whose attention is replaced
-        in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
-        the directory, or else is drawn. `empty`: the weights of the directory are not read yet. `weights` is the type
-        of a frozen backbone; values are computed in `dtype`. Raises TriviumError for a head of several outputs."""
+        """`source` is a Hugging Face directory, or a backbone of this dtype on this device, whose attention is replaced
+        in place. `sequence`: the ranks that share every pack. `head`: the state of its head; if None, that of the
+        directory, else a new one. `empty`: weights are read later, by `fill`. `weights`: the type of a frozen backbone.
+        Values are computed in `dtype`. Raises TriviumError for a head with several outputs."""
         super().__init__()
         how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "empty": empty}
         self.module = source if isinstance(source, nn.Module) else load_backbone(source, **how)
@@ -389,36 +389,36 @@ class ValueModel(FilledModel):
         self.eval()
 
     def _head(self, saved: Mapping[str, torch.Tensor], width: int, seed: int) -> nn.Linear:
-        """A head with this state, or a new one where it is empty."""
+        """A head with this state; a new head if the state is empty."""
         return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased)
 
     def forward(self, batch: Pack, rows: torch.Tensor, what: str = "values") -> torch.Tensor:
-        """(N,) values of the states before the tokens at `rows` of the pack; (N, K) where the head has K outputs."""
+        """(N,) values of the states before the tokens at `rows` of the pack; (N, K) for a head with K > 1 outputs."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if what == "verify":
                 self.backbone.settle(self._tolerance)
             states = self.backbone.states(batch, self._sources(batch, rows))
         values: torch.Tensor = self.value_head(states.values.to(self.dtype))
         values = values.squeeze(1) if values.shape[1] == 1 else values
-        return states.gather(values.clone())  # what FSDP hangs its hooks on must not be a view
+        return states.gather(values.clone())  # FSDP registers hooks on outputs, which must not be views
 
     def _sources(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         return _before(batch, rows)
 
 
 class ScoreModel(ValueModel):
-    """A backbone with one number per token, the score of the sequence up to and including it: a reward model.
+    """A reward model: a backbone with one number for each token, the score of the sequence up to and including it.
 
-    Saved as a value model is, so that a critic can start from it. Preferences determine scores up to a constant, so its
-    head has no bias: rounding errors would be all that moves it.
+    It is saved like a value model, so that a critic can start from it. Its head has no bias: preferences determine
+    scores up to a constant, so only rounding errors would train one.
     """
 
     biased = False
     reads_before = False
 
     def __init__(self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **how: Any) -> None:
-        """`outputs` is the head to train; None takes whatever was saved. The others are those of a value model. Raises
-        TriviumError for a saved head with another number of outputs."""
+        """`outputs` describes the head to train; None uses the saved one. The others are the arguments of `ValueModel`.
+        Raises TriviumError for a saved head with another number of outputs."""
         self._wanted = outputs
         super().__init__(source, **how)
         if self.value_head.out_features > 1 and outputs is not None:
@@ -427,7 +427,7 @@ class ScoreModel(ValueModel):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """What each output of the head scores, as `ScoreHead.names`."""
+        """The names of the outputs of the head, as in `ScoreHead.names`."""
         number = self.value_head.out_features
         return output_names(self.module, number) if number > 1 else ()
 
@@ -451,7 +451,7 @@ def output_names(model: PreTrainedModel, number: int) -> tuple[str, ...]:
 
 
 class ScaledLinear(nn.Linear):
-    """A linear layer without bias whose outputs have a positive factor in common, at most 100, that is learned."""
+    """A linear layer without bias. All outputs are multiplied by one learned factor, positive and at most 100."""
 
     def __init__(self, weight: nn.Parameter, log_scale: torch.Tensor) -> None:
         """`weight` (K, width), `log_scale` (1,)."""
@@ -469,13 +469,13 @@ def _factor(log_scale: torch.Tensor) -> torch.Tensor:
 
 
 def folded_head(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a saved head as those of a plain linear layer: a learned factor of the scores is in its weight."""
+    """The tensors of a saved head as those of a plain linear layer: the weight includes a learned factor."""
     factor = _factor(head["log_scale"]) if "log_scale" in head else 1.0
     return {name: tensor * factor for name, tensor in head.items() if name in ("weight", "bias")}
 
 
 def saved_head(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the head in a directory; empty where it has none."""
+    """The tensors of the head in a directory; empty if it has none."""
     file = path / f"{VALUE_HEAD}.safetensors"
     return safetensors.torch.load_file(file) if file.is_file() else {}
 
@@ -483,7 +483,7 @@ def saved_head(path: Path) -> dict[str, torch.Tensor]:
 def value_head(
     saved: Mapping[str, torch.Tensor], width: int, seed: int, dtype: torch.dtype, *, biased: bool, outputs: int = 1
 ) -> nn.Linear:
-    """A linear head of this state, or where that is empty a new one, drawn from N(0, (0.01 / sqrt(width))^2).
+    """A linear head with this state; if that is empty, a new head, drawn from N(0, (0.01 / sqrt(width))^2).
 
     Raises TriviumError for a state with another number of outputs.
     """

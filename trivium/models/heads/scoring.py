@@ -1,4 +1,4 @@
-"""The score that a reward model gives whole sequences, of tokens and images."""
+"""Scores of a reward model for whole sequences of tokens and images."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from trivium.types import IntArray, Media
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Tokens of a prompt and its completion, and the images that stand in them."""
+    """Tokens of a prompt and its completion, and the images among them."""
 
     tokens: IntArray
     media: tuple[Media, ...] = ()
 
 
 class SequenceScorer:
-    """Scores by a reward model.
+    """Scores sequences by a reward model.
 
-    One sequence goes through the model at a time unless `max_tokens` says how many tokens may: a score depends on what
-    is scored beside it then, by rounding errors. What sequences of text in one pass begin with in common is computed
-    once.
+    By default, each pass has one sequence. With `max_tokens`, a pass has several, up to this many tokens; a score then
+    depends on the other sequences of its pass, by rounding errors. Shared prefixes of text are computed once.
     """
 
     def __init__(self, model: ScoreModel, *, model_dir: Path | None = None, max_tokens: int = 1) -> None:
-        """`model_dir` holds the processor of the images that sequences may have."""
+        """`model_dir` has the processor for images."""
         self.model = model
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
@@ -44,7 +43,8 @@ class SequenceScorer:
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[Seen]) -> list[float]:
-        """The score of the last token of each. Raises DataError for a sequence that the model was not built for."""
+        """The score of the last token of each sequence. Raises DataError for a sequence that is too long, and for
+        images that the model does not support."""
         self._check(sequences)
         return [score for some in self._passes(sequences) for score in self._pass(some)]
 

@@ -1,8 +1,8 @@
-"""Models that see: what a decoder is given for sequences with images, in engines and in training alike.
+"""Image encoders: the inputs of a decoder for sequences with images, in engines and in training.
 
-The features of an image take the place of the embeddings of the placeholders in its span, and of no other token: a
-placeholder id anywhere else, sampled or written, is an ordinary token on both sides. Positions in several dimensions
-(M-RoPE) are computed once per sequence, by the model's own `get_rope_index`.
+The features of an image replace the embeddings of the placeholders in its span. A placeholder id anywhere else, sampled
+or in a text, is an ordinary token. Positions in several dimensions (M-RoPE) are computed once for each sequence, by
+the model's `get_rope_index`.
 
 Legend: T tokens, B sequences of L tokens, N placeholders of all images, W width of the decoder.
 """
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Pixels = Mapping[str, torch.Tensor]
-"""One image, as its family's processor prepares it: `pixel_values`, and what else the tower wants to know of it."""
+"""One image in the form of its family's processor: `pixel_values` and the other inputs of the tower."""
 PixelReader = Callable[[Media], Pixels]
 """Derives the pixels of an image from its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where the parts of a family's models lie, as paths in the base model."""
+    """The paths of the parts of a model family in the base model."""
 
     tower: str
     projector: tuple[str, ...]
-    """What maps the tower's outputs to the decoder's width; in some families a part of the tower's module."""
+    """The modules that map outputs of the tower to the decoder's width; in some families inside the tower."""
     decoder: str
     axis: int = 0
-    """The axis along which pixels of several images lie end to end."""
+    """The axis along which pixels of several images are concatenated."""
     mrope: bool = False
-    """Whether image tokens have a time, a row and a column for a position."""
+    """Whether positions of image tokens have a time, a row and a column."""
 
 
 _IDEFICS = Family("vision_model", ("connector",), "text_model", axis=1)
@@ -61,12 +61,12 @@ FAMILIES: Mapping[str, Family] = {
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
 }
-"""By model type. In all of them attention over image tokens is causal, as over text."""
+"""By model type. All of them have causal attention over image tokens."""
 
 
 _REFUSED_TOWERS = ("pixtral",)
 PIXELS = "image/x-pixels"
-"""The type of media whose bytes are an image as a processor prepared it: the tensors of a `Pixels`, as safetensors."""
+"""The type of media with the output of a processor: the tensors of a `Pixels`, as safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ class PlacedImages:
 
     pixels: tuple[Pixels, ...]
     places: torch.Tensor
-    """(N,) int64, ascending: the rows of the T tokens that their features go to."""
+    """(N,) int64, ascending: the tokens that their features replace."""
     counts: tuple[int, ...]
-    """How many of the N each image has."""
+    """The number of placeholders of each image."""
 
 
 Features = tuple[torch.Tensor, ...]
-"""(N, W) each: what the embeddings are replaced by; then what is added after each of the first layers (deepstack)."""
+"""(N, W) each: the embeddings of the placeholders; then the terms added after each of the first layers (deepstack)."""
 
 
 class Vision:
-    """The image side of a model."""
+    """The image encoder of a model."""
 
     def __init__(self, base: PreTrainedModel, family: Family) -> None:
         """`base` is the model without its output layer."""
@@ -96,14 +96,14 @@ class Vision:
         self._tower = str(config.vision_config.model_type)
 
     def places(self, tokens: IntArray, media: Sequence[Media]) -> list[IntArray]:
-        """Of each image, the places in `tokens` that its features go to.
+        """For each image, the indices in `tokens` that its features replace.
 
-        Raises DataError for media that are no images, and for an image that is not whole in the sequence.
+        Raises DataError for other media, and for an image whose span is not inside the sequence.
         """
         if media and self._tower in _REFUSED_TOWERS:
             raise DataError(
                 f"images for a {type(self.base).__name__} with a tower of type {self._tower!r}",
-                "it wants images of unequal sizes padded, which is not supported",
+                "it needs padding for images of unequal sizes, which is not supported",
                 "use a model whose tower resizes every image to one size, or of another family",
             )
         places: list[IntArray] = []
@@ -121,7 +121,7 @@ class Vision:
         return places
 
     def positions(self, tokens: IntArray, places: Sequence[IntArray], pixels: Sequence[Pixels]) -> torch.Tensor:
-        """(4, L) int64, of one sequence: the place in it; time, row and column. Families with M-RoPE only."""
+        """(4, L) int64 for one sequence: index, time, row and column. Only for families with M-RoPE."""
         if not places:
             return torch.arange(len(tokens)).expand(4, -1)
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
@@ -131,7 +131,7 @@ class Vision:
         _check_counts([len(place) for place in places], [int(each) // merged for each in grids.prod(1)])
         if any(a[-1] + 1 == b[0] for a, b in pairwise(places)):
             raise DataError(
-                "positions of images that follow one another",
+                "positions of consecutive images",
                 "there is no token between two of them",
                 "render images with the tokens that the model's template puts around each",
             )
@@ -141,7 +141,7 @@ class Vision:
         return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
 
     def num_features(self, pixels: Pixels) -> int:
-        """How many placeholders one image, or one tile of it, has."""
+        """The number of placeholders of one image, or of one tile of it."""
         config: Any = self.base.config
         if self.family.mrope:
             return int(pixels["image_grid_thw"].prod()) // int(config.vision_config.spatial_merge_size) ** 2
@@ -152,12 +152,12 @@ class Vision:
         return whole - int(config.vision_feature_select_strategy == "default")
 
     def check_count(self, place: IntArray, pixels: Pixels) -> None:
-        """Raises DataError where an image has another number of features than of placeholders, before it is read."""
+        """Raises DataError if an image has another number of features than of placeholders, without computing them."""
         tiles = pixels["pixel_values"].shape[1] if self.family.axis else 1
         _check_counts([len(place)], [tiles * self.num_features(pixels)])
 
     def features(self, images: PlacedImages) -> Features:
-        """What the tower makes of the images, in one pass. Raises DataError where an image has another number of
+        """The features of the images, by one pass of the tower. Raises DataError if an image has another number of
         features than of placeholders."""
         dtype, device = self.decoder.dtype, self.decoder.device
         joined = join_pixels(images.pixels)
@@ -173,10 +173,10 @@ class Vision:
         return torch.cat(list(output.pooler_output)), *(torch.cat(list(each)) for each in deep)
 
     def decoder_inputs(self, tokens: torch.Tensor, features: Features, places: torch.Tensor) -> dict[str, Any]:
-        """What the decoder is called with instead of `tokens` (B, L), of which row-major the N `places` are images'.
+        """The arguments of the decoder for `tokens` (B, L) with features at the N row-major `places`.
 
-        Without any place the features are still part of the result's graph, with no weight: ranks that train together
-        must all run the backward pass of the tower where one of them does.
+        Without places, the features are in the graph with weight zero: if one rank runs the backward pass of the tower,
+        all ranks must.
         """
         embeds = cast(nn.Module, self.decoder.get_input_embeddings())(tokens)
         if not len(places):
@@ -194,7 +194,7 @@ class Vision:
         }
 
     def blank(self) -> PlacedImages:
-        """An image of one tile that stands for no token: for a pass that runs the tower because other ranks do."""
+        """An image of one tile without placeholders, for a pass that runs the tower because other ranks do."""
         config: Any = self.base.config.vision_config
         if self.family.mrope:
             side = config.spatial_merge_size
@@ -207,7 +207,7 @@ class Vision:
 
 
 def freeze_vision(module: PreTrainedModel, trained: str | None) -> None:
-    """Leaves of a model's image side only this to be trained: all of it (None, `trained`), its `projector` alone, or
+    """Freezes the image encoder of a model except the `trained` part: all (None, `trained`), the `projector`, or
     nothing (`frozen`)."""
     vision = vision_of(module)
     if vision is None or trained in (None, "trained"):
@@ -227,40 +227,39 @@ def _check_counts(placeholders: Sequence[int], features: Sequence[int]) -> None:
 
 
 def family_in(directory: str | Path) -> Family | None:
-    """The family of the model in a directory; None for one that reads text only, here."""
+    """The family of the model in a directory; None if it is not one of `FAMILIES`."""
     file = Path(directory) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return FAMILIES.get(str(config.get("model_type")))
 
 
 def vision_of(module: PreTrainedModel) -> Vision | None:
-    """The image side of a model, with or without its output layer; None where it reads text only, here."""
+    """The image encoder of a model with or without an output layer; None if it is not one of `FAMILIES`."""
     family = FAMILIES.get(str(module.config.model_type))
     return None if family is None else Vision(cast("PreTrainedModel", module.base_model), family)
 
 
 def decoder_of(module: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that reads tokens: of one that sees the decoder, else the model itself."""
+    """The part of a model that reads tokens: the decoder of a vision model, else the model."""
     vision = vision_of(module)
     return module if vision is None else vision.decoder
 
 
 def pixel_reader(model_dir: Path) -> PixelReader:
-    """Reads images as the processor of the model in a directory does; loaded with the first of them that is not read
-    already (`pixel_media`)."""
+    """Reads images by the processor of the model in a directory. The first image that is not `pixel_media` loads it."""
     return lambda media: (
         safetensors.torch.load(media.data) if media.mime == PIXELS else _images_in(model_dir).read(media).pixels
     )
 
 
 def pixel_media(pixels: Pixels) -> Media:
-    """An image that is kept as what a processor made of it."""
+    """Media with the output of a processor."""
     return Media(PIXELS, safetensors.torch.save({name: tensor.contiguous() for name, tensor in pixels.items()}))
 
 
 @lru_cache(maxsize=4)
 def _images_in(model_dir: Path) -> Images:
-    images = images_of(model_dir, max_pixels=sys.maxsize)  # who rendered them has judged their size
+    images = images_of(model_dir, max_pixels=sys.maxsize)  # the renderer has checked their size
     if images is None:
         raise DataError(
             f"images for the model in {model_dir}",
@@ -271,13 +270,13 @@ def _images_in(model_dir: Path) -> Images:
 
 
 def refuse_other_media(item: Media) -> None:
-    """Raises DataError for what is no image."""
+    """Raises DataError for media other than images."""
     if not item.mime.startswith("image/"):
         raise DataError(f"read {item.mime}", "models read text and images here", "leave video and sound out of tasks")
 
 
 def refuse_images(module: PreTrainedModel) -> DataError:
-    """The error for images that a model is given, and cannot read here."""
+    """The error for images for a model that is not one of `FAMILIES`."""
     return DataError(
         f"images for a {type(module).__name__}",
         f"models of type {module.config.model_type!r} read text only, here",

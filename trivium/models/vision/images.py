@@ -1,7 +1,7 @@
-"""Images as a model reads them: the tokens that stand for one, and its pixels. Both engines derive both from here.
+"""The placeholder tokens and the pixels of images, for rollout engines and training.
 
-The pixels of an image depend on its bytes and the model's processor alone, never on what is beside it, so they are
-computed once for each hash. The processor is transformers' own, in its PIL form: with and without torchvision alike.
+The pixels of an image depend only on its bytes and the model's processor, so they are computed once for each hash. The
+processor is that of transformers in its PIL form, with and without torchvision.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 
 class ImageInput(NamedTuple):
-    """What a model reads of one image."""
+    """The inputs of a model for one image."""
 
     tokens: IntArray
-    """What stands for it in a prompt: placeholders, and what some models write between them."""
+    """Its tokens in a prompt: placeholders, and for some models tokens between them."""
     pixels: Mapping[str, Tensor]
     """The model's further inputs: `pixel_values`, and `image_grid_thw`, `pixel_attention_mask` or `image_sizes`."""
 
 
 class Images:
-    """How one model reads images. Callable from any thread."""
+    """Reads images for one model. Thread-safe."""
 
     def __init__(self, processor: Any, *, max_pixels: int = MAX_PIXELS) -> None:
-        """`processor` is a transformers processor. Raises DataError for one without a token for images."""
+        """`processor` is a transformers processor. Raises DataError if it has no token for images."""
         self._processor, self._max_pixels = processor, max_pixels
         token = getattr(processor, "image_token", None)
         if token is None or getattr(processor, "image_processor", None) is None:
             raise DataError(
                 f"images in {type(processor).__name__}",
-                "the processor has no image processor, or no token that stands for an image",
+                "the processor has no image processor, or no token for images",
                 "use a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, SmolVLM or Idefics3",
             )
         self.token: str = token
-        """The text of a placeholder, one for each image before a prompt is expanded."""
+        """The text of the placeholder: one for each image, until the prompt is expanded."""
         self.token_id: int = processor.tokenizer.get_vocab().get(token, -1)
         if self.token_id < 0:
             raise DataError(
@@ -65,7 +65,7 @@ class Images:
             )
         named = (getattr(processor, f"{kind}_token", None) for kind in ("image", "video", "audio"))
         self.placeholders: frozenset[str] = frozenset(text for text in named if text)
-        """Texts that stand for media wherever they are written, so no message may contain one."""
+        """Texts that the tokenizer reads as placeholders. No message may contain one."""
         self._cache: OrderedDict[str, ImageInput] = OrderedDict()
         self._cached_bytes, self._lock = 0, Lock()
 
@@ -76,7 +76,7 @@ class Images:
         return template.get("default") if isinstance(template, dict) else template
 
     def read(self, media: Media) -> ImageInput:
-        """Tokens and pixels of one image. Raises DataError for media that is no image, is damaged or too large."""
+        """Tokens and pixels of one image. Raises DataError for other media, and for damaged or too large images."""
         with self._lock:
             known = self._cache.get(media.sha256)
             if known is not None:
@@ -91,12 +91,12 @@ class Images:
         return computed
 
     def pixels(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """The model's inputs for the images of one sequence, in order; nothing for none."""
+        """The model's inputs for the images of one sequence, in order; empty without images."""
         return join_pixels([self.read(item).pixels for item in media])
 
     def equals(self, other: Images) -> bool:
-        """Whether both read a small and a large image alike: the same tokens, and pixels that differ no more than those
-        of two image libraries do."""
+        """Whether both read a small and a large image in the same way: equal tokens, and pixels that differ by no more
+        than those of two image libraries."""
         from PIL import Image
 
         for size in ((48, 32), (1600, 1200)):
@@ -132,14 +132,14 @@ class Images:
 
 
 def images_of(model_dir: str | Path, *, max_pixels: int = MAX_PIXELS) -> Images | None:
-    """How the model of a directory reads images; None for a text model. Raises what `hf_processor` raises."""
+    """The images of the model in a directory; None for a text model. Raises what `hf_processor` raises."""
     processor = hf_processor(model_dir, backend="pil")
     return None if processor is None else Images(processor, max_pixels=max_pixels)
 
 
 def check_processor(images: Images, model_dir: str | Path) -> None:
-    """Raises ConfigError if a processor reads images otherwise than that of the model directory, which rollout engines
-    and training ranks use."""
+    """Raises ConfigError if a processor reads images in another way than that of the model directory, which rollout
+    engines and training ranks use."""
     own = images_of(model_dir)
     if own is None or not own.equals(images):
         raise ConfigError(
@@ -150,7 +150,7 @@ def check_processor(images: Images, model_dir: str | Path) -> None:
 
 
 def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
-    """The image as RGB, upright, transparent parts on white. Raises DataError where it cannot be."""
+    """Decodes an image to RGB, upright, transparent parts on white. Raises DataError if that fails."""
     from PIL import Image, ImageOps
 
     with opened(media, max_pixels) as image:
@@ -162,14 +162,14 @@ def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
 
 
 def check_image(media: Media, max_pixels: int = MAX_PIXELS) -> None:
-    """Raises DataError for media that is no image, is too large or, as far as a look at its file tells, damaged."""
+    """Raises DataError for other media, and for images that are too large or whose file is visibly damaged."""
     with opened(media, max_pixels) as image:
         image.verify()
 
 
 @contextmanager
 def opened(media: Media, max_pixels: int = MAX_PIXELS) -> Generator[Image]:
-    """The image, not yet decoded; what goes wrong inside the block is a DataError as well."""
+    """Opens an image without decoding it. Errors inside the block become DataErrors, too."""
     from PIL import Image, UnidentifiedImageError
 
     kind = media.mime.partition("/")[0]
@@ -186,7 +186,7 @@ def opened(media: Media, max_pixels: int = MAX_PIXELS) -> Generator[Image]:
             f"{_described(media)}: {error}",
             "make it smaller, or raise workflow.max_image_pixels",
         ) from error
-    except Exception as error:  # a decoder raises whatever the damaged bytes lead it to: struct.error, IndexError, ...
+    except Exception as error:  # decoders raise many types for damaged bytes: struct.error, IndexError, ...
         problem = f"none of {', '.join(_FORMATS)}" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(
             f"decode {_described(media)}, {len(media.data)} bytes",
@@ -196,12 +196,12 @@ def opened(media: Media, max_pixels: int = MAX_PIXELS) -> Generator[Image]:
 
 
 def join_pixels(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The inputs of several images, or of the images of several sequences, as those of one sequence."""
+    """Joins the inputs of several images, or of several sequences, to those of one sequence."""
     import torch
 
     if not parts:
         return {}
-    # Idefics has (1, tiles, ...) for a sequence; where sizes say what is padding, it is (images, tiles, ...).
+    # Idefics has (1, tiles, ...) for a sequence. Models with image sizes have (images, tiles, ...) with padding.
     by_tile = parts[0]["pixel_values"].ndim == 5 and "image_sizes" not in parts[0]
     joined: dict[str, Tensor] = {}
     for name in parts[0]:

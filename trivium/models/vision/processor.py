@@ -1,4 +1,4 @@
-"""Processors of multimodal models as Hugging Face keeps them; without torchvision, ones that read images alone."""
+"""Processors of multimodal models in the format of Hugging Face. Without torchvision, they read images only."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocess
 
 
 def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
-    """The processor of a vision or audio model, from a model directory (never asks a hub) or a hub id; None for a text
-    model.
+    """The processor of a vision or audio model, from a model directory (without network access) or a hub id; None for a
+    text model.
 
-    Whatever goes wrong while a processor is loaded is raised: a vision model must not quietly become a text model.
-    A processor whose videos need torchvision is built without them where that is not installed, and where images are to
-    be read without it (`backend="pil"`): it reads images.
-    `kwargs` go to `from_pretrained`. Raises DataError for a directory that is not there, and for a multimodal model
-    without the files of its processor; MissingPackage without pillow or num2words.
-    """
+    All errors of loading a processor are raised, so that a vision model is never used as a text model by mistake.
+    Without torchvision, and with `backend="pil"`, a processor of images and videos reads images only. `kwargs` are
+    passed to `from_pretrained`. Raises DataError for a missing directory, and for a multimodal model without the files
+    of its processor; MissingPackage without pillow or num2words. """
     from transformers import PreTrainedTokenizerBase
 
     name, options = source_of(name_or_path, kwargs)
@@ -67,7 +65,7 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
 def _load(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoProcessor
 
-    reads_videos = find_spec("torchvision") and options.get("backend") != "pil"  # in that form there is none for them
+    reads_videos = find_spec("torchvision") and options.get("backend") != "pil"  # the PIL form reads no videos
     known = None if reads_videos else _processor_class(name, options)
     if known is None or "video_processor" not in known.get_attributes():
         return AutoProcessor.from_pretrained(name, **options)
@@ -75,7 +73,7 @@ def _load(name: str, options: dict[str, Any]) -> Any:
 
 
 def _images_only(known: Any) -> Any:
-    """The processor class as one that has everything but a video processor."""
+    """A subclass of a processor class without the video processor."""
 
     def get_attributes(cls: Any) -> list[str]:
         return [part for part in known.get_attributes() if part != "video_processor"]
@@ -94,7 +92,7 @@ def _images_only(known: Any) -> Any:
 
 
 class _NoVideos:
-    """Stands where the video processor would."""
+    """Replaces the video processor."""
 
     num_frames = fps = None
     merge_size = temporal_patch_size = None
@@ -104,7 +102,7 @@ class _NoVideos:
 
 
 def _processor_class(name: str, options: dict[str, Any]) -> Any | None:
-    """The class that the files name, or that transformers knows for the model; None where neither does."""
+    """The class that the files name, or else that transformers has for the model; None without either."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
     for file in _FILES:
@@ -118,7 +116,7 @@ def _processor_class(name: str, options: dict[str, Any]) -> Any | None:
 
 
 def _multimodal_kind(name: str, options: dict[str, Any]) -> str | None:
-    """The type of a model that reads more than text; None for another."""
+    """The type of a multimodal model; None for a text model."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     config = _config(name, options)
@@ -130,7 +128,7 @@ def _multimodal_kind(name: str, options: dict[str, Any]) -> str | None:
 
 
 def _config(name: str, options: dict[str, Any]) -> Any | None:
-    """The model's config; None for a directory without one, and for a type that transformers does not know."""
+    """The model's config; None without one, and for a type that transformers does not support."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -141,12 +139,12 @@ def _config(name: str, options: dict[str, Any]) -> Any | None:
     if read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
         return None
     written = (Path(name) / "config.json").read_bytes()
-    return copy.deepcopy(_config_of(name, written, tuple(chosen_options.items())))  # models change theirs
+    return copy.deepcopy(_config_of(name, written, tuple(chosen_options.items())))  # models change their config
 
 
 @lru_cache(maxsize=16)
 def _config_of(directory: str, written: bytes, options: tuple[tuple[str, Any], ...]) -> Any:
-    """A run asks for the same model's several times; `written` is the file, which may change."""
+    """Caches configs, which a run reads several times. `written` is the content of the file, which may change."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(directory, **dict(options))
@@ -160,7 +158,7 @@ def _require_packages(kind: str, name: str) -> None:
 
 
 def _names_processor(directory: Path) -> bool:
-    """Whether anything in the directory names a processor."""
+    """Whether a file of the directory names a processor."""
     if any((directory / file).is_file() for file in _FILES):
         return True
     configs = [read_json(directory / file) for file in ("config.json", "tokenizer_config.json")]
@@ -168,5 +166,5 @@ def _names_processor(directory: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; nothing where there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
