@@ -42,7 +42,8 @@ def attend(
     attention sinks, one logit for each head. `fast` uses scaled_dot_product_attention on the CPU, unless there are
     `places`, soft-capping or sinks: the same numbers up to rounding. With a mask it is not used on a GPU, where its
     math kernel would copy keys and values for each query head. `places` are `StepRows.places`, for one query of each
-    row; None computes them if they are needed."""
+    row; None computes them if they are needed.
+    """
     batch, heads, length, size = query.shape
     plain = softcap is None and s_aux is None
     if attention_mask is None:

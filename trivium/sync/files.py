@@ -2,7 +2,8 @@
 
 `version-000012/` holds `weights-00000.safetensors`, ... and `manifest.json` with the file and the hash of each tensor.
 A folder is staged and renamed, so a folder with its final name is complete. There are no locks, because machines may
-share the file system."""
+share the file system.
+"""
 
 from __future__ import annotations
 

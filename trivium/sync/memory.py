@@ -22,7 +22,8 @@ class MemoryChannel:
     """Keeps copies of the newest `keep` published versions in memory.
 
     The trainer changes its tensors while an explorer reads. `collect` verifies the hashes of the copies: a copy that
-    was changed since the offer is an error."""
+    was changed since the offer is an error.
+    """
 
     capabilities = Capabilities(local=True, uses_directory=False)
 

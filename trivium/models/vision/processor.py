@@ -24,7 +24,8 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     All errors of loading a processor are raised, so that a vision model is never used as a text model by mistake.
     Without torchvision, and with `backend="pil"`, a processor of images and videos reads images only. `kwargs` are
     passed to `from_pretrained`. Raises DataError for a missing directory, and for a multimodal model without the files
-    of its processor; MissingPackage without pillow or num2words."""
+    of its processor; MissingPackage without pillow or num2words.
+    """
     from transformers import PreTrainedTokenizerBase
 
     name, options = source_of(name_or_path, kwargs)
