@@ -215,13 +215,13 @@ def test_long_company_changes_no_bit(kind: str, tmp_path: Path) -> None:
 def test_few_shapes_are_computed_whatever_is_asked(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps what it compiled for each: 0.6 MiB for each number of rows of one small layer."""
     decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
-    shapes, reads, product = set[int](), range(1, 130), layers.product
+    shapes, reads, product = set[int](), range(1, 130), layers.invariant_linear
 
     def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         shapes.add(x.numel() // x.shape[-1])
         return product(x, weight, bias)
 
-    monkeypatch.setattr(layers, "product", counted)
+    monkeypatch.setattr(layers, "invariant_linear", counted)
     prompts = [np.random.default_rng(i).integers(3, 40, 3).astype(np.int32) for i in reads]
     with torch.inference_mode():
         for count in reads:

@@ -256,7 +256,7 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
         if delivered:
             assert len(await collected(late_channel, 0)) == 9
         else:
-            with pytest.raises(VersionGone, match="it goes on with bucket 1"):
+            with pytest.raises(VersionGone, match="it continues with bucket 1"):
                 await collected(late_channel, 0)
         assert await offering is delivered
         offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
@@ -288,7 +288,7 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     go_on.set()
     with pytest.raises(SyncError, match="took it for dead: killed"):
         await lost
-    with pytest.raises(VersionGone, match="it goes on with bucket 2, and of those before it some never came here"):
+    with pytest.raises(VersionGone, match="it continues with bucket 2, and this process lacks an earlier one"):
         await collected(late_channel, 0)
     assert {key: float(tensor[0]) for key, tensor in (await first).items()} == {f"layer.{i}": i for i in range(9)}
     assert await offering is True

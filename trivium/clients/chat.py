@@ -1,4 +1,4 @@
-"""Messages as OpenAI's chat completions carry them, and the choice in a response."""
+"""Messages in the format of OpenAI's chat completions, and the choice in a response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def image_part(item: Media) -> dict[str, Any]:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation; images stand at their places, or before the text where it marks none."""
+    """A conversation. Images are at their places in the text, or before it if it marks none."""
     return [{"role": message.role, "content": _content(message)} for message in messages]
 
 

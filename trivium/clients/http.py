@@ -1,8 +1,8 @@
 """JSON over HTTP to a service that scores or samples: several URLs, retries, and bounds on time and size.
 
-What may pass is tried again, on whichever URL is the least busy: connections that fail or give no answer in time,
-responses 429 and 5xx. Everything else is final at once. Every error is a RolloutError whose class says what happened
-and whose `place` is the URL; none holds the token.
+Failures that may be temporary are retried on the least busy URL: failed connections, timeouts, responses 429 and 5xx.
+All others are final. Every error is a RolloutError. Its class names the kind of failure, its `place` is the URL, and it
+never contains the token.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _SHOWN = 300
 _BACKOFF = random_exponential(multiplier=0.25, max=5)
 """Seconds before the next attempt: uniform between 0 and a bound that doubles each time."""
 _LONGEST_PAUSE_S = 30.0
-"""A URL that fails is avoided for at most so long, while others do not."""
+"""The longest time for which a failing URL is avoided while others work."""
 
 
 class EndpointError(RolloutError):
-    """A service gave nothing that can be used; `place` is its URL."""
+    """A service gave no usable response; `place` is its URL."""
 
 
 class EndpointUnreachable(EndpointError):
-    """No connection, or one that broke before the response was whole."""
+    """No connection, or one that broke before the response was complete."""
 
 
 class EndpointTimeout(EndpointError):
-    """No whole response within `attempt_s`, or within `total_s` of all attempts."""
+    """No complete response within `attempt_s`, or within `total_s` for all attempts."""
 
 
 class EndpointFailed(EndpointError):
-    """Responses 429 or 5xx, to the last attempt."""
+    """Response 429 or 5xx to the last attempt."""
 
 
 class TokenRefused(EndpointError):
@@ -64,11 +64,11 @@ class TokenRefused(EndpointError):
 
 
 class RequestRefused(EndpointError):
-    """Another 4xx, or a redirect: those are not followed, since the token would go with them."""
+    """Another 4xx, or a redirect. Redirects are not followed, because they would receive the token."""
 
 
 class MalformedResponse(EndpointError):
-    """A response 2xx that is too large, no JSON, or not of the protocol's form."""
+    """A response 2xx that is too large, is not JSON, or does not have the protocol's form."""
 
 
 def _one_or_many(urls: object) -> object:
@@ -83,7 +83,7 @@ def _checked_url(url: str) -> str:
         raise ValueError("a URL with a user or a password would be written to the run directory: use token_variable")
     if not url.isprintable() or " " in url:
         raise ValueError(f"{url!r} has characters that no URL holds: write http://host:port/path")
-    parts.port  # noqa: B018  # raises ValueError for one that is no number
+    parts.port  # noqa: B018  # raises ValueError for an invalid port
     return url
 
 
@@ -91,7 +91,7 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 
 
 class EndpointConfig(Plugin):
-    """What every section that asks a service over HTTP says of it."""
+    """The fields of every section that calls a service over HTTP."""
 
     urls: Annotated[tuple[Url, ...], BeforeValidator(_one_or_many)] = free(min_length=1)
     """One URL or several of equal services. Each request goes to the least busy one; one that fails is avoided for a
@@ -131,7 +131,8 @@ class EndpointConfig(Plugin):
 
 
 def read_token(variable: str | None, file: str | None) -> str | None:
-    """The token of an environment variable or a file; None where neither is named. Raises ConfigError, without it."""
+    """The token in an environment variable or a file; None if neither is named. Raises ConfigError if it is missing or
+    invalid. The error does not contain the token."""
     if variable is None and file is None:
         return None
     where = f"${variable}" if variable is not None else str(file)
@@ -148,13 +149,13 @@ def read_token(variable: str | None, file: str | None) -> str | None:
 
 @dataclass(eq=False)
 class _Server:
-    """One of the URLs, and how it fares."""
+    """One of the URLs, and its state."""
 
     url: str
     in_progress: int = 0
     last_used: int = 0
     failures: int = 0
-    """In a row."""
+    """The number of consecutive failures."""
     paused_until: float = 0.0
 
     def failed(self, retry_after_s: float | None) -> None:
@@ -164,7 +165,7 @@ class _Server:
 
 
 class _TryAgain(Exception):
-    """An attempt that failed in a way that may pass."""
+    """An attempt failed, and another one may succeed."""
 
     def __init__(self, error: EndpointError, retry_after_s: float | None = None) -> None:
         self.error, self.retry_after_s = error, retry_after_s
@@ -172,11 +173,11 @@ class _TryAgain(Exception):
 
 
 class _Stop:
-    """When a request is given up."""
+    """Decides when a request fails for good."""
 
     def __init__(self, config: EndpointConfig) -> None:
         self._left = config.max_attempts
-        # An attempt with next to no time left would hide why those before it failed.
+        # An attempt with almost no time left would hide the reason of earlier failures.
         self._in_time = stop_before_delay(config.total_s - min(1.0, config.total_s / 4))
 
     def __call__(self, state: RetryCallState) -> bool:
@@ -186,12 +187,11 @@ class _Stop:
 
 
 class EndpointClient:
-    """Posts JSON to the URLs of a section. It may be used from several event loops, one after the other or at once:
-    each request has a connection of its own, which its attempts at one URL do not share either."""
+    """Posts JSON to the URLs of a section. Several event loops may use it, also at the same time: each attempt has its
+    own connection."""
 
     def __init__(self, config: EndpointConfig, path: str = "", *, what: str) -> None:
-        """`path` is appended to each URL; `what` it is asked for is named in errors. Raises ConfigError where there is
-        no token."""
+        """`path` is appended to each URL. Errors name `what` is requested. Raises ConfigError without a token."""
         self._config, self._what = config, what
         self._servers = [_Server(_with_path(url, path)) for url in config.urls]
         self._num_attempts = self._num_retries = 0
@@ -199,7 +199,8 @@ class EndpointClient:
         self._token = read_token(config.token_variable, config.token_file)
 
     async def post(self, body: Mapping[str, Any]) -> tuple[str, Any]:
-        """The URL that answered, and its JSON value. Raises EndpointError; DataError for a body that is no JSON."""
+        """(the URL that answered, the JSON value of its response). Raises EndpointError, or DataError if `body` is not
+        JSON."""
         try:
             raw = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -235,10 +236,10 @@ class EndpointClient:
         return _shown(server.url), value
 
     async def _send(self, url: str, raw: bytes, seconds: float) -> Any:
-        import httpx  # here: the command line must not wait for it
+        import httpx  # imported here, because the command line must start without it
 
         self._token = token = read_token(self._config.token_variable, self._config.token_file)
-        # No compression: the bound on the size is one on what arrives.
+        # No compression: max_response_bytes bounds the bytes that arrive.
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
         headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
@@ -299,8 +300,7 @@ class EndpointClient:
         return self._tls[scheme]
 
     def _pause_s(self, state: RetryCallState) -> float:
-        """The seconds before the next attempt. Where the service has said when to try again, it is heeded unless
-        another URL may be tried sooner."""
+        """The seconds before the next attempt. Obeys Retry-After, unless another URL is available sooner."""
         error = state.outcome.exception() if state.outcome is not None else None
         if not isinstance(error, _TryAgain) or error.retry_after_s is None:
             return _BACKOFF(state)
@@ -314,11 +314,11 @@ class EndpointClient:
             _log.warning("a request for %s is tried again (retry %d)\n%s", self._what, self._num_retries, error.error)
 
     def malformed(self, url: str, found: str, do: str) -> EndpointError:
-        """The error of a response that is not of the protocol's form."""
+        """The error for a response that does not have the protocol's form."""
         return self.error(MalformedResponse, url, found, do)
 
     def error(self, kind: type[EndpointError], url: str, found: str, do: str) -> EndpointError:
-        """An error of this URL, without what may be secret in it: a service may echo the token."""
+        """An error of this URL. The token, which a service may echo, is removed from it."""
         shown = found if self._token is None else found.replace(self._token, "<token>")
         error = kind(f"{self._what} from {_shown(url)}", text_of(shown, _SHOWN), do)
         error.place = _shown(url)
@@ -334,7 +334,7 @@ def retry_after_s(header: str | None) -> float | None:
     try:
         date = email.utils.parsedate_tz(header)
         return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
-    except (ValueError, OverflowError):  # a year that there is not
+    except (ValueError, OverflowError):  # an invalid year
         return None
 
 
@@ -344,5 +344,5 @@ def _with_path(url: str, path: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """The URL without its query, which may hold what must not be shown."""
+    """The URL without its query, which may contain secrets."""
     return url.partition("?")[0]

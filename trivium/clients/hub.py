@@ -1,4 +1,4 @@
-"""Hugging Face ids where a path is asked: what the cache on this machine holds of them. Nothing is downloaded."""
+"""Resolves Hugging Face ids in the local cache, in fields that hold paths. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trivium.config import config_path
 from trivium.errors import DataError
 
 _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""`owner/name`, or the bare name of a model from before there were owners."""
+"""`owner/name`, or the name of an old model without an owner."""
 
 Kind = Literal["model", "dataset"]
 
@@ -29,15 +29,15 @@ def _local_path(kind: Kind) -> Callable[[str], str]:
 
 
 ModelPath = Annotated[str, AfterValidator(_local_path("model"))]
-"""A field that holds a model directory, or a Hugging Face id whose files are in the local cache. It becomes the
-absolute path of that version of the model."""
+"""A field with a model directory, or a Hugging Face id whose files are in the local cache. The value is the absolute
+path of the directory."""
 
 DatasetPath = Annotated[str, AfterValidator(_local_path("dataset"))]
-"""The same of a dataset."""
+"""A field with a dataset directory or id, as `ModelPath`."""
 
 
 def _cached(name: str, kind: Kind) -> str | None:
-    """The directory of the newest version that was downloaded; None where there is none, or not all of it."""
+    """The directory of the newest downloaded version; None if there is none, or an incomplete one."""
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -51,8 +51,8 @@ def _cached(name: str, kind: Kind) -> str | None:
 
 
 def source_of(name_or_path: str | Path, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name, options) for from_pretrained; a directory is never looked up anywhere else. Raises DataError for one that
-    is not there."""
+    """(name, options) for from_pretrained. A directory is read without network access. Raises DataError for a missing
+    directory."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return str(path), {"local_files_only": True, **options}
@@ -63,7 +63,7 @@ def source_of(name_or_path: str | Path, options: dict[str, Any]) -> tuple[str, d
 
 
 def absence(path: str | Path, kind: Kind = "model") -> tuple[str, str]:
-    """What is found where a path leads nowhere, and what to do: for an error."""
+    """The parts `found` and `do` of an error about a path without a model or dataset."""
     if Path(path).is_dir():
         return "no config.json there", "give a Hugging Face model directory"
     if Path(path).is_absolute() or _ID.fullmatch(str(path)) is None:

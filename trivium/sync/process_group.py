@@ -1,8 +1,8 @@
 """A process group for one exchange of weights, separate from torch.distributed's default group, which belongs to
 training.
 
-Every wait checks the board now and then. It ends when a member of the exchange has died, when the trainer has begun
-another exchange, and after `deadline_s` at the latest.
+Every wait checks the board at intervals. It ends when a member of the exchange has died, when the trainer has begun
+another exchange, or after `deadline_s`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ CONNECT_S = 15.0
 RENDEZVOUS_S = 60.0
 """Timeout for all members of an exchange to reach the trainer's store."""
 PIECE_BYTES = 2**28
-"""The most that one broadcast sends."""
+"""The largest size of one broadcast."""
 _CHECK_S = 0.25
-"""How often a wait checks the board."""
+"""The interval at which a wait checks the board."""
 _POLL_S = 0.001
 _LOOPBACK = "127.0.0.1"
 _OK = "well"
 ALL_BUCKETS = "whole"
-"""What a member acknowledges at the end, after the buckets."""
+"""The last acknowledgement of a member, after those of buckets."""
 
 
 class ExchangeAborted(Exception):
-    """An exchange that cannot complete, and why."""
+    """An exchange cannot complete. The text says why."""
 
 
 class NoParticipants(ExchangeAborted):
@@ -66,29 +66,29 @@ class ExchangeGroup:
         stream: str = "",
         has: int = 0,
     ) -> None:
-        """Connects to the other members; `device` is that of this process's model.
+        """Connects to the other members. `device` is the device of this process's model.
 
-        `has` is the number of buckets of `stream` that the trainer will not send again, or that a member has. A member
-        with fewer than the trainer's takes no part.
+        `has`: for the trainer, the number of buckets of `stream` that it will not send again; for a member, the number
+        that it has. A member with fewer buckets than the trainer's number takes no part.
 
-        Raises ExchangeAborted, or RuntimeError from torch, where that fails.
+        Raises ExchangeAborted, or RuntimeError from torch, if the connection fails.
         """
         self._exchange, self._rank, self._synchronizer = exchange, rank, synchronizer
         self._deadline = timedelta(seconds=synchronizer.deadline_s)
         self._store = PrefixStore(f"exchange-{exchange.number}", store)
         present = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device), "stream": stream, "has": has})
         self.stream: str = present[0]["stream"]
-        """Which of the trainer's offers is sent."""
+        """The trainer's offer that is sent."""
         taking_part = [number for number, each in enumerate(present) if _follows(each, present[0])]
         if rank not in taking_part or taking_part == [0]:
             raise (NoParticipants if rank == 0 else ExchangeAborted)(
-                f"it goes on with bucket {present[0]['has']}, and of those before it some never came here"
+                f"it continues with bucket {present[0]['has']}, and this process lacks an earlier one"
             )
         self._members = {number: exchange.members[number - 1] for number in taking_part[1:]}
         everyone, names = [present[number] for number in taking_part], [TRAINER, *self._members.values()]
         self._place, self._size = taking_part.index(rank), len(taking_part)
         self.backend, self.by_host = backend_of({name: each["gpu"] for name, each in zip(names, everyone, strict=True)})
-        """What the group is of; and why GPUs send their weights through the host, where they do."""
+        """The backend, and why GPUs send weights through the host if they do."""
         self.device = device if self.backend == "nccl" else torch.device("cpu")
         here = all(each["host"] == everyone[0]["host"] for each in everyone)
         store = PrefixStore("group", self._store)
@@ -98,7 +98,7 @@ class ExchangeGroup:
         )
 
     def broadcast_async(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins to broadcast the bytes of a tensor (on `device`) from the trainer; call the result to wait for it."""
+        """Starts to broadcast the bytes of a tensor (on `device`) from the trainer. Call the result to wait for it."""
         options = dist.BroadcastOptions()
         options.timeout = self._deadline
         flat = tensor.view(-1).view(torch.uint8)
@@ -111,7 +111,7 @@ class ExchangeGroup:
         return finish
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From the trainer to every member, in place."""
+        """Broadcasts from the trainer to every member, in place."""
         self.broadcast_async(tensor)()
 
     def broadcast_object(self, value: object) -> None:
@@ -137,7 +137,7 @@ class ExchangeGroup:
         self.acknowledge(ALL_BUCKETS)
 
     def problems(self, part: int | str) -> dict[str, str]:
-        """The members that do not have a bucket, and why, once all live ones have acknowledged it."""
+        """Waits until all live members have acknowledged a bucket. Returns the others, and why they lack it."""
         problems: dict[str, str] = {}
         for rank, name in self._members.items():
             try:
@@ -152,7 +152,7 @@ class ExchangeGroup:
         return any(self._acknowledgement(rank, ALL_BUCKETS) == _OK for rank in self._members)
 
     def close(self) -> None:
-        """Drops the connections, which ends the waits at their other ends at once."""
+        """Drops the connections, which ends the waits of other members at once."""
         self._backend = None
 
     def _acknowledgement(self, rank: int, part: int | str) -> str:
@@ -162,7 +162,7 @@ class ExchangeGroup:
     # ------------------------------------------------------------------ connecting
 
     def _rendezvous(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank publishes about itself, once all have: from here on they connect without delay."""
+        """Waits until each rank has published `info`, and returns all of them. Then ranks connect without delay."""
         ranks = range(len(self._exchange.members) + 1)
         self._store.set(f"here-{self._rank}", json.dumps(info))
         self._wait(
@@ -184,18 +184,18 @@ class ExchangeGroup:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
         group: Any = dist.ProcessGroupNCCL(store, self._place, self._size, options)
-        # It connects in its first operation, however long that takes.
+        # The first operation connects, which may take long.
         group.broadcast([torch.zeros(1, device=self.device)], dist.BroadcastOptions())
         return group
 
     def _connected(self, make: Callable[[], Any]) -> Any:
-        """What `make` connects, in another thread: the wait for it ends where a member dies meanwhile."""
+        """Calls `make` in another thread, so that the wait for it ends if a member dies."""
         made: Future[Any] = Future()
 
         def connect() -> None:
             try:
                 made.set_result(make())
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # `result` raises it
                 made.set_exception(error)
 
         threading.Thread(target=connect, name="connecting-exchange", daemon=True).start()
@@ -211,12 +211,13 @@ class ExchangeGroup:
         except BaseException:
             self._abandon(work)
             raise
-        work.wait()  # raises what went wrong
+        work.wait()  # raises the error of the operation
 
     def _wait(
         self, done: Callable[[], bool], waited_for: Sequence[str], timeout_s: float | None = None, overdue: str = ""
     ) -> None:
-        """Returns once `done`. Raises ExchangeAborted where that cannot happen any more, or (`overdue`) in time."""
+        """Waits for `done`. Raises ExchangeAborted if it can no longer happen, or with the text `overdue` at the
+        deadline."""
         deadline = ProgressDeadline(timeout_s or self._deadline.total_seconds())
         check = time.monotonic() + _CHECK_S
         while not done():
@@ -225,18 +226,18 @@ class ExchangeGroup:
                 if reason := self._synchronizer.abort_reason(self._exchange, waited_for):
                     raise ExchangeAborted(reason)
             if not deadline.left_s:
-                raise ExchangeAborted(overdue or f"nothing came for {deadline.seconds:.0f} s")
+                raise ExchangeAborted(overdue or f"nothing arrived for {deadline.seconds:.0f} s")
             time.sleep(_POLL_S)
 
     def _abandon(self, work: dist.Work) -> None:
-        """gloo ends an operation only at its timeout, and dropping its group waits for that. So another thread keeps
-        both until then."""
+        """Keeps an operation and its group in another thread until the operation ends. gloo ends one only at its
+        timeout, and dropping the group would wait for that."""
         self._backend.abort()
         threading.Thread(target=_hold, args=(work, self._backend), name="abandoned-exchange", daemon=True).start()
 
 
 def _follows(member: dict[str, Any], trainer: dict[str, Any]) -> bool:
-    """Whether a member has every bucket that the trainer will not send again."""
+    """Whether a member has all buckets that the trainer will not send again."""
     return (member["has"] if member["stream"] == trainer["stream"] else 0) >= trainer["has"]
 
 
@@ -258,13 +259,13 @@ def join_store(address: str) -> TCPStore:
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of an `address` as seen from here: the loopback for one on this machine."""
+    """Host and port of an `address`: the loopback address for this machine."""
     host, _, port = address.rpartition(":")
     return _LOOPBACK if host == own_address() else host, int(port)
 
 
 def refuses_connections(address: str, within_s: float = 0.0) -> bool:
-    """Whether no process listens there any more, or none does `within_s` from now."""
+    """Whether no process listens at an address, now or within `within_s`."""
     end = time.monotonic() + within_s
     while True:
         try:
@@ -272,15 +273,15 @@ def refuses_connections(address: str, within_s: float = 0.0) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:
-            pass  # a network failure proves nothing; the heartbeat will tell
+            pass  # a network failure proves nothing; the heartbeat detects a dead process
         if time.monotonic() >= end:
             return False
         time.sleep(0.05)
 
 
 def own_address() -> str:
-    """The address at which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, else of the
-    default route; the loopback where there is neither."""
+    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME, else of the
+    default route, else the loopback address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
@@ -304,14 +305,14 @@ def _address_of(interface: str, probe: socket.socket) -> str:
 
 
 def _gpu_name(device: torch.device) -> str:
-    """A unique name of the GPU; empty for the CPU, and without nccl."""
+    """A unique name of the GPU; empty for the CPU, or without nccl."""
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     return str(torch.cuda.get_device_properties(device).uuid) if has_nccl else ""
 
 
 def backend_of(gpus: Mapping[str, str]) -> tuple[Literal["nccl", "gloo"], str]:
-    """The backend that serves all of these processes, and why not nccl where some have a GPU. `gpus` is each one's GPU,
-    empty for none. nccl needs one for each process."""
+    """(the backend for these processes, why it is not nccl although some have a GPU). `gpus` has the GPU of each
+    process, empty for none. nccl needs one GPU for each process."""
     owners: dict[str, list[str]] = {}
     for name, gpu in gpus.items():
         owners.setdefault(gpu, []).append(name)

@@ -29,7 +29,7 @@ def _template_path(template: str) -> str:
 
 
 class HuggingFaceModel:
-    """A model and tokenizer that are on disk."""
+    """A model and a tokenizer on disk."""
 
     class Config(Plugin):
         kind: str = "hf"
@@ -74,7 +74,7 @@ class HuggingFaceModel:
             return PLAIN_TEMPLATE if template == "plain" else template
 
         def shape(self) -> ModelShape:
-            """Its sizes, by its config.json alone."""
+            """The sizes in its config.json."""
             return read_shape(self.path)
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
@@ -83,7 +83,7 @@ class HuggingFaceModel:
     def materialize(self, directory: Path) -> Path:
         """The directory that holds the model; with a `chat_template`, links in `directory` (inside the run) beside it.
 
-        Written aside and renamed: a process that dies leaves all of it or nothing.
+        The links are made in another directory, which is then renamed: a killed process leaves all of them or none.
         """
         path, template = Path(self.config.path), self.config.template()
         missing = missing_model_error(path)
@@ -122,7 +122,7 @@ def _own_template(path: Path) -> str | None:
 
 
 def _unusable(path: Path, where: str) -> Iterator[Problem]:
-    """What config.json and the names of the files tell about a model that no run can use."""
+    """The problems of a model that are visible in config.json and in the names of its files."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         text = {**config, **(config.get("text_config") or {})}
@@ -141,7 +141,7 @@ def _unusable(path: Path, where: str) -> Iterator[Problem]:
 
 
 def missing_model_error(path: Path) -> DataError | None:
-    """The error for a directory without a model; None where it has a config.json."""
+    """The error for a directory without a model; None if it has a config.json."""
     if (path / "config.json").is_file():
         return None
     return DataError(f"load the model {path}", *absence(path))
