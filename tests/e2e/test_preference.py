@@ -15,7 +15,7 @@ from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.metrics import depends_on_machine
 from trivium.models.backbone.packed import pack
-from trivium.models.heads.models import ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
 from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer

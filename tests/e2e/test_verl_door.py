@@ -22,7 +22,7 @@ from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
-from trivium.models.heads.models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
 from trivium.types import Group, StopReason, Trajectory, Turn
 
 ray = pytest.importorskip("ray")

@@ -15,7 +15,7 @@ from unit.training_parts import VOCABULARY, write_model
 from trivium.errors import ConfigError
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.sequence_parallel import SequenceGroup
-from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 
 pytestmark = pytest.mark.slow
 

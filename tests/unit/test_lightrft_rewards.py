@@ -21,7 +21,7 @@ from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
 from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of
-from trivium.models.heads.models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPTJConfig
 
 from trivium.errors import TriviumError
 from trivium.models.backbone.packed import pack
-from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
 
 CPU = torch.device("cpu")
 

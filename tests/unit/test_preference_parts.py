@@ -15,7 +15,7 @@ from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
 from trivium.models.backbone.packed import pack
-from trivium.models.heads.models import ScoreModel, ValueModel
+from trivium.models.heads.trained_models import ScoreModel, ValueModel
 from trivium.schedule import Schedule
 from trivium.tasks.files import JsonlTasks
 from trivium.text.renderer import ChatRenderer

@@ -17,8 +17,8 @@ from trivium.config import RewardConfig, plugin
 from trivium.errors import DataError
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of, load_score_model
-from trivium.models.heads.models import VALUE_HEAD, ScoreModel, ValueModel
 from trivium.models.heads.scoring import Conversation, SequenceScorer
+from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel, ValueModel
 from trivium.rewards.model import ModelReward
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer, renderer_of

@@ -21,7 +21,7 @@ from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.routing import _choice, routed, routers_of
-from trivium.models.heads.models import LanguageModel
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.randomness import SampleKey
 from trivium.training.batching import prefixes_of
 from trivium.types import (

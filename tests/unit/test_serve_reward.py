@@ -19,7 +19,7 @@ from vision_parts import sizes
 from trivium.clients.http import TokenRefused
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError
-from trivium.models.heads.models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
 from trivium.rewards.functions import Exact, Regex
 from trivium.rewards.model import ModelReward
 from trivium.rewards.remote import RemoteReward

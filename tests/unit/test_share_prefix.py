@@ -23,7 +23,7 @@ from trivium.config.model_shape import read_shape
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefix_attention import tree_attention
 from trivium.models.backbone.prefixes import Prefixes, is_gain
-from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.data_parallel import shares_of, shares_of_groups

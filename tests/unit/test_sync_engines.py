@@ -10,7 +10,7 @@ from training_parts import make_engine, write_model
 
 from trivium.engines.torch import TorchEngine
 from trivium.errors import SyncError
-from trivium.models.heads.models import tensor_names
+from trivium.models.heads.trained_models import tensor_names
 from trivium.policy import EngineFailure
 
 

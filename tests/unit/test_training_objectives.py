@@ -12,7 +12,7 @@ from algebra import column_names, number, objectives
 from training_parts import VOCABULARY, write_model
 
 from trivium.metrics import checked
-from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.training.learner import Learner
 from trivium.training.optim import Optimizer, OptimizerConfig
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics

@@ -36,7 +36,7 @@ from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError
 from trivium.models.backbone.load import load_backbone, load_lm
-from trivium.models.heads.models import LanguageModel, ScoreModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.models.vision.encoder import vision_of
 from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trivium.models.backbone.packed import pack
-from trivium.models.heads.models import LanguageModel
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.weights.lora import base_state
 
 if TYPE_CHECKING:

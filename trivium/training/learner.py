@@ -22,7 +22,7 @@ from trivium.models.backbone.routing import check_routed
 from trivium.models.backbone.sight import Sight
 from trivium.models.cpu.worker_threads import WorkerThreads, one_thread, size_of
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
-from trivium.models.heads.models import ActorCritic, LanguageModel, ValueModel
+from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader, refuse_images
 from trivium.protocols import Objective
 from trivium.training.batching import (

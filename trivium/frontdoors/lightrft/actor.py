@@ -21,7 +21,7 @@ from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
 from trivium.frontdoors.lightrft.per_action import per_action
 from trivium.frontdoors.lightrft.placing import pieces_of
 from trivium.frontdoors.tables import announce
-from trivium.models.heads.models import LanguageModel
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.vision.encoder import Vision
 from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.ranks import ALONE, Ranks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
 from trivium.errors import DataError, RunDirError
-from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.weights.filling import first_row, local_part
 from trivium.models.weights.lora import adapter_parameters, has_adapter
 from trivium.training.optim import Optimizer

@@ -20,7 +20,7 @@ from trivium.concurrency import gather_or_cancel, run_here
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.placing import media_of_rows
-from trivium.models.heads.models import LanguageModel
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.vision.encoder import Pixels, Vision
 from trivium.randomness import SampleKey
 from trivium.training.snapshot import TensorFile

@@ -14,7 +14,7 @@ from torch import Tensor
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.models.backbone.load import max_positions
-from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader
 from trivium.training.batching import Sight, check_lengths, collate
 from trivium.training.fsdp import reshard

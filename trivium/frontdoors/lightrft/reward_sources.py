@@ -18,8 +18,8 @@ from trivium.clients.http import EndpointError
 from trivium.concurrency import run_here
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.models.heads.classifier import load_score_model
-from trivium.models.heads.models import ScoreModel
 from trivium.models.heads.scoring import Conversation, SequenceScorer
+from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.placement import device_of
 from trivium.models.vision.images import decoded
 from trivium.registry import resolve

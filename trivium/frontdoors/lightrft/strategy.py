@@ -33,7 +33,7 @@ from trivium.frontdoors.lightrft.script_calls import ScriptCalls
 from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
 from trivium.frontdoors.tables import announce
 from trivium.models.heads.loss import LossDenominators
-from trivium.models.heads.models import LanguageModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.training.batching import count
 from trivium.training.fsdp import full_tensor, shard, shard_like
 from trivium.training.learner import Learner

@@ -117,7 +117,7 @@ def rows_of(
 
 
 def trunks_of(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> tuple[Trunk, ...]:
-    """The segments with continuations that attend to the original, not to copies; in preorder."""
+    """The segments with continuations that attend to the trunk itself, not to copies of it; in preorder."""
     stops = [int(start) + segment.stop - segment.first for start, segment in zip(starts, tree.segments, strict=True)]
     ends, depths = list(stops), [segment.stop for segment in tree.segments]
     for here, segment in reversed([*enumerate(tree.segments)]):

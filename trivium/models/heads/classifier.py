@@ -11,7 +11,7 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_sequence_classifier
-from trivium.models.heads.models import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
+from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,5 +131,6 @@ def _refusal(directory: Path, found: str) -> DataError:
     return DataError(
         f"a sequence classifier from {directory}",
         found,
-        f"load the directory with trivium.models.heads.models.ScoreModel, or the backbone and {VALUE_HEAD}.safetensors",
+        "load the directory with trivium.models.heads.trained_models.ScoreModel, or the backbone and "
+        f"{VALUE_HEAD}.safetensors",
     )

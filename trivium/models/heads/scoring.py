@@ -14,7 +14,7 @@ from trivium.models.backbone.load import max_positions
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefixes import Prefixes
 from trivium.models.backbone.sight import Seen, Sight
-from trivium.models.heads.models import ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.vision.encoder import pixel_reader, refuse_images
 from trivium.types import IntArray, Media
 
