@@ -29,7 +29,7 @@ from trivium.config import load_config
 from trivium.config.model_shape import read_shape
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
-from trivium.training.flops import measured_peak, pass_flops
+from trivium.training.flops import measured_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.yaml"
@@ -81,9 +81,9 @@ def floor_seconds(run_dir: Path, cores: int) -> float:
         squares = row["rollout/groups"] * prompt**2 + row["rollout/trajectories"] * completion * (
             completion + 2 * prompt
         )
-        flops += pass_flops(shape, tokens, squares, trained, backward=True)
+        flops += shape.flops(tokens, squares, trained, backward=True)
         if "reward/mean" in row:  # it was generated as well
-            flops += pass_flops(shape, tokens, squares, trained, backward=False)
+            flops += shape.flops(tokens, squares, trained, backward=False)
     return flops / peak
 
 

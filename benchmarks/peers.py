@@ -47,7 +47,7 @@ from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.flops import measured_peak, pass_flops
+from trivium.training.flops import measured_peak
 from trivium.types import Batch, Experience, Group, Message, Sampling, Task
 from trivium.workflows.single_turn import SingleTurn
 
@@ -336,7 +336,7 @@ def floor_seconds(model_dir: Path, batch: Batch, args: argparse.Namespace) -> di
     sampled = sum(each.num_response_tokens for each in batch.experiences)
     peak = measured_peak(torch.device("cpu"), getattr(torch, args.dtype), args.threads)
     seconds = {
-        name: pass_flops(shape, tree.num_tokens, squares, sampled, backward=name == "update") / peak
+        name: shape.flops(tree.num_tokens, squares, sampled, backward=name == "update") / peak
         for name in ("generation", "update")
     }
     return {**seconds, "step": sum(seconds.values())}

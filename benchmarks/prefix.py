@@ -28,7 +28,7 @@ from trivium.config.model_shape import ModelShape, read_shape
 from trivium.text.tiny import TinyModel
 from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.flops import measured_peak, pass_flops
+from trivium.training.flops import measured_peak
 from trivium.types import Batch, Experience
 
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 768, "max_position": 4096}
@@ -77,7 +77,7 @@ def floor_flops(shape: ModelShape, batch: Batch) -> float:
     """Of an update that computes what sequences share once."""
     tree = prefixes_of(batch).tree(range(len(batch)))
     trained = sum(each.num_response_tokens for each in batch.experiences)
-    return pass_flops(shape, tree.num_tokens, tree.num_squares, trained, backward=True)
+    return shape.flops(tree.num_tokens, tree.num_squares, trained, backward=True)
 
 
 def compare(engines: tuple[TorchTrainEngine, TorchTrainEngine], batch: Batch, repeat: int) -> dict[str, list[float]]:

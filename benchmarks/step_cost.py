@@ -34,7 +34,6 @@ from trivium.algorithms.presets import GRPO
 from trivium.config.model_shape import read_shape
 from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.flops import pass_flops
 from trivium.types import Batch, Experience
 
 SIDE = 768
@@ -120,7 +119,7 @@ def measure(model_dir: Path, sizes: dict[str, int]) -> dict[str, float]:
         seconds.append(processor_s() - began)
     tree = prefixes_of(batch).tree(range(len(batch)))
     trained = sum(each.num_response_tokens for each in batch.experiences)
-    flops = pass_flops(read_shape(model_dir), tree.num_tokens, tree.num_squares, trained, backward=True)
+    flops = read_shape(model_dir).flops(tree.num_tokens, tree.num_squares, trained, backward=True)
     floor = flops * product_s() / (2.0 * SIDE**3)
     gradients = sum(each.numel() * each.element_size() for _, each in engine.export_weights()) / 2**20
     return {"seconds": min(seconds), "mib": status_mib("VmHWM") - before - gradients, "floor": floor}

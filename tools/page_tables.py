@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from trivium.config.engine_memory import engine_memory
-from trivium.config.memory_estimate import memory_plan
+from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
 from trivium.frontdoors.lightrft.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.tables import Mapped

@@ -15,7 +15,7 @@ from trivium.config.model_shape import shape_of
 from trivium.loops import train_step
 from trivium.metrics import checked, depends_on_machine
 from trivium.phases import BOUNDS, Phase, collecting, measured, phase, verdict
-from trivium.training.flops import measured_peak, pass_flops, utilisation
+from trivium.training.flops import measured_peak, utilisation
 from trivium.types import Batch
 
 LLAMA = LlamaConfig(
@@ -40,16 +40,16 @@ def test_a_pass_counts_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     full = rows * length**2 * 2
-    ours = pass_flops(shape, rows * length, full, rows * length, backward=False)
+    ours = shape.flops(rows * length, full, rows * length, backward=False)
     assert ours == pytest.approx(forward.get_total_flops(), rel=2e-3)  # but for the table of rotations
     both = forward.get_total_flops() + backward.get_total_flops()
-    assert pass_flops(shape, rows * length, full, rows * length, backward=True) == pytest.approx(both, rel=2e-3)
+    assert shape.flops(rows * length, full, rows * length, backward=True) == pytest.approx(both, rel=2e-3)
 
 
 def test_an_adapter_s_backward_pass_skips_the_weights_it_does_not_train() -> None:
     shape = shape_of(LLAMA.to_dict())
     forward, adapter, whole = (
-        pass_flops(shape, 100, 5000, 40, backward=backward, adapter=adapter)
+        shape.flops(100, 5000, 40, backward=backward, adapter=adapter)
         for backward, adapter in ((False, True), (True, True), (True, False))
     )
     assert (adapter, whole) == (2 * forward, 3 * forward)
@@ -59,8 +59,8 @@ def test_only_active_experts_and_the_head_s_own_tokens_count() -> None:
     said = {**LLAMA.to_dict(), "num_experts": 8, "num_experts_per_tok": 2}
     dense, sparse = shape_of(LLAMA.to_dict()), shape_of(said)
     assert sparse.multiplied - dense.multiplied == 3 * (dense.expert + 64 * 8)
-    fewer = pass_flops(dense, 100, 0, 10, backward=False)
-    assert pass_flops(dense, 100, 0, 30, backward=False) - fewer == 2 * 20 * 131 * 64
+    fewer = dense.flops(100, 0, 10, backward=False)
+    assert dense.flops(100, 0, 30, backward=False) - fewer == 2 * 20 * 131 * 64
 
 
 def test_utilisation_is_arithmetic_over_time_and_peak() -> None:
@@ -71,13 +71,13 @@ def test_utilisation_is_arithmetic_over_time_and_peak() -> None:
         "advantage": Phase(50.0),
     }
     found = utilisation(phases, {"policy": shape, "reference": shape}, {"ref": "reference"}, 1e6)
-    once = pass_flops(shape, 100, 5000, 40, backward=False)
+    once = shape.flops(100, 5000, 40, backward=False)
     assert found["perf/mfu/score"] == pytest.approx(once / 2 / 1e6)
     assert found["perf/mfu/update"] == pytest.approx(3 * once / 4 / 1e6)
     assert found["perf/mfu"] == pytest.approx(4 * once / 6 / 1e6)
     assert utilisation(phases, {}, {}, 1e6) == {}
     critic = utilisation({"score/values": Phase(2.0, 100, 5000, 40)}, {"critic": shape}, {"values": "critic"}, 1e6)
-    assert critic["perf/mfu"] == pytest.approx(pass_flops(shape, 100, 5000, 0, backward=False) / 2 / 1e6)
+    assert critic["perf/mfu"] == pytest.approx(shape.flops(100, 5000, 0, backward=False) / 2 / 1e6)
 
 
 def test_the_peak_is_measured_once() -> None:

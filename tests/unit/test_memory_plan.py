@@ -27,10 +27,9 @@ from unit.training_parts import Parts, Reinforce, make_batch, make_engine
 from tests.processes import Forked
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, load_config
-from trivium.config.engine_memory import MIB, engine_memory
 from trivium.config.machine import Machine, host_memory
 from trivium.config.machine_file import read_machine
-from trivium.config.memory_estimate import adapter_parameters, memory_plan
+from trivium.config.model_memory import MIB, engine_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
 from trivium.engines.decoder import Decoder
@@ -174,8 +173,8 @@ class TestEstimate:
     def test_an_adapter_trains_little(self) -> None:
         shape = shape_of(QWEN_1B5)
         full, adapted = (memory_plan(shape, tokens=1024, adapter_rank=rank) for rank in (0, 16))
-        assert adapted["policy optimizer"] == 8 * adapter_parameters(shape, 16) < full["policy optimizer"] / 50
-        assert adapted["policy weights"] - full["policy weights"] == 4 * adapter_parameters(shape, 16)
+        assert adapted["policy optimizer"] == 8 * shape.adapter(16) < full["policy optimizer"] / 50
+        assert adapted["policy weights"] - full["policy weights"] == 4 * shape.adapter(16)
 
     def test_a_base_in_bfloat16_takes_half(self) -> None:
         shape = shape_of(QWEN_1B5)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from training_parts import Parts, Reinforce, make_batch, make_engine, write_model
 
 from trivium.config import config_from_mapping
-from trivium.config.memory_estimate import memory_plan
-from trivium.config.model_shape import FEW_BITS, ModelShape, frozen_weights
+from trivium.config.model_memory import memory_plan
+from trivium.config.model_shape import FEW_BITS, ModelShape
 from trivium.errors import ConfigError
 from trivium.models.weights.quantized import QuantizedLinear, has_library, refusal
 from trivium.training.engine import TorchTrainEngine
@@ -60,8 +60,8 @@ def test_the_plan_counts_few_bits() -> None:
     shape = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128, vocabulary=100, tied=False)
     linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
     rest = shape.parameters - linear
-    assert frozen_weights(shape, 2, FEW_BITS["nf4"]) == linear // 2 + linear // 64 * 4 + rest * 2
-    assert frozen_weights(shape, 2, FEW_BITS["int8"]) == linear + linear // 256 * 4 + rest * 2
+    assert shape.num_bytes(2, FEW_BITS["nf4"]) == linear // 2 + linear // 64 * 4 + rest * 2
+    assert shape.num_bytes(2, FEW_BITS["int8"]) == linear + linear // 256 * 4 + rest * 2
     how: dict[str, Any] = {"tokens": 64, "adapter_rank": 4, "dtype": "bfloat16", "frozen": {"teacher": shape}}
     plans = {name: memory_plan(shape, frozen_dtype=name, **how) for name in ("bfloat16", "int8", "nf4")}
     for item in ("policy weights", "teacher weights"):

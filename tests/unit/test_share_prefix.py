@@ -27,7 +27,6 @@ from trivium.models.heads.trained_models import LanguageModel, ScoreModel, Value
 from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.data_parallel import shares_of, shares_of_groups
-from trivium.training.flops import pass_flops
 from trivium.types import Batch, Experience, Media
 
 CPU = torch.device("cpu")
@@ -343,7 +342,7 @@ def test_fewer_rows_are_computed(model_dir: Path) -> None:
     for engine, tokens, squares in zip(
         engines, (720, 50 + 120), (12 * 60**2, 50**2 + 12 * (60**2 - 50**2)), strict=True
     ):
-        flops = pass_flops(shape, tokens, squares, 120, backward=True)
+        flops = shape.flops(tokens, squares, 120, backward=True)
         for _ in range(2):  # it may be asked again
             found = engine.utilisation({"update/policy": Phase(2.0, 720, 12 * 60**2, 120)})
             assert found["perf/mfu/update"] == pytest.approx(flops / 2e9)

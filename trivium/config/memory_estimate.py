@@ -1,19 +1,15 @@
-"""How much memory a stage will want, estimated from config and config.json alone, and whether the machine has it.
-
-What is held (weights, gradients, optimizer state, caches) is counted; what a pass needs on the way (activations) is an
-estimate that measured training steps agree with (tests/unit/test_memory_plan.py).
-"""
+"""The batch arithmetic and the memory of a stage, estimated from config and config.json alone, and whether the machine
+has that memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trivium.config.engine_memory import BYTES, MIB, engine_memory
 from trivium.config.machine import Machine
-from trivium.config.model_shape import FEW_BITS, ModelShape, frozen_weights, read_shape
-from trivium.config.vision_shape import VisionShape
+from trivium.config.model_memory import MIB, engine_memory, memory_plan
+from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
 from trivium.types import SyncMethod, capabilities_of
@@ -22,14 +18,11 @@ if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
 
 PROMPT_TOKENS = 1024
-"""The prompt assumed beside `max_new_tokens`, where the model's context has room for it; of a model that sees, all of
-it images."""
+"""Assumed length of a prompt, if the model's context has room for it beside `max_new_tokens`. For a model that reads
+images, all of these tokens are assumed to stand for them."""
 RUNTIME = 512 * MIB
-"""What a process with torch takes before it holds a model."""
+"""Bytes of a process with torch that holds no model yet."""
 _ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
-_HEAD_BYTES = 64 * MIB
-"""Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
-_HEAD_PART_OF_GPU = 256
 _FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
 _KNOBS = {
     "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
@@ -56,27 +49,27 @@ _KNOBS = {
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one train step is cut into. Sequences are whole ones at their full length, so the numbers are bounds."""
+    """What one train step is cut into. All sequences are assumed to have their full length: the numbers are bounds."""
 
     prompts: int
     group_size: int
     sequences: int
-    """Prompts times group size: what one step is trained on."""
+    """Prompts times group size."""
     mini_batches: int
     """Optimizer steps of one pass over the batch."""
     epochs: int
     """Passes over the batch."""
     ranks: int
     data_ranks: int
-    """Ranks that hold different sequences; the others share theirs (`train.sequence_parallel`)."""
+    """Groups of ranks that hold different sequences (`train.sequence_parallel`)."""
     sequences_per_data_rank: int
-    """Of one mini-batch, at most."""
+    """At most, in one mini-batch."""
     tokens_per_sequence: int
-    """Prompt and completion: the longest one, or the model's context."""
+    """Prompt and completion: the longest that is expected, or the model's context."""
     tokens_per_micro_batch: int | None
-    """The budget of one pass on one rank; None where the train engine names none."""
+    """The budget of one pass on one rank; None if the train engine has none."""
     micro_batches: int | None
-    """Of one mini-batch on one data rank, at most."""
+    """At most, in one mini-batch on one data rank."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +77,13 @@ class MemoryPlan:
     """Bytes by item."""
 
     device: str
-    """Where training ranks compute: `cpu` or `cuda`."""
+    """The type of device of training ranks: `cpu` or `cuda`."""
     rank: Mapping[str, int]
-    """On the device of one training rank."""
+    """Those on the device of one training rank."""
     rank_host: Mapping[str, int]
-    """In host memory, for one training rank on a GPU."""
+    """Those in host memory for one training rank on a GPU."""
     engine: Mapping[str, int]
-    """Of one rollout engine, on its own device."""
+    """Those on the device of one rollout engine."""
     engine_device: str
     processes: int
     """Training ranks."""
@@ -98,13 +91,13 @@ class MemoryPlan:
     together: bool
     """Whether the first rank and the engine are one process."""
     sleeps: bool = False
-    """Whether the engine leaves their GPU to the rank while that learns."""
+    """Whether the engine frees their GPU while the rank updates."""
     recorded: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Of rollouts that wait or are trained on, in host memory: what grows with a model beside its vocabulary."""
+    """Those in host memory of rollouts that wait or are trained on."""
 
     @property
     def host(self) -> dict[str, int]:
-        """All that lies in host memory, where every role runs on this machine."""
+        """All items in host memory, if every role runs on this machine."""
         ranks = self.rank if self.device == "cpu" else self.rank_host
         items = {name: number * self.processes for name, number in ranks.items()}
         if self.engine_device == "cpu":
@@ -114,7 +107,7 @@ class MemoryPlan:
 
     @property
     def gpu(self) -> dict[str, int]:
-        """What lies on the fullest GPU: a rank or an engine, and both where the two share a process."""
+        """The items on the fullest GPU: a rank's or an engine's, or both if the two share a process."""
         rank = dict(self.rank) if self.device == "cuda" else {}
         engine = dict(self.engine) if self.engine_device == "cuda" else {}
         idle = {name: n for name, n in rank.items() if name.endswith(("weights", "optimizer"))} if self.sleeps else rank
@@ -123,7 +116,7 @@ class MemoryPlan:
         return items and {**items, "runtime": RUNTIME}
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        """For the plan: MiB by item, what is needed in all, and what is available."""
+        """The printed plan: MiB by item, the sums that are needed, and what is available."""
         shown: dict[str, Any] = {"each rank": _mib(self.rank) | {"device": self.device, "ranks": self.processes}}
         if self.rank_host and self.device != "cpu":
             shown["each rank, host"] = _mib(self.rank_host)
@@ -144,104 +137,8 @@ def _mib(items: Mapping[str, int]) -> dict[str, Any]:
     return {**shown, "total": round(sum(items.values()) / MIB, 1)}
 
 
-# --------------------------------------------------------------------------- counting
-
-
-def memory_plan(
-    shape: ModelShape,
-    *,
-    trained: Collection[str] = ("policy",),
-    frozen: Mapping[str, ModelShape] | None = None,
-    tokens: int,
-    dtype: str = "float32",
-    gradient_checkpointing: bool = False,
-    adapter_rank: int = 0,
-    shards: int = 1,
-    vision_tower: str | None = None,
-    image_tokens: int = 0,
-    frozen_dtype: str = "float32",
-    gpu: int = 0,
-) -> dict[str, int]:
-    """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
-
-    `tokens` go through one pass; `shards` ranks hold a part each. Weights, gradients and the two moments of the
-    optimizer are float32 (float64 for that dtype); `bfloat16` halves what layers keep for the backward pass, norms
-    aside. With `adapter_rank` the policy trains low-rank adapters only. What is not trained is kept in `frozen_dtype`,
-    and its head made wider where it computes. `image_tokens` of the tokens are images', and
-    `vision_tower` says what of the image side is trained. `gpu` is the memory of the GPU it has, 0 for none.
-    """
-    wide = 8 if dtype == "float64" else 4
-    few = FEW_BITS.get(frozen_dtype)
-    kept = wide if dtype == "float64" else 2 if few else min(wide, BYTES[frozen_dtype])
-    items: dict[str, int] = {}
-    for role in trained:
-        adapted = role == "policy" and adapter_rank > 0
-        own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
-        frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
-        moving = adapter_parameters(shape, adapter_rank) if adapted else own - frozen_vision
-        held = frozen_weights(shape, kept, few) + moving * wide if adapted else own * wide
-        items[f"{role} weights"] = held // shards
-        items[f"{role} gradients"] = moving * wide // shards
-        items[f"{role} optimizer"] = 2 * moving * wide // shards
-    for role, its in (frozen or {}).items():
-        # A policy that is neither trained nor the base of an adapter is saved as it is: in no fewer bits.
-        items[f"{role} weights"] = frozen_weights(its, kept, None if role == "policy" else few) // shards
-    adapts = adapter_rank > 0 and "policy" in trained
-    narrowed = [*(frozen or {}).values(), *[shape] * adapts]
-    if kept < wide and narrowed:
-        items["float32 head"] = max(each.embedding for each in narrowed) * wide
-    if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
-        narrow = BYTES[dtype]
-        items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
-    elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
-        # autocast keeps the matrices it cast until the pass is over
-        items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
-    if few and narrowed:  # a matrix is made wide where it is used, forward or backward
-        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
-    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
-    if shape.vision is not None:
-        learns = vision_tower in (None, "trained") and not adapter_rank
-        items["vision activations"] = _vision_activations(
-            shape.vision, image_tokens, dtype, all_layers=learns and not gradient_checkpointing
-        )
-    return items
-
-
-def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, all_layers: bool) -> int:
-    """Bytes that a pass of the tower over images of so many tokens needs: about one and a half numbers for each that a
-    patch is multiplied with, in all of its layers or in those at work, and the input of each layer."""
-    layer = 3 * vision.block // (2 * vision.hidden)
-    patch = layer * (vision.layers + 1 if all_layers else min(3, vision.layers + 1)) + vision.layers * vision.hidden
-    return image_tokens * vision.patches_per_token * patch * BYTES[dtype]
-
-
-def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool, gpu: int = 0) -> int:
-    """Bytes that one forward and backward pass over so many tokens needs at its peak."""
-    narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    through = 4 * query + 8 * key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
-    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
-    whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # beside it, gradients of one layer
-    kept = shape.layers * shape.hidden * wide * gradient_checkpointing
-    chunk = max(_HEAD_BYTES, gpu // _HEAD_PART_OF_GPU)
-    chunk = chunk if gpu else min(chunk, max(4 * MIB, 256 * shape.vocabulary * wide))
-    logits = min(chunk, tokens * shape.vocabulary * wide)
-    return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
-
-
-def adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Parameters of low-rank adapters of that rank at every linear layer but the head."""
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ends = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
-    ends += shape.experts * (3 if shape.gated else 2) * (shape.hidden + shape.mlp)
-    return shape.layers * rank * ends
-
-
-# --------------------------------------------------------------------------- of a config
-
-
 def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
-    """How one train step of a stage is cut."""
+    """How one train step of a stage is cut on `ranks` training ranks."""
     schedule, train, algorithm = config.schedule, config.train, config.algorithm
     sequences = schedule.groups_per_step * schedule.group_size
     mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
@@ -269,20 +166,20 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
 
 
 def sequence_tokens(config: RunConfig) -> int:
-    """The longest sequence that is to be expected."""
+    """The length of the longest sequence that is expected."""
     shape = shape_in(config)
     limits = [getattr(config.engine, "max_context", None), shape.max_positions if shape is not None else None]
     return min([config.engine.sampling.max_new_tokens + PROMPT_TOKENS, *(int(limit) for limit in limits if limit)])
 
 
 def kept_versions(config: RunConfig) -> int:
-    """How many of the newest versions can be had. Explorers of a resumed run may need every one since the oldest that a
-    pending slot is sampled with."""
+    """The number of newest versions that stay available. Explorers of a resumed run may need each since the oldest with
+    which a pending slot is sampled."""
     return config.max_staleness // config.sync.interval + 2
 
 
 def context_limit(config: RunConfig) -> int | None:
-    """Tokens of prompt and completion together that the engine takes; None where its section does not tell."""
+    """The largest number of tokens of prompt and completion together; None if the engine's section does not say."""
     if not hasattr(config.engine, "max_context"):
         return None
     shape = shape_in(config)
@@ -290,16 +187,17 @@ def context_limit(config: RunConfig) -> int | None:
 
 
 def shape_in(config: RunConfig) -> ModelShape | None:
-    """The shape of the policy, where its section gives it without building or loading the model."""
+    """The shape of the policy; None if its section does not give it without building or loading the model."""
     shape = getattr(config.model, "shape", None)
     try:
         return shape() if callable(shape) else None  # pyright: ignore[reportReturnType]
-    except TriviumError:  # an architecture that config.json does not describe in the usual words
+    except TriviumError:  # config.json describes the architecture by other keys
         return None
 
 
 def vision_in(config: RunConfig) -> str | None:
-    """What of the image side of a stage's model is trained; None where it has none, or its size is not known."""
+    """The parts of a stage's vision-language model, with their sizes and whether they are trained; None for a model
+    that reads text only, or of unknown size."""
     shape = shape_in(config)
     if shape is None or shape.vision is None:
         return None
@@ -328,18 +226,18 @@ def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: b
 
 
 def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> MemoryPlan | None:
-    """The memory of a stage; None where the sizes of model or micro-batch are unknown."""
-    shape, engine = shape_in(config), config.engine
+    """The memory of a stage; None if the size of the model or of a micro-batch is unknown."""
+    shape, engine, mode = shape_in(config), config.engine, config.run.mode
     train: Any = config.train
     if shape is None or batch.tokens_per_micro_batch is None or not hasattr(train, "gradient_checkpointing"):
         return None
     device, dtype = planned(train.device, train.dtype, machine)
+    engine_device, engine_dtype = _planned_engine(config, batch, machine)
     longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
     tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
     seen = tokens * (batch.ranks // batch.data_ranks)  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
-    lora = getattr(train, "lora", None)
-    if lora is not None:
+    if train.lora is not None:
         frozen.pop("reference", None)  # the policy with its adapter off
     rank = memory_plan(
         shape,
@@ -348,49 +246,45 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         tokens=tokens,
         dtype=dtype,
         gradient_checkpointing=train.gradient_checkpointing,
-        adapter_rank=0 if lora is None else lora.rank,
+        adapter_rank=0 if train.lora is None else train.lora.rank,
         shards=train.shard or batch.ranks,
-        vision_tower=getattr(train, "vision_tower", None),
-        frozen_dtype=getattr(train, "frozen_dtype", "float32"),
+        vision_tower=train.vision_tower,
+        frozen_dtype=train.frozen_dtype,
         gpu=min(machine.gpus, default=0) if device != "cpu" else 0,
         image_tokens=seen * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}
-    if getattr(train, "cpu_offload", False) and batch.ranks > 1 and device != "cpu":
+    if train.cpu_offload and batch.ranks > 1 and device != "cpu":
         host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}
-    kept = rank if device == "cpu" else host
+    held, kept = {**rank, **host}, rank if device == "cpu" else host
     if device != "cpu":
-        few = getattr(train, "frozen_dtype", "") in FEW_BITS
-        # Weights go through host memory one tensor at a time; those for few bits whole, in bfloat16.
-        host["loading"] = shape.parameters * 2 if few else shape.embedding * 4
-    held = {**rank, **host}
+        # Weights pass through host memory one tensor at a time; those for few bits as a whole, in bfloat16.
+        host["loading"] = shape.parameters * 2 if train.frozen_dtype in FEW_BITS else shape.embedding * 4
     if config.checkpoint.asynchronous:
         state = ("weights", "optimizer")
         kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
-        if lora is not None and "policy" in trained:  # it is saved merged, in float32
+        if train.lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
-    if lora is None or lora.push != "adapter":
-        width = BYTES[_planned_engine(config, batch, machine)[1]]
-        kept |= _travelling(config, batch, shape.parameters * width, shape.embedding * width)
-    local = config.cluster.kind == "local"
-    explores = config.run.mode in ("both", "explore", "serve", "bench")
-    samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
+    if train.lora is None or train.lora.push != "adapter":
+        kept |= _travelling(config, batch, shape, BYTES[engine_dtype])
+    samples = mode in ("both", "explore", "serve", "bench") and hasattr(engine, "max_rows")
+    trains = mode in ("both", "train", "serve")
     return MemoryPlan(
         device=device,
         rank=rank if trains else {},
         rank_host=host if trains else {},
         engine=_engine_items(config, shape, batch, machine) if samples else {},
-        engine_device=_planned_engine(config, batch, machine)[0],
+        engine_device=engine_device,
         processes=batch.ranks if trains else 0,
         engines=_engines(config, batch.ranks),
-        together=local,
+        together=config.cluster.kind == "local",
         sleeps=getattr(engine, "sleep_level", 0) > 0,
         recorded=_recorded(config, shape, batch),
     )
 
 
 def _recorded(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[str, int]:
-    """Bytes of the routing that rollouts bring (`train.router_replay`): of a turn, and once more of its experience."""
+    """Bytes of the recorded routing of rollouts (`train.router_replay`): of each turn, and again of its experience."""
     if not replays_routing(config):
         return {}
     sequences = batch.sequences * (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
@@ -398,23 +292,23 @@ def _recorded(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[st
 
 
 def replays_routing(config: RunConfig) -> bool:
-    """Whether rollouts are asked for the experts of their tokens."""
+    """Whether rollouts record the experts of their tokens."""
     return getattr(config.train, "router_replay", "off") == "rollout"
 
 
-def _travelling(config: RunConfig, batch: BatchPlan, size: int, largest: int) -> dict[str, int]:
-    """Bytes by item, for one rank, of weights of this size and of their largest tensor between trainer and engines, in
-    host memory."""
+def _travelling(config: RunConfig, batch: BatchPlan, shape: ModelShape, width: int) -> dict[str, int]:
+    """Bytes by item, for one rank, of weights on their way from the trainer to engines, in host memory; `width` is that
+    of a number."""
     items: dict[str, int] = {}
     if config.sync.method is SyncMethod.MEMORY:
-        items["published versions"] = kept_versions(config) * size // batch.ranks
+        items["published versions"] = kept_versions(config) * shape.parameters * width // batch.ranks
     if config.cluster.kind == "local" and _engines(config, batch.ranks) > 1:
-        items["weights received"] = 2 * largest  # one is loaded while the next arrives
+        items["weights received"] = 2 * shape.embedding * width  # one tensor is loaded while the next arrives
     return items
 
 
 def _engines(config: RunConfig, ranks: int) -> int:
-    """How many there are: on Ray those of the config, else one for each rank that the explorer can use."""
+    """The number of engines: on Ray that of the config, else one for each rank that the explorer can use."""
     if config.cluster.kind != "local":
         return config.cluster.explorers * config.cluster.engines
     exact = capabilities_of(resolve("engines", config.engine.kind)).exact_sampling
@@ -422,14 +316,14 @@ def _engines(config: RunConfig, ranks: int) -> int:
 
 
 def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:
-    """(`cpu` or `cuda`, type) that a config's device and dtype come to on this machine, GPUs being such as compute in
+    """(`cpu` or `cuda`, type) that a config's device and dtype mean on this machine. Its GPUs are assumed to compute in
     bfloat16."""
     on_gpu = device != "cpu" and (device != "auto" or bool(machine.gpus))
     return "cuda" if on_gpu else "cpu", dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
 
 
 def _planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tuple[str, str]:
-    """The same for an engine: on Ray, what is left to the machine is on GPUs where there is one for each process."""
+    """The same for an engine. On Ray, `auto` is a GPU if the machine has one for each process."""
     device, cluster = str(getattr(config.engine, "device", "cpu")), config.cluster
     if device == "auto" and cluster.kind == "ray" and cluster.address is None:
         trains = batch.ranks * (planned(str(getattr(config.train, "device", "cpu")), "auto", machine)[0] == "cuda")
@@ -438,7 +332,8 @@ def _planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tu
 
 
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
-    """As many completions at once as training asks for; an evaluation may fill more of `engine.max_rows`."""
+    """The memory of an engine with as many completions at once as training asks for. An evaluation may fill more of
+    `engine.max_rows`."""
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
@@ -450,7 +345,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     prompt = min(PROMPT_TOKENS, tokens)
     items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
     part = getattr(engine, "gpu_memory_utilization", None)
-    if part and device == "cuda" and machine.gpus:  # vLLM reserves this part of the GPU, however much it needs
+    if part and device == "cuda" and machine.gpus:  # vLLM reserves this part of the GPU, whatever it needs
         cache = getattr(engine, "cache_gib", None)
         reserved = part * min(machine.gpus) - items["engine"] if cache is None else cache * 2**30
         items = {"engine": items["engine"], "engine reserved": max(0, int(reserved))}
@@ -458,7 +353,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
 
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
-    """(roles that are trained, frozen models) of a stage's algorithm."""
+    """(trained roles, frozen models by role) of a stage's algorithm."""
     section = config.algorithm.for_run(config)
     build = getattr(resolve("algorithms", section.kind), "build", None)
     if build is None:
@@ -477,7 +372,7 @@ def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str
 
 
 def refuse_what_cannot_fit(plan: MemoryPlan, machine: Machine, where: str = "") -> None:
-    """Raises ConfigError, with the biggest item and what to change about it, for a plan beyond the machine's memory."""
+    """Raises ConfigError for a plan beyond the machine's memory, with the biggest item and what to change about it."""
     memories = [("host memory", plan.host, machine.memory)]
     if machine.gpus:
         memories.append(("the memory of a GPU", plan.gpu, min(machine.gpus)))

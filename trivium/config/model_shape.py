@@ -1,4 +1,4 @@
-"""The size of a model by its config.json: parameters, arithmetic and caches, counted without loading it."""
+"""The size of a model by its config.json: parameters, bytes and arithmetic, counted without loading it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from typing import Any, NamedTuple
 from trivium.config.vision_shape import VisionShape, vision_shape
 from trivium.errors import DataError
 
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Of one number, by type."""
+
+
+class FewBits(NamedTuple):
+    """A format that keeps a matrix in few bits, and a float32 scale for each block of its numbers."""
+
+    bits: int
+    block: int
+
+
+FEW_BITS = {"int8": FewBits(8, 256), "nf4": FewBits(4, 64)}
+"""By value of `train.frozen_dtype`."""
 _QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
 """Model types whose query, key and value projections have a bias that their config does not mention."""
 _QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl")
@@ -41,26 +54,36 @@ class ModelShape:
     """Whether input and output share one embedding."""
     max_positions: int | None = None
     gated: bool = True
-    """Whether the feed-forward layer has a gate, hence three matrices instead of two."""
+    """Whether the feed-forward layer has a gate, and with it three matrices instead of two."""
     experts: int = 1
     active_experts: int = 1
-    """How many of them a token goes through."""
+    """The number of experts that compute a token."""
     small: int = 0
     """Parameters of one block outside its matrices: norms and biases."""
     outside: int = 0
     """Parameters outside blocks, embedding and head: the last norm, learned positions."""
     vision: VisionShape | None = None
-    """The image side; None for a model that reads text only."""
+    """The vision tower and its projector; None for a model that reads text only."""
 
     @property
-    def attention(self) -> int:
-        """Matrix parameters of one block's attention."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+    def query(self) -> int:
+        """Width of a token's queries, of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of a token's keys, and of its values."""
+        return self.kv_heads * self.head_dim
 
     @property
     def expert(self) -> int:
-        """Matrix parameters of one feed-forward layer."""
+        """Parameters of the matrices of one feed-forward layer."""
         return (3 if self.gated else 2) * self.hidden * self.mlp
+
+    @property
+    def linear(self) -> int:
+        """Parameters of the matrices of one block, without its router."""
+        return 2 * self.hidden * (self.query + self.key) + self.experts * self.expert
 
     @property
     def router(self) -> int:
@@ -73,37 +96,61 @@ class ModelShape:
     @property
     def block(self) -> int:
         """Parameters of one block."""
-        return self.attention + self.router + self.experts * self.expert + self.small
+        return self.linear + self.router + self.small
 
     @property
     def backbone(self) -> int:
-        """Parameters without the output layer, the image side included."""
+        """Parameters without the output layer; the vision tower and its projector are included."""
         seen = 0 if self.vision is None else self.vision.parameters
         return self.embedding + self.layers * self.block + self.outside + seen
 
     @property
     def parameters(self) -> int:
-        """Parameters, a tied embedding once."""
+        """Parameters; a tied embedding counts once."""
         return self.backbone + (0 if self.tied else self.embedding)
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with in the blocks: no lookups, of all experts the active ones."""
-        return self.layers * (self.attention + self.router + self.active_experts * self.expert)
+        """Parameters of the blocks that a token is multiplied with: all but those of inactive experts."""
+        return self.layers * (self.linear + self.router - (self.experts - self.active_experts) * self.expert)
 
     @property
     def kv_per_token(self) -> int:
         """Numbers that one token leaves in a cache of keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.layers * self.key
 
     @property
     def routing_per_token(self) -> int:
-        """Bytes that the numbers of a token's experts take where they are recorded, at most."""
+        """Bytes at most of the recorded ids of a token's experts."""
         return self.layers * self.active_experts * (1 if self.experts <= 255 else 2)
+
+    def adapter(self, rank: int) -> int:
+        """Parameters of low-rank adapters of that rank at every linear layer but the head."""
+        ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
+        ends += self.experts * (3 if self.gated else 2) * (self.hidden + self.mlp)
+        return self.layers * rank * ends
+
+    def num_bytes(self, width: int, few: FewBits | None = None) -> int:
+        """Bytes of the weights, with `width` bytes for a number; with `few`, linear layers keep theirs in few bits."""
+        linear = self.layers * self.linear if few else 0
+        return (self.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)
+
+    def flops(self, tokens: int, squares: int, head_tokens: int, *, backward: bool, adapter: bool = False) -> float:
+        """Floating-point operations of one pass of the decoder over sequences of `tokens` tokens, of which `squares` is
+        the sum of the squared lengths; the head sees `head_tokens` of them.
+
+        Forward, each multiplied weight takes two operations per token (embedding lookups none, of experts the active
+        ones), and causal attention 2 * heads * head_dim * length^2 per layer, half of the full square. The backward
+        pass takes twice as much again, or once if an `adapter` alone is trained: its own arithmetic is neglected, and
+        frozen weights get no gradient.
+        """
+        forward = 2.0 * (self.multiplied * tokens + self.embedding * head_tokens)
+        forward += 2.0 * self.layers * self.query * squares
+        return forward * ((2 if adapter else 3) if backward else 1)
 
 
 def read_shape(directory: str | Path) -> ModelShape:
-    """The shape of the model in a Hugging Face directory. Raises DataError where config.json lacks a size."""
+    """The shape of the model in a Hugging Face directory. Raises DataError if config.json lacks a size."""
     path = Path(directory) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -113,9 +160,9 @@ def read_shape(directory: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that the contents of a config.json describe; of a model with several parts, its language model.
+    """The shape that the contents of a config.json describe; for a model with several parts, its language model.
 
-    Raises DataError where a size is missing.
+    Raises DataError if a size is missing.
     """
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else dict(config)
     text |= {new: text[old] for old, new in _OLD_NAMES.items() if text.get(old) is not None}
@@ -137,7 +184,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
     )
     plain = kind in _PLAIN
-    tied = plain or kind.startswith("gemma")  # where the file is silent
+    tied = plain or kind.startswith("gemma")  # unless the file says
     positions = text.get("max_position_embeddings")
     learned = int(positions or 0) * hidden if kind in ("gpt2", "opt", "gpt_bigcode") else 0
     return ModelShape(
@@ -168,23 +215,3 @@ def _small(text: Mapping[str, Any], kind: str, hidden: int, query: int, key: int
     if text.get("mlp_bias"):
         biases += 2 * mlp + hidden
     return 2 * hidden + (2 * head_dim if kind in _QK_NORM else 0) + biases
-
-
-# --------------------------------------------------------------------------- in few bits
-
-
-class FewBits(NamedTuple):
-    """A format that keeps a matrix in few bits, and a float32 scale for each block of its numbers."""
-
-    bits: int
-    block: int
-
-
-FEW_BITS = {"int8": FewBits(8, 256), "nf4": FewBits(4, 64)}
-"""By value of `train.frozen_dtype`."""
-
-
-def frozen_weights(shape: ModelShape, width: int, few: FewBits | None) -> int:
-    """Bytes of a model whose numbers have `width` bytes, those of its linear layers few bits."""
-    linear = shape.layers * (shape.attention + shape.experts * shape.expert) if few else 0
-    return (shape.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)

@@ -1,0 +1,152 @@
+"""The memory of a model of a given shape: on a training rank, and in a rollout engine.
+
+What is held (weights, gradients, optimizer state, caches) is counted. What a pass needs besides (activations) is an
+estimate that measured training steps agree with (tests/unit/test_memory_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
+from trivium.config.vision_shape import VisionShape
+
+MIB = 2**20
+PACKED_BYTES = 256 * MIB
+"""An engine on a CPU keeps weights of up to this size a second time, in the order in which products read them."""
+_HEAD_BYTES = 64 * MIB
+"""Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
+_HEAD_PART_OF_GPU = 256
+_PIECE = 512
+"""Tokens of a prompt that an engine on a CPU reads at once."""
+_SAMPLED = 2**22
+"""The largest number of logits that are sampled from together."""
+_SAMPLING = 32
+"""Bytes for each of them beside itself: copies, sums and, for `top_p`, sorted values."""
+
+
+# --------------------------------------------------------------------------- a training rank
+
+
+def memory_plan(
+    shape: ModelShape,
+    *,
+    trained: Collection[str] = ("policy",),
+    frozen: Mapping[str, ModelShape] | None = None,
+    tokens: int,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    adapter_rank: int = 0,
+    shards: int = 1,
+    vision_tower: str | None = None,
+    image_tokens: int = 0,
+    frozen_dtype: str = "float32",
+    gpu: int = 0,
+) -> dict[str, int]:
+    """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
+
+    One pass computes `tokens`; each of `shards` ranks holds a part. Weights, gradients and the two moments of the
+    optimizer are float32 (float64 for that dtype). `bfloat16` halves what layers other than norms keep for the backward
+    pass. With `adapter_rank` the policy trains low-rank adapters only. Frozen weights are kept in `frozen_dtype`; their
+    head is computed in float32. `image_tokens` are those among the tokens that stand for images, and `vision_tower`
+    names the trained parts of the vision side. `gpu` is the memory of the rank's GPU, 0 without one.
+    """
+    wide = 8 if dtype == "float64" else 4
+    few = FEW_BITS.get(frozen_dtype)
+    kept = wide if dtype == "float64" else 2 if few else min(wide, BYTES[frozen_dtype])
+    items: dict[str, int] = {}
+    for role in trained:
+        adapted = role == "policy" and adapter_rank > 0
+        own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
+        frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
+        moving = shape.adapter(adapter_rank) if adapted else own - frozen_vision
+        held = shape.num_bytes(kept, few) + moving * wide if adapted else own * wide
+        items[f"{role} weights"] = held // shards
+        items[f"{role} gradients"] = moving * wide // shards
+        items[f"{role} optimizer"] = 2 * moving * wide // shards
+    for role, its in (frozen or {}).items():
+        # A policy that is neither trained nor the base of an adapter is saved as it is held: not in few bits.
+        items[f"{role} weights"] = its.num_bytes(kept, None if role == "policy" else few) // shards
+    adapts = adapter_rank > 0 and "policy" in trained
+    narrowed = [*(frozen or {}).values(), *[shape] * adapts]
+    if kept < wide and narrowed:
+        items["float32 head"] = max(each.embedding for each in narrowed) * wide
+    if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
+        narrow = BYTES[dtype]
+        items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
+    elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
+        # autocast keeps the matrices it cast until the pass is over
+        items["gathered"] = shape.layers * shape.linear * 2
+    if few and narrowed:  # each matrix is dequantized for its product, forward and backward
+        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
+    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
+    if shape.vision is not None:
+        learns = vision_tower in (None, "trained") and not adapter_rank
+        items["vision activations"] = _vision_activations(
+            shape.vision, image_tokens, dtype, all_layers=learns and not gradient_checkpointing
+        )
+    return items
+
+
+def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, all_layers: bool) -> int:
+    """Bytes that a pass of the vision tower over `image_tokens` needs. A patch leaves the input of each layer, and
+    about one and a half numbers for each output of its matrices, in all layers or only in those at work."""
+    layer = 3 * vision.block // (2 * vision.hidden)
+    patch = layer * (vision.layers + 1 if all_layers else min(3, vision.layers + 1)) + vision.layers * vision.hidden
+    return image_tokens * vision.patches_per_token * patch * BYTES[dtype]
+
+
+def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool, gpu: int = 0) -> int:
+    """Bytes that one forward and backward pass over `tokens` needs at its peak."""
+    narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
+    through = 4 * shape.query + 8 * shape.key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
+    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
+    whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
+    kept = shape.layers * shape.hidden * wide * gradient_checkpointing
+    chunk = max(_HEAD_BYTES, gpu // _HEAD_PART_OF_GPU)
+    chunk = chunk if gpu else min(chunk, max(4 * MIB, 256 * shape.vocabulary * wide))
+    logits = min(chunk, tokens * shape.vocabulary * wide)
+    return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
+
+
+# --------------------------------------------------------------------------- a rollout engine
+
+
+def engine_memory(
+    shape: ModelShape, *, dtype: str, rows: int, tokens: int, device: str = "cpu", prefill: int = 0, prompt: int = 1
+) -> dict[str, int]:
+    """Bytes by item of a rollout engine that holds `rows` completions of `tokens` tokens in progress.
+
+    It reads prompts of `prompt` tokens, `prefill` tokens at a time (or one prompt, if that is longer), and keeps their
+    keys and values until the rows have copied them. With `prefill` 0 the memory of a pass is not counted.
+    """
+    width = BYTES[dtype]
+    weights = shape.parameters * width
+    packed = weights if device == "cpu" and weights <= PACKED_BYTES else 0
+    items = {"engine": weights + packed, "engine cache": rows * tokens * shape.kv_per_token * width}
+    if prefill:
+        read = min(rows * prompt, max(prompt, prefill))
+        items["engine prompts"] = read * shape.kv_per_token * width
+        items["engine pass"] = max(
+            _prompt_pass(shape, read, prompt, width, device), _decode_step(shape, rows, tokens, width)
+        )
+    return items
+
+
+def _prompt_pass(shape: ModelShape, read: int, prompt: int, width: int, device: str) -> int:
+    """Bytes that reading `read` tokens, in prompts of `prompt` tokens, needs at its peak: in a feed-forward layer, with
+    the states sorted by expert, or in attention, whose scores are kept on a CPU only."""
+    at_once = read if device != "cpu" else read // prompt * min(prompt, _PIECE)
+    sorted_states = 2 * shape.active_experts if shape.experts > 1 else 0
+    feed_forward = (3 * shape.mlp * shape.active_experts + (3 + sorted_states) * shape.hidden) * width
+    scores = 2 * 4 * shape.heads * prompt if device == "cpu" else 0  # float32, before the softmax and after it
+    attention = scores + (3 * shape.query + 2 * shape.key) * width
+    return at_once * max(feed_forward, attention) + read // prompt * shape.vocabulary * (4 + width)
+
+
+def _decode_step(shape: ModelShape, rows: int, tokens: int, width: int) -> int:
+    """Bytes that one token of every row needs at its peak: scores of all heads, or logits and the copies that sampling
+    makes of them."""
+    logits = rows * shape.vocabulary
+    scores = rows * shape.heads * tokens * (2 * 4 + width)
+    return max(scores, logits * (4 + width), logits * 4 + min(logits, _SAMPLED) * _SAMPLING)
