@@ -95,7 +95,7 @@ def _verl() -> str:
 
 def _doctor() -> str:
     """The rules of `trivium doctor`."""
-    rows = [f"| {name} | {' '.join((rule.__doc__ or '').split())} |" for name, rule in RULES.items()]
+    rows = [f"| {name} | {' '.join((rule.__doc__ or '').split())} |" for name, rule in RULES.by_name.items()]
     return "\n".join(["| rule | condition |", "|---|---|", *rows, ""])
 
 

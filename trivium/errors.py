@@ -38,16 +38,22 @@ class TriviumError(Exception):
 
 
 class Problem(NamedTuple):
-    """One thing wrong with a config."""
+    """One thing wrong with a config, a run or a machine, as a rule reports it (`trivium.config.rules`)."""
 
     where: str
-    """Dotted path of the key."""
+    """Dotted path of the key, or the name of the rule."""
     asked: str
+    """Empty for a problem that is no key's."""
     found: str
     do: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.asked}\n    found: {self.found}\n    do: {self.do}"
+        found = f"{self.asked}\n    found: {self.found}" if self.asked else self.found
+        return f"{self.where}: {found}\n    do: {self.do}"
+
+
+class Caution(Problem):
+    """A problem that does not prevent a run: what is asked for is allowed, and probably a mistake."""
 
 
 class ConfigError(TriviumError):

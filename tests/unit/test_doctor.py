@@ -17,7 +17,7 @@ import pytest
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
-from trivium.monitors.health import RULES, Row, earlier_findings, evidence_of, findings
+from trivium.monitors.health import RULES, Row, earlier_problems, evidence_of
 from trivium.runtime.doctor import diagnose, examine_machine
 from trivium.runtime.launch import run
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 def found_in(run_dir: Path) -> dict[str, str]:
-    return {finding.rule: finding.figures for finding in diagnose(run_dir).findings}
+    return {finding.where: finding.found for finding in diagnose(run_dir).findings}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def healthy() -> list[Row]:
 def test_the_arithmetic_recipe_is_healthy_at_every_step() -> None:
     rows = healthy()
     for end in range(10, len(rows), 7):
-        assert findings(evidence_of(rows[:end])) == []
-    assert findings(evidence_of(rows)) == []
+        assert RULES.problems(evidence_of(rows[:end])) == []
+    assert RULES.problems(evidence_of(rows)) == []
 
 
 def changed(**late: float) -> list[Row]:
@@ -114,8 +114,8 @@ PROVOKED: dict[str, Sequence[Row]] = {
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_rule_finds_what_provokes_it_and_no_other_does(name: str) -> None:
-    (finding,) = findings(evidence_of(PROVOKED[name]))
-    assert finding.rule == name
+    (finding,) = RULES.problems(evidence_of(PROVOKED[name]))
+    assert finding.where == name
     assert finding.do
 
 
@@ -124,26 +124,28 @@ def test_a_problem_that_the_run_has_overcome_is_listed_with_its_steps() -> None:
     trained = [row for row in rows if "reward/mean" in row]
     bad = {row["step"] for row in trained[len(trained) // 2 : len(trained) // 2 + 15]}
     rows = [{**row, "rollout/truncated": 0.9} if row["step"] in bad and "reward/mean" in row else row for row in rows]
-    assert findings(evidence_of(rows)) == []
-    (earlier,) = earlier_findings(rows, [])
-    assert earlier.rule == "truncation"
-    last, first = (int(number) for number in re.findall(r"step (\d+)", earlier.figures))
+    assert RULES.problems(evidence_of(rows)) == []
+    (earlier,) = earlier_problems(rows, [])
+    assert earlier.where == "truncation"
+    last, first = (int(number) for number in re.findall(r"step (\d+)", earlier.found))
     assert {first, last} <= bad
     assert first < last
-    assert earlier_findings(rows, [earlier]) == []  # one that still holds is listed once
+    assert earlier_problems(rows, [earlier]) == []  # one that still holds is listed once
 
 
 def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:
-    (finding,) = findings(evidence_of(PROVOKED["not finite"]))
-    assert finding.figures.startswith("mismatch/kl is inf")
+    (finding,) = RULES.problems(evidence_of(PROVOKED["not finite"]))
+    assert finding.found.startswith("mismatch/kl is inf")
 
 
 def test_groups_that_are_refused_for_equal_rewards_are_no_finding_of_their_own() -> None:
-    assert findings(evidence_of(changed(**{"rollout/refused": 200.0, "rollout/refused/zero_variance": 190.0}))) == []
+    assert (
+        RULES.problems(evidence_of(changed(**{"rollout/refused": 200.0, "rollout/refused/zero_variance": 190.0}))) == []
+    )
 
 
 def test_every_rule_is_provoked() -> None:
-    assert set(RULES) == {*PROVOKED, "duplicated rollouts", "ended by an error"}
+    assert set(RULES.by_name) == {*PROVOKED, "duplicated rollouts", "ended by an error"}
 
 
 def test_completions_that_repeat_each_other() -> None:
@@ -155,20 +157,20 @@ def test_completions_that_repeat_each_other() -> None:
 
     task = Task("a", (Message("user", "?"),))
     same = [Group(slot, task, tuple(rollout(i, slot) for i in range(4))) for slot in range(8)]
-    (finding,) = findings(replace(evidence_of(healthy()), groups=[same]))
-    assert finding.rule == "duplicated rollouts"
+    (finding,) = RULES.problems(replace(evidence_of(healthy()), groups=[same]))
+    assert finding.where == "duplicated rollouts"
     different = [Group(slot, task, tuple(rollout(i, slot + 9 * i) for i in range(4))) for slot in range(8)]
-    assert findings(replace(evidence_of(healthy()), groups=[different])) == []
+    assert RULES.problems(replace(evidence_of(healthy()), groups=[different])) == []
     early = [same] * 3 + [different] * 3  # the whole run is looked at, not its newest steps alone
-    (finding,) = findings(replace(evidence_of(healthy()), groups=early))
-    assert finding.figures.endswith(", in earlier steps")
+    (finding,) = RULES.problems(replace(evidence_of(healthy()), groups=early))
+    assert finding.found.endswith(", in earlier steps")
 
 
 def test_the_tokens_of_the_worst_mismatch_are_named() -> None:
     evidence = replace(
         evidence_of(PROVOKED["engine mismatch"]), mismatched=["token 3 of task a: engine -1, trainer -9"]
     )
-    assert "worst at token 3 of task a" in findings(evidence)[0].figures
+    assert "worst at token 3 of task a" in RULES.problems(evidence)[0].found
 
 
 def test_a_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,4 +180,4 @@ def test_a_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert areas[:5] == ["processor", "memory", "disk", "/dev/shm", "GPU"]
     assert any(fact.startswith("packages, base: torch") for fact in report.facts)
     assert "ports: 8010 (serve.port) " in "".join(report.facts)
-    assert "4096" in next(finding.figures for finding in report.findings if finding.rule == "threads")
+    assert "4096" in next(finding.found for finding in report.findings if finding.where == "threads")

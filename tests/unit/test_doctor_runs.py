@@ -185,7 +185,7 @@ def test_doctor_finds_what_is_wrong_with(name: str, tmp_path: Path) -> None:
     fails = expected == {"ended by an error"} or "overflow" in name
     with pytest.raises((TriviumError, ExceptionGroup)) if fails else nullcontext():
         run(config_from_mapping(config))
-    found = {finding.rule: str(finding) for finding in diagnose(tmp_path / "run").findings}
+    found = {finding.where: str(finding) for finding in diagnose(tmp_path / "run").findings}
     assert expected <= set(found), found
     log = (tmp_path / "run" / "log.txt").read_text()
     for rule in expected - {"duplicated rollouts", "ended by an error"} if not fails else ():
@@ -205,4 +205,4 @@ TEXTS = {
 
 
 def test_every_rule_has_a_run() -> None:
-    assert set(RULES) == set.union(*(expected for _, expected in RUNS.values()))
+    assert set(RULES.by_name) == set.union(*(expected for _, expected in RUNS.values()))

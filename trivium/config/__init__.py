@@ -5,11 +5,13 @@ sections         the sections that are values alone, with their defaults and hel
 fields           marks of fields that a resumed run may change; paths
 merging          merges config mappings
 reading          YAML, `extends`, overrides, validation
-checks           what sections must be to each other
+rules            what a rule is that finds problems
+checks           the rules for a config
 resume           which fields a resumed run may change
 plan             batch arithmetic, placement and memory of a config on a machine
-memory_estimate  bytes per rank, role by role
-model_shape      the size of a model, read from its config.json
+memory_estimate  batch arithmetic and memory of a stage
+model_shape      the size of a model, read from its config.json: parameters, bytes, FLOPs
+model_memory     bytes of a model on a training rank and in an engine
 """
 
 from trivium.config.fields import CHANGEABLE, ConfigPath, PluginPath, changeable, config_path, free, plugin_path

@@ -1,4 +1,4 @@
-"""Checks across the sections of a config: each yields every problem that it sees."""
+"""The rules for a config: what its sections may not ask for together."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from trivium.config.recording import check_recording
-from trivium.config.schema import WITH_FIXED_VERSIONS, RunConfig
+from trivium.config.memory_estimate import replays_routing, shape_in
+from trivium.config.merging import is_mapping
+from trivium.config.recording import recorded
+from trivium.config.rules import Rules
+from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine
 from trivium.registry import resolve, suggest
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
+CONFIG_RULES = Rules[RunConfig]()
 
-def _check_schedule(config: RunConfig) -> Iterator[Problem]:
+
+@CONFIG_RULES.rule
+def check_schedule(config: RunConfig) -> Iterator[Problem]:
+    """The schedule contradicts itself, the sync or the tasks."""
     schedule, sync = config.schedule, config.sync
     if schedule.max_staleness is not None and schedule.max_staleness != config.max_staleness:
         yield Problem(
@@ -67,8 +74,9 @@ def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Prob
         yield Problem(where, f"a stage that ends by {metric!r}", "no threshold", f"set {where}.below or {where}.above")
 
 
-def _check_channel(config: RunConfig) -> Iterator[Problem]:
-    """Separate commands need a buffer and a channel that both reach."""
+@CONFIG_RULES.rule
+def check_channel(config: RunConfig) -> Iterator[Problem]:
+    """A command does not reach the buffer or the weights of another one, or the channel does not fit."""
     sync, mode = config.sync, config.run.mode
     buffer = capabilities_of(resolve("buffers", config.buffer.kind))
     if mode in ("explore", "train") and buffer.explored and not buffer.shared:
@@ -114,7 +122,64 @@ def _check_channel(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_sampling(config: RunConfig) -> Iterator[Problem]:
+@CONFIG_RULES.rule
+def check_replaced(config: RunConfig) -> Iterator[Problem]:
+    """Groups are dropped or replaced for ever, or in a run that must not depend on timing."""
+    schedule, workflow = config.schedule, config.workflow
+    if workflow.min_members > schedule.group_size:
+        yield Problem(
+            "workflow.min_members",
+            f"groups with at least {workflow.min_members} successful members",
+            f"schedule.group_size is {schedule.group_size}, so every group would be dropped",
+            "lower it",
+        )
+    if workflow.min_members > 1 and workflow.max_failed_fraction == 1:
+        yield Problem(
+            "workflow.max_failed_fraction",
+            "1 with workflow.min_members",
+            "dropped groups would be replaced for ever, and nothing would end the run",
+            "set it below 1",
+        )
+    if workflow.min_members > 1 and config.has_fixed_versions:
+        yield Problem(
+            "workflow.min_members",
+            f"dropped groups replaced {WITH_FIXED_VERSIONS}",
+            "which version samples a slot would depend on what is dropped before it",
+            "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
+        )
+    if schedule.over_rollout and schedule.deterministic:
+        yield Problem(
+            "schedule.over_rollout",
+            "more groups than a step needs in a deterministic run",
+            "which of them are trained on depends on timing",
+            "leave one of the keys out",
+        )
+
+
+@CONFIG_RULES.rule
+def check_in_flight(config: RunConfig) -> Iterator[Problem]:
+    """Weights change within a completion, and engine or run do not allow it."""
+    if config.sync.in_flight == "finish":
+        return
+    if config.schedule.deterministic:
+        yield Problem(
+            "sync.in_flight",
+            "weights that change within a completion in a deterministic run",
+            "which token is sampled by which version depends on timing",
+            "leave one of the keys out",
+        )
+    if not capabilities_of(resolve("engines", config.engine.kind)).updates_in_flight:
+        yield Problem(
+            "sync.in_flight",
+            "weights that change within a completion",
+            f"engine.kind {config.engine.kind!r} does not offer it",
+            "set sync.in_flight to finish",
+        )
+
+
+@CONFIG_RULES.rule
+def check_sampling(config: RunConfig) -> Iterator[Problem]:
+    """A temperature is too low to divide by, or gives a group equal completions."""
     sampling = config.engine.sampling
     for where, temperature in (
         ("engine.sampling.temperature", sampling.temperature),
@@ -133,7 +198,32 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+@CONFIG_RULES.rule
+def check_recording(config: RunConfig) -> Iterator[Problem]:
+    """Training needs what rollouts do not record."""
+    shape, kind = shape_in(config), config.engine.kind
+    sampled = capabilities_of(resolve("buffers", config.buffer.kind)).explored
+    records = capabilities_of(resolve("engines", kind)).extra if sampled else frozenset(recorded(config))
+    if replays_routing(config):
+        where, asked = "train.router_replay", "the experts that rollouts were sampled with"
+        if shape is not None and shape.experts == 1:
+            yield Problem(where, asked, "the model has no experts", "leave the key out")
+        if "routing" not in records:
+            yield Problem(where, asked, f"engine.kind {kind!r} does not record them", "use engine.kind torch")
+    for name in config.engine.sampling.changes_distribution():
+        where, asked = f"engine.sampling.{name}", f"{name} = {getattr(config.engine.sampling, name)} in training"
+        if "kept" not in records:
+            yield Problem(
+                where,
+                asked,
+                f"it changes the sampled distribution, and engine.kind {kind!r} does not record what it keeps",
+                "leave it out here (evaluation.sampling may use it), or use engine.kind torch",
+            )
+
+
+@CONFIG_RULES.rule
+def check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    """An evaluation has no tasks, keys without effect, or metrics that it does not measure."""
     evaluation, best = config.evaluation, config.checkpoint.keep_best
     names = ("accuracy", "reward", "response_tokens") if evaluation.taskset is not None else ()
     measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
@@ -192,11 +282,10 @@ def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:
         )
 
 
-def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """A workflow class that declares `gives_rewards=False` returns no rewards: then reward functions are needed.
-
-    An algorithm may do without rewards; an evaluation never does.
-    """
+@CONFIG_RULES.rule
+def check_rewards(config: RunConfig) -> Iterator[Problem]:
+    """Nothing gives rewards: the workflow class declares `gives_rewards=False`, and there are no reward functions. An
+    algorithm may do without rewards; an evaluation never does."""
     scored_later = capabilities_of(resolve("sample_strategies", config.buffer.strategy.kind)).judges
     workflow = capabilities_of(resolve("workflows", config.workflow.kind))
     if config.rewards or scored_later or workflow.gives_rewards:
@@ -225,8 +314,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_serving(config: RunConfig) -> Iterator[Problem]:
-    """Agents bring their own tasks over HTTP, at any time."""
+@CONFIG_RULES.rule
+def check_serving(config: RunConfig) -> Iterator[Problem]:
+    """A run serves agents, which bring their own tasks over HTTP at any time, with settings that do not fit that."""
     mode, explored = config.run.mode, capabilities_of(resolve("buffers", config.buffer.kind)).explored
     for name, tasks in config.tasks.items():
         if tasks.kind == SERVED and (name != "train" or not explored or mode in ("both", "explore")):
@@ -279,8 +369,9 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_cluster(config: RunConfig) -> Iterator[Problem]:
-    """On Ray one command starts both halves; in one process there is one of each."""
+@CONFIG_RULES.rule
+def check_cluster(config: RunConfig) -> Iterator[Problem]:
+    """Names or numbers of roles do not fit the cluster: Ray starts both halves, one process has one of each role."""
     cluster, mode = config.cluster, config.run.mode
     if config.run.explorer == TRAINER:
         yield Problem(
@@ -310,67 +401,20 @@ def _check_cluster(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_replaced(config: RunConfig) -> Iterator[Problem]:
-    """Settings that drop or replace groups, where the run must not depend on timing."""
-    schedule, workflow = config.schedule, config.workflow
-    if workflow.min_members > schedule.group_size:
-        yield Problem(
-            "workflow.min_members",
-            f"groups with at least {workflow.min_members} successful members",
-            f"schedule.group_size is {schedule.group_size}, so every group would be dropped",
-            "lower it",
-        )
-    if workflow.min_members > 1 and workflow.max_failed_fraction == 1:
-        yield Problem(
-            "workflow.max_failed_fraction",
-            "1 with workflow.min_members",
-            "dropped groups would be replaced for ever, and nothing would end the run",
-            "set it below 1",
-        )
-    if workflow.min_members > 1 and config.has_fixed_versions:
-        yield Problem(
-            "workflow.min_members",
-            f"dropped groups replaced {WITH_FIXED_VERSIONS}",
-            "which version samples a slot would depend on what is dropped before it",
-            "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
-        )
-    if schedule.over_rollout and schedule.deterministic:
-        yield Problem(
-            "schedule.over_rollout",
-            "more groups than a step needs in a deterministic run",
-            "which of them are trained on depends on timing",
-            "leave one of the keys out",
-        )
+@CONFIG_RULES.rule
+def check_sections(config: RunConfig) -> Iterator[Problem]:
+    """A section does not fit the others, by its own account."""
+    for where, section in sections_of(config):
+        yield from section.problems(config, where)
 
 
-def _check_in_flight(config: RunConfig) -> Iterator[Problem]:
-    if config.sync.in_flight == "finish":
-        return
-    if config.schedule.deterministic:
-        yield Problem(
-            "sync.in_flight",
-            "weights that change within a completion in a deterministic run",
-            "which token is sampled by which version depends on timing",
-            "leave one of the keys out",
-        )
-    if not capabilities_of(resolve("engines", config.engine.kind)).updates_in_flight:
-        yield Problem(
-            "sync.in_flight",
-            "weights that change within a completion",
-            f"engine.kind {config.engine.kind!r} does not offer it",
-            "set sync.in_flight to finish",
-        )
-
-
-CHECKS = (
-    _check_schedule,
-    _check_channel,
-    _check_replaced,
-    _check_in_flight,
-    _check_sampling,
-    check_recording,
-    _check_evaluation,
-    _check_rewards,
-    _check_serving,
-    _check_cluster,
-)
+def sections_of(config: RunConfig) -> Iterator[tuple[str, Config]]:
+    """(path in the config, section), lists and mappings of sections included."""
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            yield name, value
+        elif is_mapping(value):
+            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))
+        elif isinstance(value, tuple):
+            yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -14,11 +14,11 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from trivium.config.checks import CHECKS
+from trivium.config.checks import CONFIG_RULES
 from trivium.config.fields import paths_relative_to
 from trivium.config.hints import hint, hint_for_option, section_at
 from trivium.config.merging import is_mapping, merged
-from trivium.config.schema import Config, NestedError, RunConfig
+from trivium.config.schema import NestedError, RunConfig
 from trivium.errors import ConfigError, Problem, TriviumError
 
 _MAX_BYTES = 1 << 20
@@ -296,20 +296,5 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
 
 
 def check(config: RunConfig, prefix: str = "") -> list[Problem]:
-    """Every problem of sections that do not fit together; empty when the config can run."""
-    problems = [problem for look in CHECKS for problem in look(config)]
-    for where, section in sections_of(config):
-        problems += section.problems(config, where)
-    return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
-
-
-def sections_of(config: RunConfig) -> Iterator[tuple[str, Config]]:
-    """(path in the config, section), lists and mappings of sections included."""
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if isinstance(value, Config):
-            yield name, value
-        elif is_mapping(value):
-            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))
-        elif isinstance(value, tuple):
-            yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    """Every problem of sections that do not fit together; empty if the config can run."""
+    return [problem._replace(where=prefix + problem.where) for problem in CONFIG_RULES.problems(config)]

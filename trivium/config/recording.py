@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trivium.config.memory_estimate import replays_routing, shape_in
-from trivium.errors import Problem
-from trivium.registry import resolve
-from trivium.types import capabilities_of
 
 if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
@@ -36,28 +32,3 @@ def recorded_in(config: RunConfig) -> str | None:
             names = ", ".join(sampling.changes_distribution())
             lines.append(f"what {names} keep, over which log-probabilities are computed: {each}")
     return "; ".join(lines) or None
-
-
-def _replays_routing(config: RunConfig) -> bool:
-    return getattr(config.train, "router_replay", "off") == "rollout"
-
-
-def check_recording(config: RunConfig) -> Iterator[Problem]:
-    shape, kind = shape_in(config), config.engine.kind
-    sampled = capabilities_of(resolve("buffers", config.buffer.kind)).explored
-    records = capabilities_of(resolve("engines", kind)).extra if sampled else frozenset(recorded(config))
-    if replays_routing(config):
-        where, asked = "train.router_replay", "the experts that rollouts were sampled with"
-        if shape is not None and shape.experts == 1:
-            yield Problem(where, asked, "the model has no experts", "leave the key out")
-        if "routing" not in records:
-            yield Problem(where, asked, f"engine.kind {kind!r} does not record them", "use engine.kind torch")
-    for name in config.engine.sampling.changes_distribution():
-        where, asked = f"engine.sampling.{name}", f"{name} = {getattr(config.engine.sampling, name)} in training"
-        if "kept" not in records:
-            yield Problem(
-                where,
-                asked,
-                f"it changes the sampled distribution, and engine.kind {kind!r} does not record what it keeps",
-                "leave it out here (evaluation.sampling may use it), or use engine.kind torch",
-            )

@@ -1,7 +1,7 @@
 """Rules that detect problems of a run from its metrics and rollouts.
 
-Each rule is a function from evidence to a finding or None; its docstring is its entry in docs/doctor.md. `trivium
-doctor` applies them to a run directory, and `LiveWarnings` those that need metrics alone to a run in progress.
+The docstring of a rule is its entry in docs/doctor.md. `trivium doctor` applies the rules to a run directory.
+`LiveWarnings` applies them to a run in progress, of which it has metrics alone.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from statistics import fmean
 from typing import Any
 
+from trivium.config.rules import Rules, wrong
+from trivium.errors import Problem
 from trivium.types import Group
 
 _log = logging.getLogger("trivium")
@@ -43,89 +45,64 @@ class Evidence:
     error: str = ""
     """What ended the newest session, in one line, and after `do:` what to do about it; empty where no error did."""
 
-    def recent(self, key: str) -> float | None:
-        """The mean of a metric over the newest steps; None if there are not enough."""
+    def recent(self, key: str) -> float:
+        """The mean of a metric over the newest steps; NaN if there are not enough. No comparison with NaN is true."""
         values = self.values(key)
-        return fmean(values[-WINDOW:]) if len(values) >= WINDOW else None
+        return fmean(values[-WINDOW:]) if len(values) >= WINDOW else math.nan
 
-    def early(self, key: str) -> float | None:
-        """The mean of a metric over the first steps; None if the run has fewer than two windows."""
+    def early(self, key: str) -> float:
+        """The mean of a metric over the first steps; NaN if the run has fewer than two windows."""
         values = self.values(key)
-        return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+        return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else math.nan
 
     def share(self, part: str, whole: str) -> float:
         """The ratio of two metrics over the newest steps; 0 if there are not enough."""
         number, total = self.recent(part), self.recent(whole)
-        return number / total if number and total else 0.0
+        return number / total if number > 0 and total > 0 else 0.0
 
     def values(self, key: str) -> list[float]:
         return [row[key] for row in self.rows if key in row and math.isfinite(row[key])]
 
+    def reward_range(self) -> float:
+        """The highest reward of the run minus its lowest; NaN if it has none."""
+        return max(self.values("reward/max"), default=math.nan) - min(self.values("reward/min"), default=math.nan)
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A detected problem."""
-
-    rule: str
-    figures: str
-    """What is wrong, in figures, with the threshold."""
-    do: str
-    """Which setting to change."""
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.figures}\n    do: {self.do}"
+    def evaluated(self, pattern: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+        """Each metric of evaluations that matches, and its points (step, value) in order."""
+        for key in sorted({key for row in self.evaluations for key in row if fnmatchcase(key, pattern)}):
+            yield key, [(row["step"], row[key]) for row in self.evaluations if key in row]
 
 
-Rule = Callable[[Evidence], Finding | None]
-RULES: dict[str, Rule] = {}
-"""By name, in the order in which they are reported."""
+RULES = Rules[Evidence]()
 
 
-def rule(function: Callable[[Evidence], tuple[str, str] | None]) -> Rule:
-    """Adds a rule: (what was found, what to do), or None."""
-    name = function.__name__.replace("_", " ")
-
-    def applied(evidence: Evidence) -> Finding | None:
-        result = function(evidence)
-        return None if result is None else Finding(name, *result)
-
-    applied.__doc__ = function.__doc__
-    RULES[name] = applied
-    return applied
-
-
-def findings(evidence: Evidence) -> list[Finding]:
-    """The findings of the rules."""
-    return [finding for each in RULES.values() if (finding := each(evidence)) is not None]
-
-
-@rule
-def not_finite(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def not_finite(evidence: Evidence) -> Iterator[Problem]:
     """A metric is NaN or infinite, or the run failed on a non-finite gradient norm or non-finite logits. Names the
     first such step and its first such metric, in the order reward, rollout, mismatch, train, eval."""
     for row in evidence.everything:
         keys = [key for key, value in row.items() if not math.isfinite(value)]
         if keys:
             keys.sort(key=lambda key: (_ORDER.index(area) if (area := key.partition("/")[0]) in _ORDER else 9, key))
-            what = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}; no earlier metric is NaN or infinite"
-            return what, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr"
-    if not _overflowed(evidence):
-        return None
-    newest = ""
-    for row in evidence.rows[-1:]:
-        logged = [f"{key} {value:.4g}" for key, value in row.items() if key.startswith(_UPDATE)]
-        newest = f"; step {row['step']:.0f}, the last one that was logged: {', '.join(logged)}"
-    do = "lower train.optimizer.lr or train.max_grad_norm; `trivium replay` computes the last step again"
-    return _cause_of(evidence.error) + newest, do
+            found = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}; no earlier metric is NaN or infinite"
+            yield wrong(found, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr")
+            return
+    if _overflowed(evidence):
+        newest = ""
+        for row in evidence.rows[-1:]:
+            logged = [f"{key} {value:.4g}" for key, value in row.items() if key.startswith(_UPDATE)]
+            newest = f"; step {row['step']:.0f}, the last one that was logged: {', '.join(logged)}"
+        do = "lower train.optimizer.lr or train.max_grad_norm; `trivium replay` computes the last step again"
+        yield wrong(_cause_of(evidence.error) + newest, do)
 
 
 def _overflowed(evidence: Evidence) -> bool:
-    """Whether the run was ended by numbers that are not finite."""
+    """Whether numbers that are not finite ended the run."""
     return any(text in evidence.error for text in ("the gradient norm is", "logits are not numbers"))
 
 
 def _cause_of(error: str) -> str:
-    """The second and first part of an error: what was found, and what was asked."""
+    """The second and the first part of an error: what was found, and what was asked."""
     of, _, cause = error.partition(" do: ")[0].partition(" found: ")
     return f"{cause} ({of.removeprefix('asked: ')})" if cause else of
 
@@ -135,73 +112,70 @@ _ORDER = ("reward", "rollout", "mismatch", "train", "eval")
 """Areas of metrics, from cause to effect."""
 
 
-@rule
-def ended_by_an_error(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def ended_by_an_error(evidence: Evidence) -> Iterator[Problem]:
     """The newest session ended with an error. Prints the error and its remedy. Non-finite numbers are reported by the
     rule above."""
-    if not evidence.error or _overflowed(evidence):
-        return None
-    do = evidence.error.partition(" do: ")[2]
-    return _cause_of(evidence.error), do or "look at log.txt; the same command continues from the last checkpoint"
+    if evidence.error and not _overflowed(evidence):
+        do = evidence.error.partition(" do: ")[2]
+        yield wrong(
+            _cause_of(evidence.error), do or "look at log.txt; the same command continues from the last checkpoint"
+        )
 
 
-@rule
-def entropy_collapse(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def entropy_collapse(evidence: Evidence) -> Iterator[Problem]:
     """`train/entropy` is below 0.02 nats and below a tenth of its first value, while the mean reward is not near its
     maximum: sampling is almost deterministic."""
     now, first = evidence.recent("train/entropy"), evidence.early("train/entropy")
-    if now is None or first is None or now >= min(0.02, 0.1 * first) or _near_maximum(evidence):
-        return None
-    found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 sampling is almost deterministic"
-    return found, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
+    if now < 0.02 and now < 0.1 * first and not _near_maximum(evidence):
+        found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 sampling is almost deterministic"
+        yield wrong(
+            found, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
+        )
 
 
-@rule
-def equal_rewards(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def equal_rewards(evidence: Evidence) -> Iterator[Problem]:
     """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its
     maximum: advantages are 0, so nothing is learned."""
     part = evidence.recent("reward/equal_groups")
-    if part is None or part <= 0.95 or _near_maximum(evidence):
-        return None
-    found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
-    return found, "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
+    if part > 0.95 and not _near_maximum(evidence):
+        found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
+        do = "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
+        yield wrong(found, do)
 
 
-@rule
-def saturated_rewards(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def saturated_rewards(evidence: Evidence) -> Iterator[Problem]:
     """The mean reward is within 1 % of its maximum and in more than 95 % of groups all rewards are equal: the tasks are
     solved, or the reward is too easy to earn."""
     part = evidence.recent("reward/equal_groups")
-    if part is None or part <= 0.95 or not _near_maximum(evidence):
-        return None
-    found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
-    return (
-        found,
-        "harder tasks, schedule.curriculum, or stop here; read some rollouts to see whether they deserve the reward",
-    )
+    if part > 0.95 and _near_maximum(evidence):
+        found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
+        see = "read some rollouts to see whether they deserve the reward"
+        yield wrong(found, f"harder tasks, schedule.curriculum, or stop here; {see}")
 
 
 def _near_maximum(evidence: Evidence) -> bool:
-    mean, lowest, highest = (evidence.values(f"reward/{name}")[-WINDOW:] for name in ("mean", "min", "max"))
-    everything = evidence.values("reward/max"), evidence.values("reward/min")
+    mean, lowest, highest = (evidence.values(f"reward/{name}") for name in ("mean", "min", "max"))
     if not (mean and highest and lowest):
         return False
-    span = max(everything[0]) - min(everything[1])
-    return fmean(mean) >= max(everything[0]) - 0.01 * span and (span > 0 or max(everything[0]) > 0)
+    span = max(highest) - min(lowest)
+    return fmean(mean[-WINDOW:]) >= max(highest) - 0.01 * span and (span > 0 or max(highest) > 0)
 
 
-@rule
-def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def clip_fraction(evidence: Evidence) -> Iterator[Problem]:
     """More than 30 % of the trained tokens are clipped (`train/clip_fraction`)."""
     part = evidence.recent("train/clip_fraction")
-    if part is None or part <= 0.3:
-        return None
-    found = f"{part:.0%} of trained tokens are clipped, above 30 %"
-    return found, "lower train.optimizer.lr, algorithm.mini_batches or algorithm.epochs, or schedule.max_staleness"
+    if part > 0.3:
+        do = "lower train.optimizer.lr, algorithm.mini_batches or algorithm.epochs, or schedule.max_staleness"
+        yield wrong(f"{part:.0%} of trained tokens are clipped, above 30 %", do)
 
 
-@rule
-def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def kl_drift(evidence: Evidence) -> Iterator[Problem]:
     """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the
     step (`train/kl`) above 0.3."""
     for key, bound, what in (
@@ -209,105 +183,102 @@ def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
         ("train/kl", 0.3, "away within a step"),
     ):
         now = evidence.recent(key)
-        if now is not None and now > bound:
+        if now > bound:
             found = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"
-            return found, "raise algorithm.kl.coef, lower train.optimizer.lr"
-    return None
+            yield wrong(found, "raise algorithm.kl.coef, lower train.optimizer.lr")
+            return
 
 
-@rule
-def length_explosion(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def length_explosion(evidence: Evidence) -> Iterator[Problem]:
     """`rollout/response_tokens` is more than 3 times its first value."""
     now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
-    if now is None or not first or now <= 3 * first:
-        return None
-    found = f"completions have {now:.0f} tokens, {first:.0f} at first: more than 3 times as many"
-    return found, "algorithm.shaping with overlong_penalty or length_penalty; algorithm.aggregate token-mean"
+    if now > 3 * first > 0:
+        found = f"completions have {now:.0f} tokens, {first:.0f} at first: more than 3 times as many"
+        do = "algorithm.shaping with overlong_penalty or length_penalty; algorithm.aggregate token-mean"
+        yield wrong(found, do)
 
 
-@rule
-def truncation(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def truncation(evidence: Evidence) -> Iterator[Problem]:
     """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
     part = evidence.recent("rollout/truncated")
-    if part is None or part <= 0.5 or evidence.early("rollout/truncated") is None:
-        return None
-    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: what comes after it is lost"
-    return found, "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
+    if part > 0.5 and len(evidence.values("rollout/truncated")) >= 2 * WINDOW:
+        found = f"{part:.0%} of rollouts end at the length limit, above 50 %: what comes after it is lost"
+        do = "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
+        yield wrong(found, do)
 
 
-@rule
-def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def engine_mismatch(evidence: Evidence) -> Iterator[Problem]:
     """With staleness 0, the log-probabilities of engine and trainer for the same tokens differ by a KL divergence above
     0.01 nats per token (`mismatch/kl`). With `run.keep: tokens` it names the tokens that differ most."""
-    kl, staleness = evidence.recent("mismatch/kl"), evidence.recent("rollout/staleness")
-    if kl is None or kl <= 0.01 or (staleness or 0.0) > 0:
-        return None
-    worst = f"; worst at {'; '.join(evidence.mismatched)}" if evidence.mismatched else " (run.keep: tokens shows where)"
-    found = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
-    return found, "use the same dtype in engine and train; algorithm.correction; check temperature and chat template"
+    kl = evidence.recent("mismatch/kl")
+    if kl > 0.01 and not evidence.recent("rollout/staleness") > 0:
+        worst = f"; worst at {'; '.join(evidence.mismatched)}"
+        worst = worst if evidence.mismatched else " (run.keep: tokens shows where)"
+        found = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
+        do = "use the same dtype in engine and train; algorithm.correction; check temperature and chat template"
+        yield wrong(found, do)
 
 
-@rule
-def staleness(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def staleness(evidence: Evidence) -> Iterator[Problem]:
     """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`); or more than 25 groups are
     evicted as too stale (`rollout/evicted`) for every 100 trained on."""
     age, sample = evidence.recent("rollout/staleness"), evidence.recent("mismatch/ess")
-    if age and sample is not None and sample < 0.5:
-        found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
-        return found, "lower schedule.max_staleness or sync.interval; algorithm.correction"
     evicted = evidence.share("rollout/evicted", "rollout/groups")
-    if evicted <= 0.25:
-        return None
-    found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
-    return found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent"
+    if age > 0 and sample < 0.5:
+        found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
+        yield wrong(found, "lower schedule.max_staleness or sync.interval; algorithm.correction")
+    elif evicted > 0.25:
+        found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
+        yield wrong(found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent")
 
 
-@rule
-def dead_component(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def dead_component(evidence: Evidence) -> Iterator[Problem]:
     """A component of the reward has been constant for 10 steps while others vary: it does not influence training."""
     keys = sorted({key for row in evidence.rows[-2 * WINDOW :] for key in row if key.startswith("reward/component/")})
     values = {key: evidence.values(key)[-2 * WINDOW :] for key in keys}
     dead = [key for key, each in values.items() if len(each) >= 2 * WINDOW and max(each) == min(each)]
-    if not dead or len(dead) == len(keys):
-        return None
-    shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
-    return f"constant for {2 * WINDOW} steps: {shown}", "check the function on a few completions, or leave it out"
+    if dead and len(dead) < len(keys):
+        shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
+        found = f"constant for {2 * WINDOW} steps: {shown}"
+        yield wrong(found, "check the function on a few completions, or leave it out")
 
 
-@rule
-def failures(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def failures(evidence: Evidence) -> Iterator[Problem]:
     """More than 10 % of rollouts fail (`rollout/failed`)."""
     failed = evidence.share("rollout/failed", "rollout/total")
-    if failed <= 0.1:
-        return None
-    return f"{failed:.0%} of rollouts fail, above 10 %", "`trivium rollouts RUN --failed` shows why"
+    if failed > 0.1:
+        yield wrong(f"{failed:.0%} of rollouts fail, above 10 %", "`trivium rollouts RUN --failed` shows why")
 
 
-@rule
-def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def refused_groups(evidence: Evidence) -> Iterator[Problem]:
     """More than half of the groups have no rewards or are refused by a filter (`rollout/refused`). Groups of equal
     rewards are not counted; `equal rewards` and `saturated rewards` report them."""
     equal = evidence.share("rollout/refused/zero_variance", "rollout/groups")
     refused = evidence.share("rollout/refused", "rollout/groups") - equal
-    if refused <= 0.5:
-        return None
-    found = f"{refused:.0%} of groups are refused, above 50 %"
-    return found, "easier or more varied tasks; algorithm.refill; look at rollout/refused/* for the filter"
+    if refused > 0.5:
+        do = "easier or more varied tasks; algorithm.refill; look at rollout/refused/* for the filter"
+        yield wrong(f"{refused:.0%} of groups are refused, above 50 %", do)
 
 
-@rule
-def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
     """In some 3 consecutive steps, more than half of the completions of at least 8 tokens are identical to another one
     of their group."""
     counts = [tuple(map(sum, zip((0, 0), *map(_repeated, groups), strict=True))) for groups in evidence.groups]
     windows = [tuple(map(sum, zip(*counts[max(0, end - 2) : end + 1], strict=True))) for end in range(len(counts))]
     repeating = [(number, total) for number, total in windows if total >= 16 and number > 0.5 * total]
-    if not repeating:
-        return None
-    number, total = repeating[-1]
-    over = "" if windows[-1] == repeating[-1] else ", in earlier steps"
-    figures = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
-    return figures, "raise engine.sampling.temperature or algorithm.entropy.coef"
+    if repeating:
+        number, total = repeating[-1]
+        over = "" if windows[-1] == repeating[-1] else ", in earlier steps"
+        found = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
+        yield wrong(found, "raise engine.sampling.temperature or algorithm.entropy.coef")
 
 
 def _repeated(group: Group) -> tuple[int, int]:
@@ -316,59 +287,54 @@ def _repeated(group: Group) -> tuple[int, int]:
     return len(texts) - len(set(texts)), len(texts)
 
 
-@rule
-def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def reward_hacking(evidence: Evidence) -> Iterator[Problem]:
     """The training reward has risen by more than 5 % of its range since the best evaluation, while the accuracy of an
     evaluation has fallen by more than 5 percentage points."""
-    for key in sorted({key for row in evidence.evaluations for key in row if key.endswith("/accuracy")}):
-        points = [(row["step"], row[key]) for row in evidence.evaluations if key in row]
+    for key, points in evidence.evaluated("eval/*/accuracy"):
         best_step, best = max(points, key=lambda point: point[1])
         last_step, last = points[-1]
         before = [row["reward/mean"] for row in evidence.rows if row["step"] <= best_step and "reward/mean" in row]
         after = [row["reward/mean"] for row in evidence.rows if row["step"] > best_step and "reward/mean" in row]
-        before = before or after[:WINDOW]  # it was best as training began
+        before = before or after[:WINDOW]  # the best evaluation is the one before training
         if best - last <= 0.05 or not before or not after:
             continue
         then, now = fmean(before[-WINDOW:]), fmean(after[-WINDOW:])
-        span = max(evidence.values("reward/max")) - min(evidence.values("reward/min"))
-        if now - then > 0.05 * span:
+        if now - then > 0.05 * evidence.reward_range():
             found = (
                 f"{key} fell from {best:.1%} at step {best_step:.0f} to {last:.1%} at step {last_step:.0f}, "
                 f"while reward/mean rose from {then:.3g} to {now:.3g}"
             )
-            return (
-                found,
-                "read rollouts of high reward; correct the reward; checkpoint.keep_best; algorithm.kl.coef",
-            )
-    return None
+            do = "read rollouts of high reward; correct the reward; checkpoint.keep_best; algorithm.kl.coef"
+            yield wrong(found, do)
+            return
 
 
-@rule
-def generalization_gap(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
     """The mean training reward of the newest steps is above the mean reward of the newest evaluation by more than 30 %
     of the range of rewards."""
-    trained, rewards = evidence.recent("reward/mean"), [*evidence.values("reward/max"), *evidence.values("reward/min")]
-    for key in sorted({key for row in evidence.evaluations for key in row if fnmatchcase(key, "eval/*/reward")}):
-        step, held_out = [(row["step"], row[key]) for row in evidence.evaluations if key in row][-1]
-        if trained is not None and trained - held_out > 0.3 * (max(rewards) - min(rewards)):
+    trained = evidence.recent("reward/mean")
+    for key, points in evidence.evaluated("eval/*/reward"):
+        step, held_out = points[-1]
+        if trained - held_out > 0.3 * evidence.reward_range():
             figures = f"reward/mean is {trained:.3g} over the newest {WINDOW} steps, and {key} {held_out:.3g}"
-            remedy = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
-            return f"{figures} at step {step:.0f}", remedy
-    return None
+            do = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
+            yield wrong(f"{figures} at step {step:.0f}", do)
+            return
 
 
-@rule
-def waiting(evidence: Evidence) -> tuple[str, str] | None:
+@RULES.rule
+def waiting(evidence: Evidence) -> Iterator[Problem]:
     """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`), and a step takes over a second."""
     idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
-    if idle is None or seconds is None or idle <= 0.9 or seconds <= 1:
-        return None
-    found = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
-    return found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions"
+    if idle > 0.9 and seconds > 1:
+        found = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
+        yield wrong(found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions")
 
 
 class LiveWarnings:
-    """A monitor that applies the rules during the run and logs each finding once."""
+    """A monitor that applies the rules during the run and logs each problem once."""
 
     def __init__(self) -> None:
         self._first: list[Row] = []
@@ -376,19 +342,18 @@ class LiveWarnings:
         self._reported: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for finding in self.findings_at({"step": float(step), **metrics}):
-            if finding.rule not in self._reported:
-                self._reported.add(finding.rule)
-                _log.warning("step %d: %s", step, finding)
+        for problem in self.problems_at({"step": float(step), **metrics}):
+            if problem.where not in self._reported:
+                self._reported.add(problem.where)
+                _log.warning("step %d: %s", step, problem)
 
-    def findings_at(self, row: Row) -> list[Finding]:
-        """The findings after one more row; they are computed every `WINDOW` steps and at a value that is not finite."""
-        finite = all(map(math.isfinite, row.values()))
+    def problems_at(self, row: Row) -> list[Problem]:
+        """The problems after one more row; the rules run every `WINDOW` steps and at a value that is not finite."""
         rows = self._first if len(self._first) < 2 * WINDOW else self._newest
         rows.append(row)
-        if finite and row["step"] % WINDOW:
+        if row["step"] % WINDOW and all(map(math.isfinite, row.values())):
             return []
-        return findings(replace(evidence_of([*self._first, *self._newest]), everything=[row]))
+        return RULES.problems(replace(evidence_of([*self._first, *self._newest]), everything=[row]))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -400,18 +365,18 @@ class LiveWarnings:
     def close(self) -> None: ...
 
 
-def earlier_findings(rows: Iterable[Row], current: Iterable[Finding]) -> list[Finding]:
-    """The findings of rules that held at earlier rows of a run and are not among its current ones, with their steps."""
-    warnings, held = LiveWarnings(), dict[str, tuple[float, float, Finding]]()
+def earlier_problems(rows: Iterable[Row], current: Iterable[Problem]) -> list[Problem]:
+    """The problems at earlier rows of a run that are not among its current ones, with their steps."""
+    warnings, held = LiveWarnings(), dict[str, tuple[float, float, Problem]]()
     for row in rows:
-        for finding in warnings.findings_at(row):
-            first = held[finding.rule][0] if finding.rule in held else row["step"]
-            held[finding.rule] = first, row["step"], finding
-    for finding in current:
-        held.pop(finding.rule, None)
+        for problem in warnings.problems_at(row):
+            first = held[problem.where][0] if problem.where in held else row["step"]
+            held[problem.where] = first, row["step"], problem
+    for problem in current:
+        held.pop(problem.where, None)
     return [
-        replace(finding, figures=f"at step {last:.0f}, first at step {first:.0f}, no longer: {finding.figures}")
-        for first, last, finding in held.values()
+        problem._replace(found=f"at step {last:.0f}, first at step {first:.0f}, no longer: {problem.found}")
+        for first, last, problem in held.values()
     ]
 
 

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 from trivium.buffers.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
-from trivium.errors import RunDirError
-from trivium.monitors.health import Finding, earlier_findings, evidence_of, findings
+from trivium.errors import Problem, RunDirError
+from trivium.monitors.health import RULES, earlier_problems, evidence_of
 from trivium.runtime.logs import BEGINS, ENDED
 from trivium.runtime.recorded_run import bound, rows_of
 from trivium.runtime.rollout_view import decoder
@@ -36,10 +36,10 @@ _LOG_BYTES = 65536
 
 @dataclass(frozen=True)
 class Report:
-    """What was examined, and the findings."""
+    """What was examined, and what is wrong."""
 
     facts: list[str]
-    findings: list[Finding]
+    findings: list[Problem]
 
 
 def diagnose(run_dir: Path) -> Report:
@@ -55,14 +55,14 @@ def diagnose(run_dir: Path) -> Report:
     every = [rollout for each in rollouts for rollout in each]
     groups = [list({(r.stage, r.group.slot, r.group.attempt): r.group for r in each}.values()) for each in rollouts]
     mismatched = _mismatched(run_dir, every)
-    current = findings(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
+    current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
     facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", bound(rows)]
-    return Report(facts, [*current, *earlier_findings(rows, current)])
+    return Report(facts, [*current, *earlier_problems(rows, current)])
 
 
 def _error(log: Path) -> str:
-    """The error that ended the newest session, in one line; empty if none did."""
+    """The error that ended the newest session, in one line; empty if no error ended it."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -114,34 +114,58 @@ def _decoder(run_dir: Path) -> Callable[[int], str]:
 
 def examine_machine(directory: Path) -> Report:
     """The resources of this machine, and problems for a run in `directory`."""
-    cores, memory, disk = usable_cores(), host_memory(), shutil.disk_usage(directory)
-    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    instructions = torch.backends.cpu.get_cpu_capability()
+    free = {name: f"{size / _GIB:.1f} GiB" for name, size in _free(directory).items()}
+    used = f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} of {os.cpu_count()} cores may be used"
     facts = [
-        f"processor: {processor_name()}, {instructions}, {cores} of {os.cpu_count()} cores may be used",
-        f"memory: {memory / _GIB:.1f} GiB" if memory else "memory: unknown",
-        f"disk: {disk.free / _GIB:.1f} GiB free in {directory}",
-        "/dev/shm: none" if shared is None else f"/dev/shm: {shared.free / _GIB:.1f} GiB free",
+        f"processor: {processor_name()}, {used}",
+        f"memory: {free.get('memory', 'unknown')}",
+        f"disk: {free['disk']} free in {directory}",
+        f"/dev/shm: {free['/dev/shm']} free" if "/dev/shm" in free else "/dev/shm: none",
         _gpus(),
         *_packages(),
+        "ports: " + ", ".join(f"{port} ({what}) {_refused(port) or 'free'}" for port, what in _PORTS),
     ]
-    refused = {port: _refused(port) for port, _ in _PORTS}
-    facts.append("ports: " + ", ".join(f"{port} ({what}) {refused[port] or 'free'}" for port, what in _PORTS))
-    problems = [
-        *_small("disk", disk.free, 5, "free some, or choose another run.dir: checkpoints need space"),
-        *(_small("/dev/shm", shared.free, 1, "docker run --shm-size=8g: Ray keeps objects there") if shared else ()),
-        *(_small("memory", memory, 2, "close other programs; `trivium check` plans a config") if memory else ()),
-        *_driver(),
-        *_threads(cores),
-        *_ports(refused),
-        *_files(),
-    ]
-    return Report(facts, problems)
+    return Report(facts, list(machine_problems(directory)))
 
 
-def _small(name: str, free: int, wanted: int, do: str) -> Iterator[Finding]:
-    if free < wanted * _GIB:
-        yield Finding(name, f"{free / _GIB:.2f} GiB, less than {wanted} GiB", do)
+def _free(directory: Path) -> dict[str, int]:
+    """Bytes by name: free on the disk and in /dev/shm, and all of the memory. What is absent or unknown is left out."""
+    sizes = {"disk": shutil.disk_usage(directory).free}
+    if (shm := Path("/dev/shm")).is_dir():
+        sizes["/dev/shm"] = shutil.disk_usage(shm).free
+    return sizes | ({"memory": memory} if (memory := host_memory()) else {})
+
+
+def machine_problems(directory: Path) -> Iterator[Problem]:
+    """The rule for a machine: it has too little for a run that writes to the directory, or hides what it has."""
+    for name, free in _free(directory).items():
+        wanted, do = _WANTED[name]
+        if free < wanted * _GIB:
+            yield Problem(name, "", f"{free / _GIB:.2f} GiB, less than {wanted} GiB", do)
+    if (driver := _driver_version()) and not torch.cuda.is_available():
+        built = torch.version.cuda or "no CUDA"
+        found = f"the NVIDIA driver {driver} is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
+        do = "install a build of torch for CUDA; look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+        yield Problem("GPU", "", found, do)
+    cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > cores:
+        found = f"OMP_NUM_THREADS is {threads}, and {cores} core(s) may be used"
+        yield Problem("threads", "", found, "unset it: cluster.threads says how many")
+    for port, what in _PORTS:
+        if refused := _refused(port):
+            yield Problem("ports", "", f"port {port}: {refused}", f"choose another one with {what}, where you serve")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < 1024:
+        found = f"a process may open {limit}, fewer than 1024"
+        yield Problem("open files", "", found, "raise it with ulimit -n")
+
+
+_WANTED = {
+    "disk": (5, "free some, or choose another run.dir: checkpoints need space"),
+    "/dev/shm": (1, "docker run --shm-size=8g: Ray keeps objects there"),
+    "memory": (2, "close other programs; `trivium check` plans a config"),
+}
+"""GiB that a run wants, and what to do if there is less."""
 
 
 def _gpus() -> str:
@@ -160,27 +184,6 @@ def _driver_version() -> str:
     return number[0] if number else ""
 
 
-def _driver() -> Iterator[Finding]:
-    """Reports a GPU that torch cannot use."""
-    if (number := _driver_version()) and not torch.cuda.is_available():
-        built = torch.version.cuda or "no CUDA"
-        found = f"the NVIDIA driver {number} is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
-        yield Finding("GPU", found, "install a build of torch for CUDA; look at CUDA_VISIBLE_DEVICES and nvidia-smi")
-
-
-def _threads(cores: int) -> Iterator[Finding]:
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > cores:
-        found = f"OMP_NUM_THREADS is {wanted}, and {cores} core(s) may be used"
-        yield Finding("threads", found, "unset it: cluster.threads says how many")
-
-
-def _ports(refused: Mapping[int, str]) -> Iterator[Finding]:
-    for port, what in _PORTS:
-        if refused[port]:
-            yield Finding("ports", f"port {port}: {refused[port]}", f"choose another one with {what}, where you serve")
-
-
 def _refused(port: int) -> str:
     """Why a server cannot listen on the port; empty if it can."""
     with socket.socket() as listener:
@@ -190,12 +193,6 @@ def _refused(port: int) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
-
-
-def _files() -> Iterator[Finding]:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < 1024:
-        yield Finding("open files", f"a process may open {limit}, fewer than 1024", "raise it with ulimit -n")
 
 
 def _packages() -> Iterator[str]:

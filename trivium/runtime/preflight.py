@@ -1,6 +1,6 @@
-"""Checks before a run, without starting it: files, rows, rewards, devices, packages.
+"""The rules before a run, checked without starting it: files, rows, rewards, devices, packages.
 
-`trivium check` prints it; a run refuses and warns by it, so the two cannot disagree.
+`trivium check` prints what they find. A run is refused by the same problems and logs the same warnings.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
+from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
-from trivium.config.reading import sections_of
-from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
+from trivium.config.rules import Rules
+from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded, images_of
 from trivium.protocols import TaskSource
@@ -69,9 +71,10 @@ _MONITORS = {
 
 @dataclass
 class Findings:
-    """Problems that prevent a run of the config here, and warnings."""
+    """What the rules found before a run."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
+    """What prevents the run here."""
     warnings: list[Problem] = field(default_factory=list[Problem])
     rows: dict[str, str] = field(default_factory=dict[str, str])
     """The `RowTasks.digest` of each task source that reads rows, by its place in the config."""
@@ -82,118 +85,86 @@ class Findings:
             found = f"{len(self.problems)} problem(s)"
             raise ConfigError("a config that can run here", found, "fix them all at once:", self.problems)
 
-    def warn(self, where: str, asked: str, failing: Sequence[str], total: int, remedy: str) -> None:
-        """Warns of rows, of which the first is described, if there are any."""
-        if failing:
-            found = f"{len(failing)} of {total} have others: {failing[0]}"
-            self.warnings.append(Problem(where, asked, found, remedy))
 
-    def attempt(self, where: str, make: Callable[[], T]) -> T | None:
-        """The result of `make`; None if it fails, which is reported as a problem."""
-        try:
-            return make()
-        except TriviumError as error:
-            self.problems.append(Problem(where, error.asked, error.found, error.do))
-        except OSError as error:
-            self.problems.append(Problem(where, "read what it names", f"{type(error).__name__}: {error}", "correct it"))
-        return None
+@dataclass(frozen=True)
+class _StageHere:
+    """One stage on this machine."""
+
+    config: RunConfig
+    number: int
+    machine: Machine
+    ranks: int
+    """Training ranks on this machine."""
+    sources: dict[str, TaskSource | None]
+    """The task sources that were read for this or an earlier stage; None for one that cannot be read."""
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """See `Findings.rows`; filled in while the tasks are checked."""
+
+    @cached_property
+    def renderer(self) -> ChatRenderer | None:
+        return _renderer(self.config)
+
+
+@dataclass(frozen=True)
+class _Taskset:
+    """The tasks of one name in a stage's config."""
+
+    config: RunConfig
+    name: str
+    tasks: TaskSource
+    judge: Judge | None
+    """None if no explorer rolls the tasks out, or the rewards cannot be built."""
+    renderer: ChatRenderer | None
+
+    @property
+    def seen(self) -> range:
+        """The indices of the tasks to check."""
+        return range(len(self.tasks) if digest_of(self.tasks) else min(len(self.tasks), _MADE_TASKS))
+
+    def report(self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False) -> Iterator[Problem]:
+        """Counts the failing tasks and describes the first. Tasks that cannot succeed are a problem if more fail than
+        `workflow.max_failed_fraction` allows, else a warning. With `warns` (probably a mistake): always a warning."""
+        if failing:
+            total, allowed = len(self.seen), self.config.workflow.max_failed_fraction
+            may_fail = len(failing) < total and len(failing) <= allowed * total
+            found = f"{len(failing)} of {total} {'have others' if warns else 'do not'}: {failing[0]}"
+            kind = Caution if warns or may_fail else Problem
+            yield kind(f"tasks.{self.name}", asked, found, do)
+
+
+STAGE_RULES = Rules[_StageHere]()
+TASKSET_RULES = Rules[_Taskset]()
 
 
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     """Checks everything that the stages of a config read or use on this machine, on which `ranks` ranks train."""
-    findings = Findings()
-    findings.problems += [*_directory_problems(Path(config.run.dir)), *stage_problems(config)]
+    found, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
     sources: dict[str, TaskSource | None] = {}
-    for number, stage in enumerate(config.stage_configs()):
-        own = Findings()
-        own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
-        own.warnings += [*_device_warnings(stage, here, ranks), *_value_warnings(stage, number)]
-        if stage.run.mode == "serve":
-            own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
-        _inspect(stage, number, own, sources)
+    for number, stage_config in enumerate(config.stage_configs()):
+        stage = _StageHere(stage_config, number, here, ranks, sources)
+        own = STAGE_RULES.problems(stage)
+        if all(isinstance(problem, Caution) for problem in own):
+            own += _order_problems(stage)
         prefix = f"stages[{number}]." if config.stages else ""
-        findings.rows |= {prefix + where: digest for where, digest in own.rows.items()}
-        for into, problems in ((findings.problems, own.problems), (findings.warnings, own.warnings)):
-            known = {problem[1:] for problem in into}  # by an earlier stage
-            into += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in problems if p[1:] not in known]
-    return findings
-
-
-def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[str, TaskSource | None]) -> None:
-    """Checks one stage; what depends on a broken part is skipped. `sources` are the task sources read so far."""
-    for where, section in sections_of(config):
-        findings.problems += section.machine_problems(config, where)
-        findings.warnings += section.warnings(config, where)
-    teacher = getattr(config.algorithm, "teacher", None)
-    if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
-        paths = Path(teacher.path), Path(config.model.path)
-        findings.attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
-    renderer = findings.attempt("model", lambda: _renderer(config))
-    # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is any
-    # reward built where it is not called, which may lack what it needs (a GPU, a service).
-    elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
-    rewards = changed(
-        config.rewards,
-        lambda r: r.model_copy(update={"workers": 1}) if elsewhere or isinstance(r, ModelReward.Config) else r,
+        rows |= {prefix + where: digest for where, digest in stage.digests.items()}
+        known = {problem[1:] for problem in found}  # by an earlier stage
+        found += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
+    return Findings(
+        problems=[problem for problem in found if not isinstance(problem, Caution)],
+        warnings=[problem for problem in found if isinstance(problem, Caution)],
+        rows=rows,
     )
-    judge = findings.attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
-    for name, section in config.tasks.items():
-        key = f"{name} {section.model_dump_json()}"
-        if section.kind != SERVED and key not in sources:
-            sources[key] = findings.attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
-        tasks = sources.get(key)
-        if tasks is None:
-            continue
-        if digest := digest_of(tasks):
-            findings.rows[f"tasks.{name}"] = digest
-        if judge is not None and _is_rolled_out(config, name):
-            _look_at_columns(config, findings, name, tasks, judge)
-        if id_column := getattr(section, "id", None):
-            same = [f"an id of column {id_column!r} that occurred before"] * getattr(tasks, "num_duplicates", 0)
-            remedy = "make the ids unique: a number is added to the later ones"
-            findings.warn(f"tasks.{name}", "rows with ids of their own", same, len(tasks), remedy)
-        if renderer is not None:
-            _look_at_prompts(config, findings, name, tasks, renderer)
-    if renderer is not None and not findings.problems:
-        _look_at_order(config, number, findings, renderer)
 
 
-def _look_at_columns(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, judge: Judge) -> None:
-    """Checks the columns of the tasks against what reads them."""
-    where, columns = f"tasks.{taskset}", [tasks[place].columns for place in _seen(tasks)]
-    lacking = [text for each in columns if (text := judge.lacking(each))]
-    what = "tasks with the columns that the rewards read"
-    remedy = "map a column to this name in the task source, or give the reward's parameter a default"
-    _count(config, findings, taskset, what, lacking, len(columns), remedy)
-    misfits = [text for each in columns if (text := judge.misfits(each))]
-    remedy = "write the column as text, or convert it in the reward"
-    findings.warn(where, "columns of the rewards' types", misfits, len(columns), remedy)
-    if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
-        unused = "a column `tools`, which neither the workflow nor a reward reads"
-        tools = [unused for each in columns if each.get("tools")]
-        remedy = "describe the tools in the prompt, or use a workflow that offers them"
-        findings.warn(where, "columns that have an effect", tools, len(columns), remedy)
-
-
-def _value_warnings(config: RunConfig, number: int) -> Iterator[Problem]:
-    """Warns of values that are valid and rarely meant."""
-    lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
-    is_random = number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
-    if is_random and lr and lr < _LEAST_RANDOM_LR:
-        asked, found = "a learning rate for a model with random weights", f"{lr:g}, a rate for fine-tuning"
-        yield Problem("train.optimizer.lr", asked, found, "set train.optimizer.lr to about 1e-3")
-    limit, sampling = context_limit(config), getattr(config.engine, "sampling", None)
-    wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
-    if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
-        found = f"the context holds {limit}, prompts included"
-        remedy = "lower it, or raise engine.max_context: completions end where the context does"
-        yield Problem("engine.sampling.max_new_tokens", f"completions of {wanted} tokens", found, remedy)
-
-
-def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
-    """Whether an explorer rolls the taskset out, so that rewards judge it."""
-    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
-    return taskset == config.evaluation.taskset or (taskset == "train" and explored)
+def attempt(where: str, make: Callable[[], T]) -> Generator[Problem, None, T | None]:
+    """Returns the result of `make`; if it fails, reports why and returns None."""
+    try:
+        return make()
+    except TriviumError as error:
+        yield Problem(where, error.asked, error.found, error.do)
+    except OSError as error:
+        yield Problem(where, "read what it names", f"{type(error).__name__}: {error}", "correct it")
+    return None
 
 
 def _explores_here(config: RunConfig) -> bool:
@@ -204,22 +175,227 @@ def _trains_here(config: RunConfig) -> bool:
     return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config))
 
 
-def _seen(tasks: TaskSource) -> range:
-    """The indices of the tasks to check."""
-    return range(len(tasks) if digest_of(tasks) else min(len(tasks), _MADE_TASKS))
+def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
+    """Whether an explorer rolls the taskset out, which rewards then judge."""
+    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
+    return taskset == config.evaluation.taskset or (taskset == "train" and explored)
 
 
-def _count(
-    config: RunConfig, findings: Findings, taskset: str, asked: str, failing: Sequence[str], total: int, remedy: str
-) -> None:
-    """Reports the tasks that cannot succeed: as a warning, or as a problem if there are more than may fail."""
-    if failing:
-        fatal = len(failing) == total or len(failing) > config.workflow.max_failed_fraction * total
-        problem = Problem(f"tasks.{taskset}", asked, f"{len(failing)} of {total} do not: {failing[0]}", remedy)
-        (findings.problems if fatal else findings.warnings).append(problem)
+# --------------------------------------------------------------------------- the machine
 
 
-# --------------------------------------------------------------------------- tokenizer and prompts
+def _unwritable(run_dir: Path) -> Iterator[Problem]:
+    """Reports a run directory that cannot be created or written to; leaves no files behind."""
+    try:
+        above = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+        tempfile.TemporaryDirectory(dir=above).cleanup()
+    except OSError as error:
+        found = f"{type(error).__name__}: {error.strerror}"
+        yield Problem("run.dir", f"write to {run_dir}", found, "choose a directory that can be written")
+
+
+@STAGE_RULES.rule
+def devices(stage: _StageHere) -> Iterator[Problem]:
+    """This machine lacks GPUs. A running Ray cluster, the trainer of a separate explorer and the explorers of a
+    separate trainer may be on other machines."""
+    config, ranks, gpus = stage.config, stage.ranks, len(stage.machine.gpus)
+    cluster = config.cluster
+    if cluster.address is not None:
+        return
+    engines = cluster.explorers * cluster.engines
+    engine = getattr(config.engine, "device", "cpu") if _explores_here(config) else "cpu"
+    train = getattr(config.train, "device", "cpu") if _trains_here(config) else "cpu"
+    if engine == "cuda" and train != "cpu" and cluster.kind == "ray" and max(engines, ranks) <= gpus < engines + ranks:
+        found, do = f"there are {gpus}", "lower cluster.engines or cluster.ranks, or set engine.device to auto"
+        yield Problem("cluster.engines", f"{engines + ranks} engines and ranks with a GPU each", found, do)
+    for where, device, wanted in (("engine", engine, engines), ("train", train, ranks)):
+        if where == "engine" and device == "auto":
+            continue  # it samples on the CPU if there are too few
+        if device.startswith("cuda") and not gpus:
+            yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
+        elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
+            key = "cluster.ranks" if where == "train" else "cluster.engines"
+            yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
+
+
+@STAGE_RULES.rule
+def slow_devices(stage: _StageHere) -> Iterator[Problem]:
+    """Engines sample on the CPU while training uses GPUs, or a variable asks for threads and has no effect."""
+    config, here, asked_for = stage.config, stage.machine, os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.cluster.threads or usable_cores()
+    if config.cluster.kind == "local" and stage.ranks == 1 and asked_for not in ("", str(threads)):
+        found = f"OMP_NUM_THREADS is {asked_for}, which has no effect: cluster.threads counts"
+        do = f"set cluster.threads: {asked_for} for that"
+        yield Caution("cluster.threads", f"up to {threads} threads", found, do)
+    engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
+    trains_on_gpu = planned(train, "auto", here)[0] == "cuda"
+    if engine == "cpu" and trains_on_gpu:
+        asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
+        yield Caution("engine.device", asked, found, "set it to auto, or to cuda")
+    cluster, gpus = config.cluster, len(here.gpus)
+    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpu
+    if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
+        found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
+        do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
+        yield Caution("engine.device", "a GPU for each engine", found, do)
+
+
+@STAGE_RULES.rule
+def packages(stage: _StageHere) -> Iterator[Problem]:
+    """An optional package that the config needs is not installed. Packages are looked up, not imported."""
+    config = stage.config
+    needed = [(f"monitors[{n}]", *_MONITORS[m.kind]) for n, m in enumerate(config.monitors) if m.kind in _MONITORS]
+    if config.cluster.kind == "ray":
+        needed.append(("cluster.kind", "ray", "ray", "ray"))
+    if config.run.mode == "serve":
+        needed.append(("run.mode", "fastapi", "fastapi", "serve"))
+    if getattr(config.train, "lora", None) is not None:
+        needed.append(("train.lora", "peft", "peft", "peft"))
+    for where, module, package, extra in needed:
+        if importlib.util.find_spec(module) is None:
+            error = MissingPackage(package, extra, f"what {where} asks for")
+            yield Problem(where, error.asked, error.found, error.do)
+
+
+@STAGE_RULES.rule
+def settings(stage: _StageHere) -> Iterator[Problem]:
+    """A section or what it names cannot be used on this machine, or is probably a mistake."""
+    config, teacher = stage.config, getattr(stage.config.algorithm, "teacher", None)
+    if config.run.mode == "serve":
+        yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
+    for where, section in sections_of(config):
+        yield from section.machine_problems(config, where)
+        yield from (Caution(*problem) for problem in section.warnings(config, where))
+    if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
+        paths = Path(teacher.path), Path(config.model.path)
+        yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
+    lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
+    is_random = stage.number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
+    if is_random and lr and lr < _LEAST_RANDOM_LR:
+        asked, do = "a learning rate for a model with random weights", "set train.optimizer.lr to about 1e-3"
+        found = f"{lr:g}, a rate for fine-tuning a trained model"
+        yield Caution("train.optimizer.lr", asked, found, do)
+
+
+# --------------------------------------------------------------------------- tasks
+
+
+@STAGE_RULES.rule
+def tasks(stage: _StageHere) -> Iterator[Problem]:
+    """Model, rewards or tasks cannot be read, or do not fit each other. What depends on a broken part is skipped."""
+    config = stage.config
+    renderer = yield from attempt("model", lambda: stage.renderer)
+    # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is a
+    # reward built that is called elsewhere, for this machine may lack what it needs (a GPU, a service).
+    elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
+    rewards = changed(
+        config.rewards,
+        lambda r: r.model_copy(update={"workers": 1}) if elsewhere or isinstance(r, ModelReward.Config) else r,
+    )
+    judge = yield from attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
+    for name, section in config.tasks.items():
+        key = f"{name} {section.model_dump_json()}"
+        if section.kind != SERVED and key not in stage.sources:
+            stage.sources[key] = yield from attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
+        source = stage.sources.get(key)
+        if source is None:
+            continue
+        if digest := digest_of(source):
+            stage.digests[f"tasks.{name}"] = digest
+        judges = judge if _is_rolled_out(config, name) else None
+        yield from TASKSET_RULES.problems(_Taskset(config, name, source, judges, renderer))
+
+
+@STAGE_RULES.rule
+def context(stage: _StageHere) -> Iterator[Problem]:
+    """Completions are asked for that are longer than the context."""
+    config, limit = stage.config, context_limit(stage.config)
+    sampling = getattr(config.engine, "sampling", None)
+    wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
+    if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
+        asked, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
+        do = "lower it, or raise engine.max_context: completions end where the context does"
+        yield Caution("engine.sampling.max_new_tokens", asked, found, do)
+
+
+@TASKSET_RULES.rule
+def columns(taskset: _Taskset) -> Iterator[Problem]:
+    """Tasks lack columns that the rewards read, have some that nothing reads, or have the ids of earlier ones."""
+    config, judge = taskset.config, taskset.judge
+    if judge is not None:
+        rows = [taskset.tasks[place].columns for place in taskset.seen]
+        lacking = [text for row in rows if (text := judge.lacking(row))]
+        do = "map a column to this name in the task source, or give the reward's parameter a default"
+        yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
+        misfits = [text for row in rows if (text := judge.misfits(row))]
+        do = "write the column as text, or convert it in the reward"
+        yield from taskset.report("columns of the rewards' types", misfits, do, warns=True)
+        if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
+            unused = ["a column `tools`, which neither the workflow nor a reward reads" for r in rows if r.get("tools")]
+            do = "describe the tools in the prompt, or use a workflow that offers them"
+            yield from taskset.report("columns that have an effect", unused, do, warns=True)
+    if column := getattr(config.tasks[taskset.name], "id", None):
+        same = [f"an id of column {column!r} that occurred before"] * getattr(taskset.tasks, "num_duplicates", 0)
+        do = "make the ids unique: a number is added to the later ones"
+        yield from taskset.report("rows with ids of their own", same, do, warns=True)
+
+
+@TASKSET_RULES.rule
+def prompts(taskset: _Taskset) -> Iterator[Problem]:
+    """Prompts cannot be rendered, leave no space for a completion, or have characters that no token stands for."""
+    config, renderer = taskset.config, taskset.renderer
+    if renderer is None:
+        return
+    if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset.name):
+        yield from _image_problems(taskset)
+        return  # another workflow makes its own prompts
+    limit, workflow = context_limit(config), SingleTurn(config.workflow)
+    small_alphabet = isinstance(config.model, TinyModel.Config)
+    too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
+    for task in (taskset.tasks[place] for place in taskset.seen):
+        messages = workflow.prompt(task)
+        has_images = any(message.media for message in messages)
+        pictured += has_images
+        short = limit is None or (_surely_below(limit, messages) and not small_alphabet)
+        if pictured > _FIRST_IMAGES if has_images else short:
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                length = len(renderer.render(messages))
+            except DataError as error:
+                refused.append(f"task {task.task_id!r}: {error.found}")
+                continue
+        if limit is not None and length >= limit:
+            too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
+        if caught:
+            unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
+    do = "give them the roles that the model was trained on, and whole images"
+    yield from taskset.report("prompts that can be rendered", refused, do)
+    if pictured > _FIRST_IMAGES:
+        yield from _image_problems(taskset)
+    do = "shorten or drop them, or raise engine.max_context"
+    yield from taskset.report("prompts that leave space for a completion", too_long, do)
+    do = "add them to model.alphabet, or set it to bytes: the policy cannot see them"
+    yield from taskset.report("prompts of the model's characters", unreadable, do, warns=True)
+
+
+def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
+    """Counts the tasks with images that are damaged or too large."""
+    failing, skipped, end = list[str](), 0, time.monotonic() + _DECODING_S
+    for task in (taskset.tasks[place] for place in taskset.seen):
+        look = decoded if time.monotonic() < end else check_image
+        skipped += look is check_image and any(message.media for message in task.prompt)
+        try:
+            for item in (item for message in task.prompt for item in message.media):
+                look(item, taskset.config.workflow.max_image_pixels)
+        except DataError as error:
+            failing.append(f"task {task.task_id!r}: {error.found}")
+    yield from taskset.report("tasks with images that can be read", failing, "give whole images")
+    if skipped:
+        found = f"{skipped} tasks have images of which only headers and checksums were checked in {_DECODING_S:.0f} s"
+        do = "nothing: a rollout fails if its image cannot be decoded, and is counted in rollout/failed"
+        yield Caution(f"tasks.{taskset.name}", "images that can be decoded", found, do)
 
 
 def _renderer(config: RunConfig) -> ChatRenderer | None:
@@ -244,100 +420,49 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
     return ChatRenderer(tokenizer, chat_template=model.template(), images=images)
 
 
-def _look_at_prompts(
-    config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, renderer: ChatRenderer
-) -> None:
-    """Counts the prompts that cannot be rendered or that leave no space for a completion, and those with characters
-    that no token stands for."""
-    if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset):
-        _look_at_images(config, findings, taskset, tasks)
-        return  # another workflow makes its own prompts
-    limit, workflow = context_limit(config), SingleTurn(config.workflow)
-    small_alphabet = isinstance(config.model, TinyModel.Config)
-    too_long, unreadable, refused, seen = list[str](), list[str](), list[str](), _seen(tasks)
-    pictured = 0
-    for task in (tasks[place] for place in seen):
-        messages = workflow.prompt(task)
-        has_images = any(message.media for message in messages)
-        pictured += has_images
-        short = limit is None or (_surely_below(limit, messages) and not small_alphabet)
-        if pictured > _FIRST_IMAGES if has_images else short:
-            continue
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                length = len(renderer.render(messages))
-            except DataError as error:
-                refused.append(f"task {task.task_id!r}: {error.found}")
-                continue
-        if limit is not None and length >= limit:
-            too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
-        if caught:
-            unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
-    what, remedy = "prompts that can be rendered", "give them the roles that the model was trained on, and whole images"
-    _count(config, findings, taskset, what, refused, len(seen), remedy)
-    if pictured > _FIRST_IMAGES:
-        _look_at_images(config, findings, taskset, tasks)
-    what = "prompts that leave space for a completion"
-    _count(config, findings, taskset, what, too_long, len(seen), "shorten or drop them, or raise engine.max_context")
-    what, remedy = "prompts of the model's characters", "add them to model.alphabet, or set it to bytes"
-    findings.warn(f"tasks.{taskset}", what, unreadable, len(seen), remedy + ": the policy cannot see them")
-
-
-def _look_at_images(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource) -> None:
-    """Counts the tasks with images that are damaged or too large."""
-    failing, seen, skipped, end = list[str](), _seen(tasks), 0, time.monotonic() + _DECODING_S
-    for task in (tasks[place] for place in seen):
-        look = decoded if time.monotonic() < end else check_image
-        skipped += look is check_image and any(message.media for message in task.prompt)
-        try:
-            for item in (item for message in task.prompt for item in message.media):
-                look(item, config.workflow.max_image_pixels)
-        except DataError as error:
-            failing.append(f"task {task.task_id!r}: {error.found}")
-    _count(config, findings, taskset, "tasks with images that can be read", failing, len(seen), "give whole images")
-    if skipped:
-        found = f"{skipped} tasks have images of which only headers and checksums were checked in {_DECODING_S:.0f} s"
-        remedy = "nothing: a rollout fails if its image cannot be decoded, and is counted in rollout/failed"
-        findings.warnings.append(Problem(f"tasks.{taskset}", "images that can be decoded", found, remedy))
-
-
 def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
     """Whether a prompt is certainly shorter than this: a token stands for at least one byte."""
     return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
 
 
-def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer: ChatRenderer) -> None:
+# --------------------------------------------------------------------------- rows to learn from
+
+
+def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     """Checks the curriculum, and the expert completions in every row that a step or the held-out loss may use."""
-    learns_from_rows = isinstance(config.buffer, FileBuffer.Config)
-    if config.schedule.curriculum is None and not learns_from_rows:
+    config, renderer, folder = stage.config, stage.renderer, Path(stage.config.run.dir)
+    section = config.buffer
+    learns_from_rows = isinstance(section, FileBuffer.Config)
+    if renderer is None or (config.schedule.curriculum is None and not learns_from_rows):
         return
-    folder = Path(config.run.dir)
-    schedule = findings.attempt("tasks.train", lambda: build_schedule(Stage(config, number, 0, True, folder, folder)))
+    whole = Stage(config, stage.number, 0, True, folder, folder)
+    schedule = yield from attempt("tasks.train", lambda: build_schedule(whole))
     if schedule is None or not learns_from_rows:
         return
-    _look_at_rows(config, findings, "train", schedule, config.schedule.steps * schedule.fresh_per_step, renderer)
+    orders = {"train": (schedule, config.schedule.steps * schedule.fresh_per_step)}
     name = config.evaluation.held_out
-    tasks = findings.attempt(f"tasks.{name}", lambda: build_tasks(config, name)) if name is not None else None
-    if name is not None and tasks is not None:
-        held_out = replace(schedule, tasks=tasks, shuffle=False, curriculum=None)
-        _look_at_rows(config, findings, name, held_out, len(tasks), renderer)
+    held_out = (yield from attempt(f"tasks.{name}", lambda: build_tasks(config, name))) if name is not None else None
+    if name is not None and held_out is not None:
+        orders[name] = replace(schedule, tasks=held_out, shuffle=False, curriculum=None), len(held_out)
+    for taskset, (order, taken) in orders.items():
+        yield from _row_problems(config, taskset, order, taken, renderer)
 
 
-def _look_at_rows(
-    config: RunConfig, findings: Findings, taskset: str, schedule: Schedule, taken: int, renderer: ChatRenderer
-) -> None:
+def _row_problems(
+    config: RunConfig, taskset: str, schedule: Schedule, taken: int, renderer: ChatRenderer
+) -> Iterator[Problem]:
     """Checks the completions in the first `taken` rows of a taskset, in the order of `schedule`."""
     section, folder, shape = config.buffer, Path(config.run.dir), shape_in(config)
     assert isinstance(section, FileBuffer.Config)
-    limit, total = None if shape is None else shape.max_positions, min(len(_seen(schedule.tasks)), taken)
+    seen = _Taskset(config, taskset, schedule.tasks, None, renderer).seen
+    limit, total = None if shape is None else shape.max_positions, min(len(seen), taken)
     slots = [
         slot
         for slot in range(total)
         if slot < _FIRST_ROWS or (limit and not _surely_below(limit, _texts(schedule.at(slot).task)))
     ]
     buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
-    groups = findings.attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
+    groups = yield from attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
     too_long = [
         f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
         for group in groups or ()
@@ -345,7 +470,7 @@ def _look_at_rows(
     ]
     if too_long:
         found = f"{len(too_long)} of {total} do not: {too_long[0]}"
-        findings.problems.append(Problem(f"tasks.{taskset}", "rows that fit the model", found, "shorten or drop them"))
+        yield Problem(f"tasks.{taskset}", "rows that fit the model", found, "shorten or drop them")
 
 
 def _texts(task: Task) -> list[Message]:
@@ -360,72 +485,3 @@ def _texts(task: Task) -> list[Message]:
 
 def _length(trajectory: Trajectory) -> int:
     return max(len(turn.prompt_tokens) + len(turn.tokens) for turn in trajectory.turns)
-
-
-# --------------------------------------------------------------------------- the machine
-
-
-def _directory_problems(run_dir: Path) -> Iterator[Problem]:
-    """Reports a run directory that cannot be created or written to; leaves no files behind."""
-    try:
-        above = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-        tempfile.TemporaryDirectory(dir=above).cleanup()
-    except OSError as error:
-        found = f"{type(error).__name__}: {error.strerror}"
-        yield Problem("run.dir", f"write to {run_dir}", found, "choose a directory that can be written")
-
-
-def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
-    """Reports GPUs that this machine lacks. A running Ray cluster, the trainer of a separate explorer and the explorers
-    of a separate trainer may be on other machines. `ranks`: training ranks on this machine."""
-    if config.cluster.address is not None:
-        return
-    gpus, cluster = len(here.gpus), config.cluster
-    engines = cluster.explorers * cluster.engines
-    engine = getattr(config.engine, "device", "cpu") if _explores_here(config) else "cpu"
-    train = getattr(config.train, "device", "cpu") if _trains_here(config) else "cpu"
-    if engine == "cuda" and train != "cpu" and cluster.kind == "ray" and max(engines, ranks) <= gpus < engines + ranks:
-        found, do = f"there are {gpus}", "lower cluster.engines or cluster.ranks, or set engine.device to auto"
-        yield Problem("cluster.engines", f"{engines + ranks} engines and ranks with a GPU each", found, do)
-    for where, device, wanted in (("engine", engine, engines), ("train", train, ranks)):
-        if where == "engine" and device == "auto":
-            continue  # on the CPU where there are too few
-        if device.startswith("cuda") and not gpus:
-            yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
-        elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
-            key = "cluster.ranks" if where == "train" else "cluster.engines"
-            yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
-
-
-def _device_warnings(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
-    """Warns of engines that sample on the CPU while training uses GPUs, and of threads asked for in another way."""
-    threads, wanted = config.cluster.threads or usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    if config.cluster.kind == "local" and ranks == 1 and wanted not in ("", str(threads)):
-        found = f"OMP_NUM_THREADS is {wanted}, which has no effect: cluster.threads counts"
-        yield Problem("cluster.threads", f"up to {threads} threads", found, f"set cluster.threads: {wanted} for that")
-    engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
-    trains_on_gpu = planned(train, "auto", here)[0] == "cuda"
-    if engine == "cpu" and trains_on_gpu:
-        asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
-        yield Problem("engine.device", asked, found, "set it to auto, or to cuda")
-    cluster, gpus = config.cluster, len(here.gpus)
-    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpu
-    if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
-        found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
-        do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
-        yield Problem("engine.device", "a GPU for each engine", found, do)
-
-
-def _package_problems(config: RunConfig) -> Iterator[Problem]:
-    """Reports optional packages that the config needs and that are not installed, without importing them."""
-    needed = [(f"monitors[{n}]", *_MONITORS[m.kind]) for n, m in enumerate(config.monitors) if m.kind in _MONITORS]
-    if config.cluster.kind == "ray":
-        needed.append(("cluster.kind", "ray", "ray", "ray"))
-    if config.run.mode == "serve":
-        needed.append(("run.mode", "fastapi", "fastapi", "serve"))
-    if getattr(config.train, "lora", None) is not None:
-        needed.append(("train.lora", "peft", "peft", "peft"))
-    for where, module, package, extra in needed:
-        if importlib.util.find_spec(module) is None:
-            error = MissingPackage(package, extra, f"what {where} asks for")
-            yield Problem(where, error.asked, error.found, error.do)

@@ -21,10 +21,9 @@ from typing import Any
 import yaml
 
 from trivium.checkpoint.atomic import atomic_write
-from trivium.errors import RunDirError, TriviumError
+from trivium.errors import Problem, RunDirError, TriviumError
 from trivium.metrics import graded_accuracies
 from trivium.monitors.fanout import file_monitors
-from trivium.monitors.health import Finding
 from trivium.monitors.identity import settings_of
 from trivium.protocols import Monitor
 from trivium.runtime.build import explain
@@ -144,8 +143,8 @@ def _verdict(run: RecordedRun) -> str:
     return f'<section><h2>Verdict</h2><p>{bound}</p><ul class="findings">{items}</ul></section>'
 
 
-def _finding(finding: Finding) -> str:
-    return f"<li><b>{escape(finding.rule)}</b> {escape(finding.figures)}<br><em>do:</em> {escape(finding.do)}</li>"
+def _finding(finding: Problem) -> str:
+    return f"<li><b>{escape(finding.where)}</b> {escape(finding.found)}<br><em>do:</em> {escape(finding.do)}</li>"
 
 
 def _curves(run: RecordedRun) -> str:

@@ -108,9 +108,7 @@ class WatchedRun:
         from trivium.runtime.doctor import diagnose
 
         def findings() -> list[dict[str, str]]:
-            return [
-                {"rule": each.rule, "figures": each.figures, "do": each.do} for each in diagnose(self.path).findings
-            ]
+            return [{"rule": each.where, "figures": each.found, "do": each.do} for each in diagnose(self.path).findings]
 
         return {
             "verdict": run_verdict(self.path, self.metrics.refresh()),
