@@ -290,19 +290,19 @@ def add_names(kind: str, names: Mapping[str, str]) -> None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, where one is near, and all known names."""
+    """The nearest known name, if one is near, and all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
 
 
 _GIVEN: dict[str, object] = {}
-"""Objects that a Python caller gave and that no module has under their name: lambdas, inner functions, instances."""
+"""Objects that a Python caller gave and that no module has under their names: lambdas, inner functions, instances."""
 
 
 def name_of(thing: Callable[..., object]) -> str:
-    """The name by which `resolve` finds a function, a class or a callable object that a Python caller gives. That of an
-    object which its module does not have is known to this process alone (see `is_unnamed`)."""
+    """The name by which `resolve` finds a function, a class or a callable object that a Python caller gives. If its
+    module does not have the object under that name, only this process knows it (see `is_unnamed`)."""
     kind = type(thing)
     qualname: str = getattr(thing, "__qualname__", f"{kind.__qualname__}()")
     module: str = getattr(thing, "__module__", kind.__module__)
@@ -314,17 +314,17 @@ def name_of(thing: Callable[..., object]) -> str:
 
 
 def give(name: str, thing: object) -> None:
-    """Lets a name of `name_of` in another process stand for the same object here."""
+    """Makes `resolve` return the object for a name that `name_of` gave in another process."""
     _GIVEN[name] = thing
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether a name stands for an object that a Python caller gave and that no module has under it."""
+    """Whether no module has the object of this name: a Python caller gave it."""
     return name.endswith(("()", ">")) or "<locals>" in name
 
 
 def is_only_here(name: str) -> bool:
-    """Whether a name leads to its object in this process alone: other processes have another `__main__`."""
+    """Whether only this process finds the object of this name: other processes have another `__main__`."""
     return is_unnamed(name) or name.startswith("__main__:")
 
 

@@ -1,7 +1,7 @@
 """The help of config fields: the string under each, read from the source of its class.
 
-pydantic's `use_attribute_docstrings` gives the same strings. To find the source it looks, for each class, through every
-module that is loaded, which took longer than the rest of reading a config.
+pydantic's `use_attribute_docstrings` gives the same strings. To find the source of each class it searches every loaded
+module, which takes longer than the rest of reading a config.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import pairwise, takewhile
 
 
 def field_help(owner: type) -> dict[str, str]:
-    """Field -> the string under it, for the fields that the class statement that is being executed declares.
+    """Field -> the string under it, for the fields of the class whose statement is being executed.
 
-    Empty where the class has no source: made by a call, or typed into an interpreter.
+    Empty if the class has no source: it was made by a call, or typed into an interpreter.
     """
     lines = _class_statement(owner)
     try:
@@ -38,7 +38,7 @@ def field_help(owner: type) -> dict[str, str]:
 
 
 def _class_statement(owner: type) -> list[str]:
-    """The lines of the class statement that makes `owner`: one that a frame of its module is at."""
+    """The lines of the class statement that makes `owner`; a frame of its module is executing it."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_globals.get("__name__") == owner.__module__:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
-"""The folder that relative paths of the config being validated start from."""
+"""The folder of the config that is being validated: relative paths start there."""
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def paths_relative_to(folder: Path | None) -> Generator[None]:
 
 
 def free(default: Any = ..., *, before: bool | None = None, **constraints: Any) -> Any:
-    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `before` is what
-    runs do that were saved without the field (`trivium.config.resume.as_begun`)."""
+    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `before` is the
+    value for runs that were saved without the field (`trivium.config.resume.as_begun`)."""
     extra: dict[str, Any] = {"resume": "free"} | ({} if before is None else {"before": before})
     return Field(default, json_schema_extra=extra, **constraints)
 
@@ -36,12 +36,13 @@ CHANGEABLE: dict[str, Any] = {"resume": "change"}
 
 
 def changeable(default: Any = ..., **constraints: Any) -> Any:
-    """A field that a resumed run may change where `run.change` allows it: from there on it is another run's."""
+    """A field that a resumed run may change if `run.change` allows it; what follows then differs from the run's first
+    config."""
     return Field(default, json_schema_extra=CHANGEABLE, **constraints)
 
 
 def config_path(path: str) -> Path:
-    """A path the config mentions, seen from the config's own folder."""
+    """An absolute path; a relative one starts from the config's folder."""
     return ((_BASE.get() or Path.cwd()) / Path(path).expanduser()).resolve()
 
 
@@ -50,7 +51,7 @@ ConfigPath = Annotated[str, AfterValidator(lambda path: str(config_path(path)))]
 
 
 def plugin_path(name: str) -> str:
-    """A name that leads to a class or function, with the file of `file.py:Name` seen from the config's own folder."""
+    """The name of a class or function; the file of `file.py:Name` starts from the config's folder."""
     file_name, is_file, attribute = name.rpartition(".py:")
     return f"{config_path(file_name + '.py')}:{attribute}" if is_file else name
 

@@ -1,4 +1,4 @@
-"""What a wrong key most likely means: the nearest key of a section, or the key for another trainer's word."""
+"""Hints about an unknown key: the nearest key of the section, or the key for another trainer's name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys_of_other_trainers() -> Mapping[str, str]:
 
 
 def hint(where: str, value: object, known: Mapping[str, Any]) -> str:
-    """What to write instead of the key at `where` (dotted), which holds `value` and is none of `known`."""
+    """What to write instead of the unknown key at `where` (dotted), which holds `value`; `known` are valid keys."""
     foreign = list(_foreign(where, value))[:_SHOWN]
     if foreign:
         return "; ".join(f"{theirs} is {ours} here" for theirs, ours in foreign)
@@ -38,7 +38,7 @@ def hint(where: str, value: object, known: Mapping[str, Any]) -> str:
 
 
 def _foreign(where: str, value: object) -> Iterator[tuple[str, str]]:
-    """(another trainer's key, ours) for the key, or for what it holds."""
+    """(another trainer's key, ours) for the key, or for the keys inside its value."""
     parts, keys = where.split("."), keys_of_other_trainers()
     for name in (".".join(parts[-2:]), parts[-1]):
         if name in keys and not (is_mapping(value) and any(True for _ in _inside(where, value))):
@@ -88,7 +88,7 @@ def section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseMod
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """A section class, or the one that is optional."""
+    """The section class of an annotation that is one, or an optional one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
@@ -96,6 +96,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _item_of(annotation: Any) -> Any:
-    """What a list or a mapping holds."""
+    """The annotation of the items of a list or a mapping."""
     parts = [part for part in get_args(annotation) if part not in (Ellipsis, type(None))]
     return parts[-1] if parts else None

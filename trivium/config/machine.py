@@ -1,4 +1,4 @@
-"""What a machine has: given, or read here."""
+"""The memory and the GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there: bytes of host memory that processes here may use, and of each GPU. 0 and none where unknown."""
+    """Bytes of host memory that processes may use, and of each GPU; 0 and none if they are unknown."""
 
     memory: int = 0
     gpus: tuple[int, ...] = ()
     ranks: int | None = None
-    """Processes that torchrun starts there; None where the config and this process's environment say."""
+    """Processes that torchrun starts there; None if the config or this process's environment decides."""
 
 
 def host_memory() -> int:
-    """Bytes of memory that the processes here may use: the machine's, or the limit of their control group."""
+    """Bytes of memory that processes may use here: the machine's, or the limit of their control group."""
     limits = [_meminfo()]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _text(path).strip()

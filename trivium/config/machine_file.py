@@ -1,4 +1,4 @@
-"""A machine that a file describes, for plans of runs on another one."""
+"""Reads the description of a machine from a file, to plan a run on another machine than this one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2*
 
 
 def _bytes(value: Any) -> Any:
-    """The number of bytes that `80 GiB` or `80GB` means."""
+    """Bytes of a size such as `80 GiB` or `80GB`."""
     match = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -37,13 +37,13 @@ class MachineFile(Config):
     """Host memory that processes may use, in bytes or as `1 TiB`."""
     gpus: int = Field(default=0, ge=0)
     gpu_memory: _Bytes = Field(default=0, ge=0)
-    """Of each GPU."""
+    """Memory of each GPU."""
     ranks: int | None = Field(default=None, ge=1)
     """Processes that torchrun starts; unset: one. On Ray, `cluster.ranks` of the config says."""
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that a YAML file describes. Raises ConfigError for a file that is missing, or has other keys."""
+    """The machine that a YAML file describes. Raises ConfigError if the file is missing or has unknown keys."""
     try:
         described = MachineFile.model_validate(read_yaml(path))
     except ValidationError as error:

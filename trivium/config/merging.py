@@ -16,9 +16,9 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """`base` overridden by `change`, mapping by mapping; a section whose `kind` changes starts afresh.
 
-    A section of `base` without a kind keeps its keys: those that the new kind does not have are reported, not dropped.
-    A section that is a name alone is its kind. In a list, keys are places: `{stages: {0: {...}}}` changes the first.
-    Raises ConfigError for a place that the list does not have.
+    A section of `base` without a kind keeps its keys, so that validation reports those that the new kind lacks. A
+    section that is only a name stands for its kind. In a list, keys are indices: `{stages: {0: {...}}}` changes the
+    first item. Raises ConfigError for an index outside the list.
     """
     result = copy.deepcopy(dict(base))
     for key, value in change.items():

@@ -1,4 +1,4 @@
-"""What follows from a config and a machine: batch arithmetic, memory, and whether it fits."""
+"""The plan that follows from a config and a machine: batch arithmetic, memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ class StagePlan(Config):
     weights: str
     slots: int
     algorithm: dict[str, str]
-    """What the algorithm takes from the rest of the config."""
+    """The algorithm, and its values that follow from the rest of the config."""
     batch: BatchPlan
-    """What a train step is cut into."""
+    """How a train step is cut."""
     vision: str | None
-    """What of the image side is trained; None for a model that reads text only, or of unknown size."""
+    """Which parts of a vision-language model are trained; None for a model that reads text only, or of unknown
+    size."""
     recorded: str | None = None
-    """What rollouts bring beside tokens and log-probabilities, and what it takes; None: nothing."""
+    """What rollouts record beside tokens and log-probabilities, and its size; None if nothing."""
     memory: dict[str, Any] | None
-    """An estimate in MiB; None where the size of the model is unknown."""
+    """An estimate in MiB; None if the size of the model is unknown."""
 
 
 class Plan(Config):
-    """What follows from a config and a machine; printed, saved, never written to."""
+    """The plan of a run: printed and saved, never changed."""
 
     stages: tuple[StagePlan, ...]
     total_steps: int
@@ -49,7 +50,7 @@ class Plan(Config):
 
 
 def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
-    """The batch arithmetic of every stage and the memory it wants, with that many cores and training ranks."""
+    """The batch arithmetic and the memory of every stage, on `cores` cores and `ranks` training ranks."""
     machine = machine or Machine()
     stages: list[StagePlan] = []
     step = 0
@@ -82,7 +83,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
 
 
 def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
-    """Raises ConfigError for a stage that cannot fit the machine. A cluster that runs already is not measured here."""
+    """Raises ConfigError for a stage that does not fit the machine. A running Ray cluster is not measured."""
     if config.cluster.address is not None:
         return
     stages = config.stage_configs()

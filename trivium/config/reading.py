@@ -22,11 +22,11 @@ from trivium.config.schema import NestedError, RunConfig
 from trivium.errors import ConfigError, Problem, TriviumError
 
 _MAX_BYTES = 1 << 20
-"""Of a config file."""
+"""The largest config file."""
 _MAX_VALUES = 100_000
-"""Of a config file, with its aliases written out."""
+"""The largest number of values in a config file, with its aliases written out."""
 _READ_S = 10.0
-"""How long a config file may take to be read."""
+"""Longest time to read a config file."""
 _MAX_PROBLEMS = 100
 """Number of problems of one section that are described."""
 
@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _joined(overrides: Sequence[str]) -> Iterator[str]:
-    """The overrides; what was meant as an option and its value are one."""
+    """The overrides; an option and the value after it become one."""
     rest = list(overrides)
     while rest:
         text = rest.pop(0)
@@ -50,8 +50,8 @@ def _joined(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _kinds_first(overrides: Iterable[str]) -> list[str]:
-    """The overrides in the order of their effect: a section's `kind` clears its other keys, so it comes before those
-    that are given with it."""
+    """The overrides in the order of their effect. A section's `kind` clears its other keys, and therefore comes before
+    the overrides of that section."""
     ordered: list[tuple[str, str]] = []
     for text in overrides:
         path = text.lstrip("-").partition("=")[0] + "."
@@ -63,7 +63,7 @@ def _kinds_first(overrides: Iterable[str]) -> list[str]:
 
 
 def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
-    """A validated config; raises ConfigError with every problem. `base` is where relative paths start."""
+    """A validated config. Raises ConfigError with every problem. Relative paths start from `base`."""
     with paths_relative_to(base), _nesting_limited("a valid config"):
         problems = list(_unusable_values(data, ""))
         config = None
@@ -77,7 +77,7 @@ def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> Ru
 
 @contextmanager
 def _nesting_limited(request: str) -> Generator[None]:
-    """Raises ConfigError where a config is nested so deeply that Python cannot follow."""
+    """Raises ConfigError if a config is nested more deeply than Python's recursion limit allows."""
     try:
         yield
     except RecursionError as error:
@@ -85,7 +85,7 @@ def _nesting_limited(request: str) -> Generator[None]:
 
 
 def _unusable_values(value: object, where: str) -> Iterator[Problem]:
-    """The values that no file, database or array could hold, whatever the key: YAML can write them."""
+    """Reports values that YAML can write and no file, database or array can hold, at any key."""
     if is_mapping(value):
         for key, part in value.items():
             yield from _unusable_values(part, f"{where}.{key}" if where else str(key))
@@ -100,7 +100,7 @@ def _unusable_values(value: object, where: str) -> Iterator[Problem]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error, since the first value would silently have no effect, and in which
+    """YAML in which a repeated key is an error, since its first value would silently have no effect, and in which
     aliases stand for at most `_MAX_VALUES` values."""
 
     def get_single_node(self) -> yaml.Node | None:
@@ -122,7 +122,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values the node stands for, with every alias written out."""
+    """The number of values of the node, with every alias written out."""
     if node not in known and isinstance(node, yaml.CollectionNode):
         parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         known[node] = 1 + sum(_num_values(part, known) for part in parts)
@@ -158,7 +158,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except OSError as error:
         raise ConfigError(f"read the config {path}", error.strerror or str(error), "name a YAML file") from error
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a number or date that there is not
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or an impossible number or date
         raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "correct the YAML") from error
     if not is_mapping(data):
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
@@ -173,7 +173,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def overlaid(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """`base` overridden by a user's `change`. Raises ConfigError for a change without effect: an empty section over one
-    with keys, an index that a list does not have."""
+    with keys, or an index outside a list."""
     for where in _empty_sections(base, change, ""):
         raise ConfigError(
             f"{where} = {{}}",
@@ -207,9 +207,9 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """The config, or everything that is wrong with it.
+    """The config, if it could be built, and its problems.
 
-    Stages are validated in full now, not when their turn comes, and their relative paths made absolute like all others.
+    Stages are validated in full before the first one starts. Their relative paths become absolute like all others.
     """
     try:
         config = RunConfig.model_validate(data)
@@ -245,7 +245,7 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
 
 
 def _name_problems(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the names of stages."""
+    """Reports stages whose name is empty, no text, or that of an earlier stage."""
     names = [stage.get("name") for stage in config.stages]
     for number, name in enumerate(names):
         where = f"stages[{number}].name"
@@ -256,7 +256,7 @@ def _name_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
-    """Pydantic's errors as problems, nested sections included, with the nearest valid name for unknown keys."""
+    """Pydantic's errors as problems, those of nested sections included, with a hint about each unknown key."""
     problems = _flattened(error, owner, prefix)
     yield from islice(problems, _MAX_PROBLEMS)
     if any(True for _ in problems):

@@ -1,4 +1,4 @@
-"""What rollouts must bring for training beside tokens and log-probabilities."""
+"""What rollouts record for training beside tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def recorded(config: RunConfig) -> tuple[str, ...]:
-    """What the engine is asked to record of training rollouts: names of `EXTRAS`."""
+    """What the engine records of training rollouts: names of `EXTRAS`."""
     cut = config.engine.sampling.changes_distribution()
     return (*["routing"] * replays_routing(config), *["kept"] * bool(cut))
 
 
 def recorded_in(config: RunConfig) -> str | None:
-    """What is recorded of each token of a stage's rollouts and what it takes, in words; None: nothing."""
+    """What a stage's rollouts record of each token and its size, in words; None if nothing."""
     lines: list[str] = []
     for what in recorded(config):
         if what == "routing":

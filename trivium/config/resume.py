@@ -1,4 +1,4 @@
-"""Whether two configs mean the same run: what is saved of one, and what a resumed or a separate command may change."""
+"""Compares configs of one run: the fields that a resumed run may change, and those that separate commands share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def fingerprint(config: RunConfig) -> dict[str, str]:
-    """A digest by section of what separate commands of one run must agree on: what a resumed run may not change, and
-    its length.
+    """Digests by section of the fields on which separate commands of one run must agree: those that a resumed run may
+    not change, and the run's length.
 
-    Paths count by their last part, for they differ between machines; the address of a buffer does not count at all, nor
-    does what the trainer alone reads: how it updates the models, and with which loss.
+    Of a path only the last part counts, since paths differ between machines. The address of a buffer does not count,
+    nor do the fields that the trainer alone reads: how it updates the models, and with which loss.
     """
     return {
         f"stages[{number}].{name}" if config.stages else name: _digest(value)
@@ -47,8 +47,8 @@ def _digest(value: object) -> str:
 
 
 def _agreed(stage: RunConfig) -> dict[str, object]:
-    """The sections of a stage that both halves of a run read, as JSON values. Of the algorithm an explorer reads which
-    estimator judges its groups: whether it needs rewards, or a greedy completion beside them."""
+    """The sections of a stage that explorers and trainer both read, as JSON values. Of the algorithm, an explorer reads
+    the advantage estimator, which decides whether groups need rewards or a greedy completion."""
     fields = type(stage).model_fields.items()
     read = {name: getattr(stage, name) for name, field in fields if _resume_rule(field) != "free" and name != "train"}
     estimator = getattr(stage.algorithm, "advantage", None)
@@ -82,8 +82,8 @@ def _resume_rule(field: FieldInfo) -> str:
 
 
 def as_begun(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """The config of a resumed run. Where it leaves a field open whose default has changed since runs were saved
-    (`before` of `trivium.config.schema.free`), it has the run's own value: another one would change the run's bits."""
+    """The config of a resumed run. An unset field whose default has changed since the run was saved (`before` of
+    `trivium.config.fields.free`) keeps the run's value; the new default would change the run's bits."""
     return _kept(saved, config)
 
 
@@ -101,7 +101,7 @@ def _kept(saved: object, section: _Section) -> _Section:
 
 
 class Difference(NamedTuple):
-    """A field that a resumed run has another value of."""
+    """A field whose value differs between the saved and the resumed config."""
 
     where: str
     before: object
@@ -119,7 +119,7 @@ class Difference(NamedTuple):
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
     """The fields that differ from the saved config and that a resumed run may not change.
 
-    Stages are compared one by one as the configs they stand for; the last one may also change its length.
+    Stages are compared one by one, each as a whole config. The last stage may also change its length.
     """
     try:
         before, now = _stages(saved, config), config.stage_configs()
@@ -139,7 +139,7 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Prob
 
 
 def resume_changes(saved: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """The fields that differ from the saved config, where `resume_differences` has no objection."""
+    """The fields that differ from the saved config, for a config with no `resume_differences`."""
     stages = list(zip(_stages(saved, config), config.stage_configs(), strict=True))
     return [
         difference
@@ -159,8 +159,8 @@ def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]
 
 
 def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
-    """The stage with what its evaluation leaves open as it is used, for configs were saved with it; where nothing is
-    evaluated, without it. `auto` is resolved for this machine."""
+    """The stage with the unset fields of its evaluation filled in, because earlier versions saved them filled in; with
+    the defaults if nothing is evaluated. `auto` is resolved for this machine."""
     own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
     if own.taskset is not None:
         sampling = asdict(own.sampling.sampling(training, own.samples))

@@ -32,15 +32,15 @@ class Config(BaseConfig):
     """Base of the sections whose rules involve the whole config."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """What is wrong with this section, given the others of `run`. `where` is its path in the config."""
+        """A rule: reports what is wrong with this section, given the others of `run`. `where` is its path."""
         yield from ()
 
     def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """Why this machine cannot run the section. Checked before a run starts, not when a config is read."""
+        """A rule: reports why this machine cannot run the section. Applied before a run, not when a config is read."""
         yield from ()
 
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """What is allowed, and probably a mistake."""
+        """A rule: reports what is allowed and probably a mistake. Applied before a run."""
         yield from ()
 
     def on_this_machine(self) -> Self:
@@ -61,7 +61,7 @@ class Plugin(Config):
 
 
 class NestedError(ValueError):
-    """Carries an error of ours, or a section's own errors, through pydantic's collection of errors."""
+    """Carries an error of Trivium, or the errors of a section, through pydantic's collection of errors."""
 
     def __init__(self, error: TriviumError | ValidationError, owner: type[BaseModel] | None = None) -> None:
         super().__init__(str(error))
@@ -72,7 +72,7 @@ def plugin(kind: str, base: type[Plugin] = Plugin, default_name: str | None = No
     """A validator that turns `{kind: <name>, ...}` into the Config of the class that the registry has under
     `kind` and that name.
 
-    The class (or value) may offer `configure(data) -> Config`, or own a `Config`; a plain function owns none and gets
+    The class (or value) may offer `configure(data) -> Config`, or have a `Config`; a plain function has none and gets
     `base`.
     """
 
@@ -259,12 +259,12 @@ class StrategyConfig(Plugin):
     kind: str = "default"
 
     def num_stored(self, count: int) -> int:
-        """Of a step's `count` groups, how many do not come from the explorers, but are replayed or an expert's."""
+        """The number of groups among a step's `count` that explorers do not roll out: replayed ones, or an expert's."""
         del count
         return 0
 
     def oldest(self, max_staleness: int) -> int:
-        """How many versions old a group may be when it is trained on, where the buffer holds none older than
+        """How many versions old a group may be when it is trained on, if the buffer drops those older than
         `max_staleness`."""
         return max_staleness
 
@@ -363,7 +363,7 @@ class RunConfig(Config):
     may have a `name`, by which later ones refer to the reward model that it trains."""
 
     def stage_configs(self) -> tuple[RunConfig, ...]:
-        """One config per stage, without `stages`; the config itself where there are none."""
+        """One config per stage, without `stages`; the config itself if it has no stages."""
         base = self.model_dump(exclude={"stages"}, exclude_unset=True)
         if not self.stages:
             return (self,)
@@ -390,5 +390,5 @@ class RunConfig(Config):
 
     @property
     def has_fixed_versions(self) -> bool:
-        """Whether the version that samples a slot is fixed beforehand: then no group may be replaced by another."""
+        """Whether the version that samples a slot is fixed in advance. Then no group may be replaced by another."""
         return self.schedule.deterministic and self.max_staleness > 0

@@ -1,4 +1,4 @@
-"""The size of a model's image side by its config.json: parameters and arithmetic, counted without loading it."""
+"""The size of a model's vision tower and projector by its config.json: parameters and FLOPs, without loading it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "idefics3": _SIGLIP,
     "smolvlm": _SIGLIP,
 }
-"""What a config.json may leave out, by model type."""
+"""Values of keys that a config.json may leave out, by model type."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class VisionShape:
     outside: int
     """Parameters of the tower outside its blocks."""
     projector: int
-    """Parameters of what maps its outputs to the decoder's width."""
+    """Parameters of the layers that map its outputs to the decoder's width."""
     patches_per_token: int
-    """Patches of an image that become one token."""
+    """Number of patches of an image that one token stands for."""
 
     @property
     def tower(self) -> int:
@@ -70,12 +70,12 @@ class VisionShape:
         return self.tower + self.projector
 
     def trained(self, which: str | None) -> int:
-        """Parameters that are trained where `train.vision_tower` is `which`."""
+        """Parameters that are trained if `train.vision_tower` is `which`."""
         return {"frozen": 0, "projector": self.projector}.get(which or "trained", self.parameters)
 
     def flops(self, image_tokens: int, squares: int) -> float:
-        """Floating-point operations of a forward pass over images of so many tokens, of which `squares` is the sum of
-        each image's squared number; attention within an image is full."""
+        """Floating-point operations of a forward pass over images of `image_tokens` tokens; `squares` is the sum of the
+        squared numbers of tokens of each image. Attention within an image is full."""
         patches = image_tokens * self.patches_per_token
         attended = squares * self.patches_per_token**2
         linear = self.layers * self.block * patches + self.projector * image_tokens
@@ -83,8 +83,8 @@ class VisionShape:
 
 
 def vision_shape(config: Mapping[str, Any], width: int) -> VisionShape | None:
-    """The image side of the model that a config.json describes, with a decoder of that width; None for a model that
-    reads text only, here."""
+    """The vision tower of the model that a config.json describes, with a decoder of that width; None for a model that
+    reads text only, and for types that are not counted here."""
     kind = str(config.get("model_type"))
     if kind not in _DEFAULTS:
         return None
