@@ -138,7 +138,7 @@ TASKSET_RULES = Rules[_Taskset]()
 
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     """Checks everything that the stages of a config read or use on this machine, on which `ranks` ranks train."""
-    found, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
+    problems, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
     sources: dict[str, TaskSource | None] = {}
     for number, stage_config in enumerate(config.stage_configs()):
         stage = _StageHere(stage_config, number, here, ranks, sources)
@@ -147,11 +147,11 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
             own += _order_problems(stage)
         prefix = f"stages[{number}]." if config.stages else ""
         rows |= {prefix + where: digest for where, digest in stage.digests.items()}
-        known = {problem[1:] for problem in found}  # by an earlier stage
-        found += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
+        known = {problem[1:] for problem in problems}  # by an earlier stage
+        problems += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
     return Findings(
-        problems=[problem for problem in found if not isinstance(problem, Caution)],
-        warnings=[problem for problem in found if isinstance(problem, Caution)],
+        problems=[problem for problem in problems if not isinstance(problem, Caution)],
+        warnings=[problem for problem in problems if isinstance(problem, Caution)],
         rows=rows,
     )
 
