@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.protocols import Buffer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.schedule import Schedule

@@ -20,7 +20,7 @@ import transformers.models.qwen3.modeling_qwen3
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import trivium.buffers.memory
-import trivium.buffers.sql
+import trivium.buffers.sql.buffer
 import trivium.cli
 import trivium.engines.torch
 import trivium.models.weights.stream

@@ -254,7 +254,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "memory": "trivium.buffers.memory:MemoryBuffer",
         "files": "trivium.buffers.files:FileBuffer",
         "recorded": "trivium.buffers.recorded:RecordedBuffer",
-        "sql": "trivium.buffers.sql:SqlBuffer",
+        "sql": "trivium.buffers.sql.buffer:SqlBuffer",
     },
     "sample_strategies": {
         "default": "trivium.buffers.strategies:DefaultStrategy",

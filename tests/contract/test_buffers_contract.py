@@ -9,7 +9,7 @@ from pathlib import Path
 from postgres import Server
 
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.schedule import Schedule
 from trivium.testing import check_buffer
 from trivium.text.renderer import ChatRenderer

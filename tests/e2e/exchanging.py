@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 import trivium.sync.collective as collective
 import trivium.sync.process_group as process_group
 from trivium.board import SharedBoard
-from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.files import FileBuffer
+from trivium.buffers.sql.database import Database, SqlTable
 from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tests.sessions import RENDERER, TASKS, Ledger, Session, memory_buffer
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.slots import SlotState
+from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.policy import Policy
 from trivium.protocols import Buffer
 from trivium.schedule import Schedule
@@ -139,14 +140,14 @@ def assert_every_slot_is_accounted_for(schedule: Schedule, session: Session) -> 
     buffer, counted, ledger = session.buffer.buffer, session.counted, session.buffer
     assert isinstance(buffer, MemoryBuffer)
     consumed = set(range(counted["consumed_below"])) | set(counted["consumed"])
-    parts = (consumed, set(buffer._groups), set(buffer._leases), set(buffer._freed))
+    finished, leased, free = map(buffer.rows.select, (SlotState.FINISHED, SlotState.LEASED, SlotState.FREE))
+    parts = (consumed, *({row.slot for row in rows} for rows in (finished, leased, free)))
     issued = {lease.slot for lease in ledger.leased}
     assert issued == set(range(len(issued))) == set().union(*parts)
     assert sum(map(len, parts)) == len(issued)
     in_vain = counted["evicted"] + counted["called_off"]
-    assert ledger.leased.total() + len(buffer._freed) == len(issued) + in_vain + ledger.released - counted["given_up"]
+    assert ledger.leased.total() + len(free) == len(issued) + in_vain + ledger.released - counted["given_up"]
     assert all(lease.attempt < schedule.max_attempts for lease in ledger.leased)
-    assert len(buffer._ages) <= len(issued) + in_vain
     assert set(map(int, counted["attempts"])).isdisjoint(consumed)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.engines import layers
 from trivium.engines.processes import EngineHost
 from trivium.engines.torch import TorchEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trivium.board import Board, FileTable, MemoryBoard, SharedBoard, Values
-from trivium.buffers.database import Database, SqlTable
+from trivium.buffers.sql.database import Database, SqlTable
 
 Boards = Callable[[], Board]
 """Ends of one board, as different roles hold them."""

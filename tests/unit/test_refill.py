@@ -20,6 +20,7 @@ from tests.sessions import RENDERER, TASKS, Lengths, Session
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.memory import MemoryBuffer
+from trivium.buffers.slots import SlotState
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import DataError, RolloutsFailing
 from trivium.explorer import Explorer
@@ -113,7 +114,8 @@ def assert_every_slot_is_accounted_for(schedule: Schedule, done: Session, taken:
     """Each slot issued was taken, waits, is being played, is to be issued again, or was given up: one of these."""
     buffer, counted = done.buffer.buffer, done.counted
     issued = {lease.slot for lease in done.buffer.leased}
-    waiting, in_flight, again = set(buffer._groups), set(buffer._leases), set(buffer._freed)
+    states = (SlotState.FINISHED, SlotState.LEASED, SlotState.FREE)
+    waiting, in_flight, again = ({row.slot for row in buffer.rows.select(state)} for state in states)
     consumed = set(range(counted["consumed_below"])) | set(counted["consumed"])
     given_up = consumed - taken
     assert issued == set(range(len(issued))) == consumed | waiting | in_flight | again

@@ -20,14 +20,13 @@ from sql_roles import TASKS, count_on_board, make_end, make_group, make_schedule
 from sqlalchemy import event
 
 from tests.processes import fork_server
-from trivium.buffers.database import Database, SqlTable
-from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_tables import GROUPS, SLOTS
+from trivium.buffers.sql.buffer import SqlBuffer
+from trivium.buffers.sql.database import Database, SqlTable
+from trivium.buffers.sql.slot_tables import GROUPS, SLOTS
 from trivium.config import config_from_mapping, plugin
-from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
+from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, SyncError
 from trivium.runtime.launch import run
-from trivium.schedule import Schedule
-from trivium.types import SERVED, Group, Lease, Media, Message, Task
+from trivium.types import Group, Lease, Media
 
 
 @pytest.fixture
@@ -324,38 +323,6 @@ async def test_buffers_of_other_names_in_the_same_database_are_left_alone(url: s
     await one.restore(None, 0)
     await one.close()
     assert [group.slot for group in await two.take(2, 0)] == [0, 1]
-
-
-async def test_groups_of_other_tasks_are_refused_unless_agents_brought_them(url: str, tmp_path: Path) -> None:
-    await played(await opened(url, tmp_path), 2)
-    others: Any = [Task(f"other-{place}", (), {}) for place in range(3)]
-    changed = make_end(url, Schedule(others, 0, groups_per_step=2, steps=9, shuffle=False), tmp_path)
-    with pytest.raises(RunDirError, match="the taskset changed"):
-        await changed.restore(None, 0)
-
-    serving = make_end(url, make_schedule(), tmp_path / "serving", name="serving/stage-0")
-    await serving.restore(None, 0)
-    await serving.advance("e", 0)
-    group = make_group(await leased(serving))
-    served = Task("chat-1", (Message("user", "hello"),), {}, SERVED)
-    await serving.put("e", type(group)(0, served, group.trajectories, version=0))
-    await serving.restore(None, 0)
-    await serving.advance("e", 0)
-    assert await leased(serving) == Lease(1)
-
-
-async def test_an_older_checkpoint_and_then_a_newer_one_can_be_restored(url: str, tmp_path: Path) -> None:
-    buffer = await opened(url, tmp_path, max_staleness=2, deterministic=True)
-    await played(buffer, 6)
-    states = [await buffer.state()]
-    for version in range(3):
-        await buffer.take(2, version)
-        states.append(await buffer.state())
-    for version in (2, 0, 3, 1):
-        again = await opened(url, tmp_path, states[version], version, max_staleness=2, deterministic=True)
-        assert await again.state() == states[version]
-        if version < 3:
-            assert [group.slot for group in await again.take(2, version)] == [2 * version, 2 * version + 1]
 
 
 # --------------------------------------------------------------------------- who waits for whom

@@ -24,10 +24,11 @@ from sql_roles import make_end, make_group, make_schedule, train, write
 from sqlalchemy.exc import OperationalError
 
 from tests.processes import fork_server
-from trivium.buffers.database import Database, SqlTable
-from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_slots import Slots
-from trivium.buffers.sql_tables import CALLS, SLOTS, SlotState
+from trivium.buffers.slot_machine import Slots
+from trivium.buffers.slots import SlotState
+from trivium.buffers.sql.buffer import SqlBuffer
+from trivium.buffers.sql.database import Database, SqlTable
+from trivium.buffers.sql.slot_tables import CALLS, SLOTS
 from trivium.errors import RoleFailed, SyncError
 from trivium.types import Lease
 

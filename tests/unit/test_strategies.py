@@ -109,7 +109,7 @@ class Life:
                 return
             assert lease is not None
             self.issued += 1
-            version = self.buffer._loaded["e"]
+            version = self.buffer.rows.loaded("e") or 0
             useless = random.Random(lease.slot).random() < self.useless
             await self.buffer.put("e", played(self.schedule, lease.slot, version, lease.attempt, useless))
 
@@ -314,7 +314,7 @@ async def test_what_is_older_than_the_strategy_s_bound_is_left_out_and_replaced(
     assert sample.metrics == {"left_out": 2}
     assert (await life.buffer.state())["refused"] == 2
     # Others are generated in their place.
-    assert admitted(schedule, life.buffer._counts, 2) == schedule.admitted(2) + 2
+    assert admitted(schedule, life.buffer.rows.head, 2) == schedule.admitted(2) + 2
 
 
 async def test_whatever_lags_behind_no_group_is_older_than_the_bound(tmp_path: Path) -> None:

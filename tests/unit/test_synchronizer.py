@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trivium.board import MemoryBoard, SharedBoard, Values
-from trivium.buffers.database import Database, SqlTable
+from trivium.buffers.sql.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
 from trivium.run_role import dead_explorers, live_explorers
 from trivium.synchronizer import Synchronizer

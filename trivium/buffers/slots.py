@@ -1,6 +1,7 @@
-"""The rules of slots, once for every buffer that issues them: admission, attempts, staleness, what a resumed run keeps.
+"""The rules of slots: admission, attempts, staleness, and what a resumed run keeps.
 
-Pure functions of the schedule and a few counts; the buffers store slots and groups.
+Pure functions of the schedule, a few counts and rows. `trivium.buffers.slot_machine` applies them to the rows of a
+buffer.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Any
 
-from trivium.concurrency import Waiting
-from trivium.errors import DataError, RunDirError
+from trivium.errors import RunDirError
 from trivium.schedule import Schedule
 from trivium.types import SERVED, Group, Trajectory
 
@@ -22,33 +23,72 @@ COUNTERS: tuple[str, ...] = ("given_up", "refused", "evicted", "called_off", "dr
 evicted as too stale; leases cancelled because their groups would be; groups that the pipeline dropped."""
 
 
+class SlotState(StrEnum):
+    """The state of an attempt at a slot.
+
+    FREE -> LEASED -> FINISHED -> CONSUMED             the usual case; a released lease is FREE again
+                               -> EVICTED              became too stale before it was taken
+                   -> DROPPED                          dropped by the experience pipeline
+                   -> CANCELLED -> CANCELLED_TOLD      could only become too stale; its owner has been told
+    """
+
+    FREE = "free"
+    LEASED = "leased"
+    FINISHED = "finished"
+    CONSUMED = "consumed"
+    EVICTED = "evicted"
+    DROPPED = "dropped"
+    CANCELLED = "off"
+    CANCELLED_TOLD = "called_off"
+
+
+OPEN = (SlotState.FREE, SlotState.LEASED, SlotState.FINISHED)
+"""The states of an attempt that has not ended."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One attempt at a slot.
+
+    The next attempt is a FREE row of its own. A slot without rows was never issued; one without an open row is
+    consumed. A FREE or LEASED row with an arrival has a group, whose rewards are to be computed again.
+    """
+
+    slot: int
+    attempt: int = 0
+    state: SlotState = SlotState.FREE
+    owner: str | None = None
+    """The explorer that leased it last."""
+    version: int | None = None
+    """The version that the owner had loaded: no token of the group is older."""
+    arrival: int | None = None
+    """The number of its group in order of arrival; None without a group."""
+    oldest: int = 0
+    """The oldest and the newest version that sampled a token of the group; 0 without a group."""
+    newest: int = 0
+    taskset: str = ""
+    task: str = ""
+    dropped: bool = False
+    consumed_at: int | None = None
+    """The version that was trained on the group."""
+    group: Group | None = None
+    """The group, where the store holds groups in memory."""
+
+
+def about(group: Group) -> dict[str, Any]:
+    """The columns of a row that describe its group."""
+    return {
+        "oldest": group.oldest_version,
+        "newest": group.newest_version,
+        "taskset": group.task.taskset,
+        "task": group.task.task_id,
+        "dropped": bool(group.dropped),
+    }
+
+
 def admitted(schedule: Schedule, counts: Mapping[str, int], version: int) -> int:
     """The number of slots that `version` admits. A slot without a group to train on admits another in its place."""
     return schedule.admitted(version) + counts["given_up"] + counts["dropped"] + counts["refused"]
-
-
-def bound(schedule: Schedule, counts: Mapping[str, int], trains: int, loaded: int | None) -> int:
-    """The slots below it may be issued to an explorer that has loaded the version `loaded`; 0 where its groups could
-    only be too stale for `trains`, the version that the next groups are for."""
-    if loaded is None or loaded < oldest_version(schedule, trains):
-        return 0
-    return admitted(schedule, counts, loaded)
-
-
-def drained(schedule: Schedule, counts: Mapping[str, int], trains: int, version: int, lowest: int) -> bool:
-    """Whether no explorer rolls out anything more with `version`; `lowest` is the lowest slot that is leased or free.
-    Where its groups could only be too stale, none does, though groups of later slots that were dropped admit more."""
-    return version < oldest_version(schedule, trains) or lowest >= admitted(schedule, counts, version)
-
-
-def oldest_version(schedule: Schedule, trains: int) -> int:
-    """The oldest version of groups that the step from version `trains` may train on."""
-    return trains - schedule.max_staleness
-
-
-def next_attempt(schedule: Schedule, attempt: int) -> int | None:
-    """The attempt after one that failed; None if the slot is given up."""
-    return attempt + 1 if attempt + 1 < schedule.max_attempts else None
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -84,36 +124,21 @@ class SlotsState:
         }
 
 
-class StoredGroup(NamedTuple):
-    """The properties of a stored group that decide whether a resumed run keeps it."""
-
-    slot: int
-    attempt: int
-    newest_version: int
-    dropped: bool
-    taskset: str
-    task_id: str
-
-    @classmethod
-    def of(cls, group: Group) -> StoredGroup:
-        task = group.task
-        return cls(group.slot, group.attempt, group.newest_version, bool(group.dropped), task.taskset, task.task_id)
-
-
-def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, group: StoredGroup) -> bool:
-    """Whether a run that resumes at `version` keeps a group. Raises RunDirError where the group is of another task."""
-    slot = group.slot
-    if slot < state.consumed_below or slot in state.consumed or group.attempt < state.attempts.get(slot, 0):
+def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, row: Row) -> bool:
+    """Whether a run that resumes at `version` keeps the group of a row. Raises RunDirError for a group of another
+    task."""
+    slot = row.slot
+    if slot < state.consumed_below or slot in state.consumed or row.attempt < state.attempts.get(slot, 0):
         return False
     # An unordered run will not sample newer versions again as the lost run did: their rollouts are of no policy that
     # will exist. In slot order it will; but a dropped group would already admit another slot, to older versions.
-    if group.newest_version > version and (group.dropped or not schedule.ordered):
+    if row.newest > version and (row.dropped or not schedule.ordered):
         return False
     expected = schedule.at(slot).task.task_id
-    if group.task_id != expected and group.taskset != SERVED:
+    if row.task != expected and row.taskset != SERVED:
         raise RunDirError(
             f"continue slot {slot}",
-            f"its stored rollouts are of task {group.task_id!r}, the schedule says {expected!r}",
+            f"its stored rollouts are of task {row.task!r}, the schedule says {expected!r}",
             "the taskset changed: start another run.dir, or restore the tasks; where no step was trained yet, removing "
             "`rollouts` in the run directory is enough",
         )
@@ -123,14 +148,13 @@ def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, group: S
 # --------------------------------------------------------------------------- failures that ended the run
 
 
-def retried(schedule: Schedule, groups: Sequence[Group], from_slot: int) -> list[tuple[Group, bool]]:
-    """The groups from a slot on that do not count after failures ended the run: (group, whether it is enough to compute
-    its rewards again).
+def retried(schedule: Schedule, later: Sequence[Group]) -> list[tuple[Group, bool]]:
+    """Those of the groups from the first failed slot on that do not count after failures ended the run: (group, whether
+    it is enough to compute its rewards again).
 
     In slot order, a slot that was issued in place of a dropped group was sampled with the version of that group: where
     the dropped one is rolled out again, all later ones are.
     """
-    later = [group for group in groups if group.slot >= from_slot]
     dropped = [group.slot for group in later if group.dropped and _may_succeed(schedule, group.rollouts)]
     limit = min(dropped, default=math.inf) if schedule.ordered else math.inf
     return [
@@ -159,28 +183,3 @@ def _may_succeed(schedule: Schedule, rollouts: Iterable[Trajectory]) -> bool:
     nor, in a deterministic run, those that met their deadline: there it is a recorded outcome."""
     final = {"prompt", "operator", *(["deadline"] if schedule.deterministic else [])}
     return any(t.failure is not None and (t.failure.of_rewards or t.failure.side not in final) for t in rollouts)
-
-
-# --------------------------------------------------------------------------- messages
-
-
-def not_leased(owner: str, group: Group, state: str) -> DataError:
-    """The error of a `put` without a lease."""
-    return DataError(
-        f"put slot {group.slot}, attempt {group.attempt}",
-        f"{owner!r} holds no lease of it{state}",
-        "lease a slot before its rollouts, and put their group once",
-    )
-
-
-def waiting_explorer(owner: str, loaded: int | None, next_slot: int) -> Waiting:
-    return Waiting(f"explorer {owner!r} (version {loaded})", f"the trainer to take groups (next slot {next_slot})")
-
-
-def waiting_trainer(version: int, count: int, finished: int, leased: int) -> Waiting:
-    whom = f"{count} groups from the explorers ({finished} finished, {leased} in progress)"
-    return Waiting(f"the trainer (version {version})", whom)
-
-
-def waiting_drain(version: int, leased: int) -> Waiting:
-    return Waiting("the next version", f"the slots of version {version} ({leased} in progress)")

@@ -1,29 +1,33 @@
-"""What a buffer promises."""
+"""The contract of a buffer: slots, admission, order, staleness. `buffer_resume_contract` has that of resumed runs."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from trivium.errors import DataError
-from trivium.schedule import Schedule
+from trivium.testing.buffer_resume_contract import RESUME_CHECKS
 from trivium.testing.promises import require
-from trivium.types import Failure, Group, Lease, Message, StopReason, Task, Trajectory, Turn, capabilities_of
+from trivium.testing.slot_groups import (
+    MakeBuffer,
+    lease,
+    leases,
+    make_group,
+    make_schedule,
+    opened,
+    refused,
+    rolled_out,
+    saved,
+    slots_of,
+)
+from trivium.types import Group, Lease, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.protocols import Buffer
 
 
-MakeBuffer = Callable[[str, Schedule], "Buffer"]
-
-
 async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: float = 60.0) -> None:
-    """A buffer admits, orders, evicts, calls off and replaces as the schedule says, and loses and repeats nothing.
+    """A buffer admits, orders, evicts, cancels and replaces as the schedule says, and loses and repeats nothing.
 
     `make(name, schedule)` builds an end of the buffer `name`, empty the first time; the next end of the same name finds
     what the one before it left. `shared`: several ends of one name work at the same time. Its own deadline must not be
@@ -32,17 +36,16 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
     checks = (
         _check_order,
         _check_admission,
+        _check_drain,
         _check_eviction,
         _check_release,
-        _check_calling_off,
+        _check_cancelled_leases,
+        _check_over_rollout,
         _check_dropped,
         _check_refused,
         _check_cancelled_waits,
-        _check_restored,
-        _check_discarded,
-        _check_lost_future,
-        _check_retries,
         _check_close,
+        *RESUME_CHECKS,
     )
     for check in checks:
         async with asyncio.timeout(patience_s):
@@ -63,9 +66,9 @@ async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 6
         unfilled = not capabilities_of(buffer).explored
         require(unfilled, "a buffer that no explorer fills declares Capabilities(explored=False)")
         first, second = await buffer.take(2, 0), await buffer.take(2, 1)
-        state = json.loads(json.dumps(await buffer.state()))
+        state = await saved(buffer)
         third = await buffer.take(2, 2)
-        slots = _slots([*first, *second, *third])
+        slots = slots_of([*first, *second, *third])
         require(len(set(slots)) == 6, "no group is given twice")
         require(repr(await again.take(2, 0)) == repr(first), "the data and its order are the same for every caller")
         require(
@@ -75,156 +78,194 @@ async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 6
         resumed = make()
         await resumed.restore(state, 2)
         require(repr(await resumed.take(2, 2)) == repr(third), "what was taken after the checkpoint is taken again")
-        await _refused(buffer.lease("e", wait=False), "there are no slots to explore")
-        await _refused(buffer.put("e", first[0]), "nothing is put")
+        await refused(buffer.lease("e", wait=False), "there are no slots to explore")
+        await refused(buffer.put("e", first[0]), "nothing is put")
         require(await buffer.release("e") == 0, "there are no leases to release")
         await buffer.drain(0)
         await buffer.close()
 
 
 async def _check_order(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "order", _schedule())
-    held = [await _lease(buffer) for _ in range(2)]
-    require([lease.slot for lease in held] == [0, 1], "slots are issued from 0, in order")
-    await buffer.put("e", _group(held[1]))
-    taking = asyncio.ensure_future(buffer.take(2, 0))
-    await asyncio.sleep(0.1)
-    require(not taking.done(), "take waits for as many groups as were asked for")
-    await _refused(buffer.put("e", _group(held[1])), "a group is put once")
-    await buffer.put("e", _group(held[0]))
-    taken = await taking
-    require(_slots(taken) == [0, 1], "with max_staleness 0 groups are taken in slot order")
+    buffer = await opened(make, "order", make_schedule())
+    held = await leases(buffer, 2)
+    require(held == [Lease(0), Lease(1)], "slots are issued from 0, in order")
+    await buffer.put("e", make_group(held[1]))
+    taking = await _blocked(buffer.take(2, 0), "take waits for as many groups as were asked for")
+    await refused(buffer.put("e", make_group(held[1])), "a group is put once")
+    await buffer.put("e", make_group(held[0]))
+    taken: list[Group] = await taking
+    require(slots_of(taken) == [0, 1], "with max_staleness 0 groups are taken in slot order")
     again = await buffer.taken_groups([1, 0])
-    require(_slots(again) == [1, 0], "taken_groups returns groups that were taken, as asked for")
+    require(slots_of(again) == [1, 0], "taken_groups returns groups that were taken, as asked for")
     require(repr(again[1]) == repr(taken[0]), "a group comes out as it went in")
 
-    buffer = await _opened(make, "arrival", _schedule(max_staleness=4))
-    held = [await _lease(buffer) for _ in range(3)]
-    for lease in (held[2], held[0], held[1]):
-        await buffer.put("e", _group(lease))
+    buffer = await opened(make, "arrival", make_schedule(max_staleness=4))
+    held = await leases(buffer, 3)
+    for place in (2, 0, 1):
+        await buffer.put("e", make_group(held[place]))
     taken = await buffer.take(2, 0) + await buffer.take(1, 0)
-    require(_slots(taken) == [2, 0, 1], "with staleness groups are taken in order of arrival")
+    require(slots_of(taken) == [2, 0, 1], "with staleness groups are taken in order of arrival")
 
 
 async def _check_admission(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "admission", _schedule(max_staleness=1))
-    require(await buffer.lease("late", wait=False) is None, "who has adopted no version gets no slot")
-    slots = [(await _lease(buffer)).slot for _ in range(4)]
-    require(slots == [0, 1, 2, 3], "version v admits (v + max_staleness + 1) * groups_per_step slots")
+    buffer = await opened(make, "admission", make_schedule(max_staleness=1))
+    require(await buffer.lease("late", wait=False) is None, "an explorer without a version gets no slot")
+    held = await leases(buffer, 4)
+    promise = "version v admits (v + max_staleness + 1) * groups_per_step slots"
+    require(held == [*map(Lease, range(4))], promise)
     require(await buffer.lease("e", wait=False) is None, "without wait, lease returns None where nothing is free")
-    waiting = asyncio.ensure_future(buffer.lease("e"))
-    draining = asyncio.ensure_future(buffer.drain(0))
-    await asyncio.sleep(0.1)
-    require(not waiting.done(), "lease waits for a slot")
-    for slot in slots[:3]:
-        await buffer.put("e", _group(Lease(slot)))
-    await asyncio.sleep(0.1)
-    require(not draining.done(), "drain waits for every slot that the version admits")
-    await buffer.put("e", _group(Lease(3)))
-    await draining
+    waiting = await _blocked(buffer.lease("e"), "lease waits for a slot")
     await buffer.advance("e", 1)
-    require(await waiting == Lease(4), "a newer version admits more slots, and wakes who waits for one")
-    await _refused(buffer.put("other", _group(Lease(4))), "only who leased a slot puts its group")
-    await _refused(buffer.put("e", _group(Lease(77))), "only what was leased is put")
+    require(await waiting == Lease(4), "a newer version admits more slots, and wakes an explorer that waits for one")
+    await refused(buffer.put("other", make_group(Lease(4))), "only the explorer that leased a slot puts its group")
+    await refused(buffer.put("e", make_group(Lease(77))), "only leased slots are put")
 
-    buffer = await _opened(make, "left behind", _schedule())
-    for lease in [await _lease(buffer) for _ in range(2)]:
-        await buffer.put("e", _group(lease))
+    buffer = await opened(make, "left-behind", make_schedule(max_staleness=1))
+    await buffer.advance("slow", 0)
+    await rolled_out(buffer, 4)
+    for version in (0, 1):
+        await buffer.take(2, version)
+    promise = "an explorer whose groups could only be too stale gets no slot"
+    require(await buffer.lease("slow", wait=False) is None, promise)
+    require(await lease(buffer, "slow", 1) == Lease(4), "it gets one with a newer version")
+
+
+async def _check_drain(make: MakeBuffer) -> None:
+    buffer = await opened(make, "drain", make_schedule(max_staleness=1, deterministic=True))
+    held = [*await leases(buffer, 3), await lease(buffer, "dying", 0)]
+    for each in held[:3]:
+        await buffer.put("e", make_group(each))
+    draining = await _blocked(buffer.drain(0), "drain waits for every slot that the version admits")
+    await buffer.release("dying")
+    require(await lease(buffer) == held[3], "a slot is issued again when its explorer is gone")
+    await asyncio.sleep(0.1)
+    require(not draining.done(), "drain waits for slots that are issued again")
+    await buffer.put("e", make_group(held[3]))
+    await draining
+    await buffer.take(2, 0)
+    await buffer.advance("e", 1)
+    await leases(buffer, 2)
+    await buffer.drain(0)  # returns: slots of version 1 do not hold up version 0
+
+    buffer = await opened(make, "drain-stale", make_schedule())
+    await rolled_out(buffer, 2)
     await buffer.take(2, 0)
     await buffer.advance("ahead", 1)
     later = [await buffer.lease("ahead") for _ in range(2)]
     assert later[1] is not None
-    await buffer.put("ahead", _group(later[1], 1).refused("a filter"))
-    await buffer.release("ahead")  # the slot before the one that was dropped is free again
+    await buffer.put("ahead", make_group(later[1], 1).refused("a filter"))
+    await buffer.release("ahead")  # the slot before the dropped one is free again
     draining = asyncio.ensure_future(buffer.drain(0))
-    require(
-        bool((await asyncio.wait({draining}, timeout=5))[0]), "drain returns where a version is too old for any slot"
-    )
-    await buffer.advance("e", 1)
-    require(await buffer.lease("e") == later[0], "a slot is issued again when its explorer is gone")
+    done, _ = await asyncio.wait({draining}, timeout=5)
+    require(bool(done), "drain returns where a version is too old for any slot")
+    require(await lease(buffer, version=1) == later[0], "a slot is issued again when its explorer is gone")
 
 
 async def _check_eviction(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "eviction", _schedule(max_staleness=1, max_attempts=2))
-    for lease in [await _lease(buffer) for _ in range(4)]:
-        await buffer.put("e", _group(lease))
+    buffer = await opened(make, "eviction", make_schedule(max_staleness=1, max_attempts=2))
+    await rolled_out(buffer, 4)
     await buffer.take(1, 0)
-    taking = asyncio.ensure_future(buffer.take(1, 2))
-    await asyncio.sleep(0.1)
-    await buffer.advance("e", 2)
-    first = await _lease(buffer)
-    require(first == Lease(1, attempt=1), "what became too stale is issued again, as another attempt")
-    await buffer.put("e", _group(first, version=0))
+    taking = await _blocked(buffer.take(1, 2), "take never returns groups older than max_staleness")
+    first = await lease(buffer, version=2)
+    require(first == Lease(1, attempt=1), "the slot of a group that became too stale is issued again, as an attempt")
+    await buffer.put("e", make_group(first, version=0))
     await _until(buffer, evicted=4, given_up=1)  # after max_attempts another slot takes its place
-    rest = [await _lease(buffer) for _ in range(6)]
+    rest = await leases(buffer, 6)
     promised = [Lease(2, 1), Lease(3, 1), *map(Lease, range(4, 8))]
     require(rest == promised, "evicted slots come first, then new ones")
     last = await buffer.lease("e", wait=False)
-    require(last == Lease(8), "a slot that is given up for good is replaced by another one")
-    await buffer.put("e", _group(rest[3], version=2))
-    require(_slots(await taking) == [5], "take never returns what is staler than max_staleness")
+    require(last == Lease(8), "a slot that is given up is replaced by another one")
+    await buffer.put("e", make_group(rest[3], version=2))
+    require(slots_of(await taking) == [5], "take never returns groups older than max_staleness")
 
 
 async def _check_release(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "release", _schedule())
+    buffer = await opened(make, "release", make_schedule())
     await buffer.advance("heir", 0)
-    held = [await _lease(buffer) for _ in range(2)]
-    await buffer.put("e", _group(held[0]))
-    require(await buffer.release("e") == 1, "release says how many leases came back")
-    require(await buffer.lease("e", wait=False) is None, "who was released gets nothing before it adopts a version")
-    require(await buffer.lease("heir") == held[1], "a released lease is issued again, as the same attempt")
-    await _refused(buffer.put("e", _group(held[1])), "the lease of who was released is no longer its own")
-    await buffer.put("heir", _group(held[1]))
-    require(_slots(await buffer.take(2, 0)) == [0, 1], "what was put before a release stays")
+    held = await leases(buffer, 2)
+    await buffer.put("e", make_group(held[0]))
+    require(await buffer.release("e") == 1, "release returns the number of leases")
+    require(await buffer.release("e") == 0, "leases are released once")
+    require(await buffer.lease("e", wait=False) is None, "a released explorer gets nothing before it adopts a version")
+    require(await lease(buffer, "heir") == held[1], "a released lease is issued again, as the same attempt")
+    await refused(buffer.put("e", make_group(held[1])), "a released explorer no longer owns its lease")
+    await buffer.put("heir", make_group(held[1]))
+    require(slots_of(await buffer.take(2, 0)) == [0, 1], "groups that were put before a release stay")
 
 
-async def _check_calling_off(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "calling-off", _schedule(max_staleness=1))
-    hearing = asyncio.ensure_future(buffer.cancelled_leases("e"))
-    held = [await _lease(buffer) for _ in range(4)]
-    for lease in held[:2]:
-        await buffer.put("e", _group(lease))
+async def _check_cancelled_leases(make: MakeBuffer) -> None:
+    buffer = await opened(make, "stale-leases", make_schedule(max_staleness=1))
+    listening = asyncio.ensure_future(buffer.cancelled_leases("e"))
+    held = await leases(buffer, 4)
+    for each in held[:2]:
+        await buffer.put("e", make_group(each))
     await buffer.take(1, 0)
     await asyncio.sleep(0.1)
-    require(not hearing.done(), "what can still be trained on is not cancelled")
+    require(not listening.done(), "a lease whose group can still be trained on is not cancelled")
     await buffer.take(1, 1)
-    require(
-        sorted(await hearing, key=lambda lease: lease.slot) == held[2:], "what could only be too stale is called off"
-    )
-    await buffer.put("e", _group(held[2]))
-    require((await buffer.counts())["called_off"] == 2, "what was cancelled is counted")
-    await buffer.advance("e", 1)
-    require(await _lease(buffer) == Lease(2, attempt=1), "a slot that was cancelled is issued again")
-    await buffer.put("e", _group(Lease(2, 1), version=1))
-    require([g.attempt for g in await buffer.take(1, 2)] == [1], "a group that was cancelled is never taken")
+    require([*await listening] == held[2:], "leases whose groups would be too stale are cancelled")
+    require((await buffer.counts())["called_off"] == 2, "cancelled leases are counted")
+    second = [await lease(buffer, version=1), await lease(buffer)]
+    require(second == [Lease(2, 1), Lease(3, 1)], "cancelled slots are issued again")
+    await buffer.put("e", make_group(held[2]))  # its owner was not told in time
+    await buffer.put("e", make_group(second[0], version=1))
+    await buffer.release("e")
+    require(await lease(buffer, "heir", 1) == second[1], "a later attempt may be another explorer's")
+    await buffer.put("e", make_group(held[3]))
+    await buffer.put("heir", make_group(second[1], version=1))
+    taken = await buffer.take(2, 2)
+    require([(g.slot, g.attempt) for g in taken] == [(2, 1), (3, 1)], "groups of cancelled leases are never taken")
+    await buffer.put("e", make_group(held[3]))  # is forgotten, even after the slot was trained on
+    await refused(buffer.put("e", make_group(Lease(8), version=2)), "only leased slots are put")
+
+
+async def _check_over_rollout(make: MakeBuffer) -> None:
+    buffer = await opened(make, "over-rollout", make_schedule(over_rollout=1, max_attempts=2))
+    trained: list[tuple[int, int]] = []
+    for version in range(3):
+        await buffer.advance("e", version)
+        slow, *others = await leases(buffer, 3)
+        for each in others:
+            await buffer.put("e", make_group(each, version))
+        trained += [(group.slot, group.version) for group in await buffer.take(2, version)]
+        require([*await buffer.cancelled_leases("e")] == [slow], "a step cancels what it no longer needs, once")
+        require(await buffer.lease("e", wait=False) is None, "a cancelled slot is not issued to the same version")
+    first = [(1, 0), (2, 0), (3, 1), (4, 1), (6, 2), (7, 2)]
+    require(trained == first, "with over_rollout a step takes the groups that are finished first")
+    counted = {"evicted": 0, "called_off": 3, "given_up": 1, "dropped": 0}
+    require(await buffer.counts() == counted, "cancelled leases and slots that were given up are counted")
 
 
 async def _check_dropped(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "dropped", _schedule())
-    held = [await _lease(buffer) for _ in range(2)]
-    await buffer.put("e", _group(held[0]).refused("unwanted"))
-    third = await _lease(buffer)
+    buffer = await opened(make, "dropped", make_schedule())
+    held = await leases(buffer, 2)
+    await buffer.put("e", make_group(held[0]).refused("unwanted"))
+    third = await lease(buffer)
     require(third == Lease(2), "another slot is issued for a group that was dropped")
-    for lease in (held[1], third):
-        await buffer.put("e", _group(lease))
-    require(_slots(await buffer.take(2, 0)) == [1, 2], "a group that was dropped is never taken")
+    for each in (held[1], third):
+        await buffer.put("e", make_group(each))
+    require(slots_of(await buffer.take(2, 0)) == [1, 2], "a group that was dropped is never taken")
     counts = await buffer.counts()
-    require((counts["dropped"], counts["given_up"]) == (1, 0), "what was dropped is counted as that")
+    require((counts["dropped"], counts["given_up"]) == (1, 0), "dropped groups are counted as that")
 
 
 async def _check_refused(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "refused", _schedule())
-    for _ in range(2):
-        await buffer.put("e", _group(await _lease(buffer)))
+    buffer = await opened(make, "refused", make_schedule())
+    await rolled_out(buffer, 2, "late")
     await buffer.take(2, 0)
-    require(await buffer.lease("e", wait=False) is None, "a version admits no slot of the next step")
-    await buffer.refuse(1)
-    await buffer.put("e", _group(await _lease(buffer)))
-    require(_slots(await buffer.take(1, 0)) == [2], "a slot is issued for a group that the trainer refused")
+    require(await buffer.lease("late", wait=False) is None, "a version admits no slot of the next step")
+    await rolled_out(buffer, 2, version=1)
+    await buffer.take(2, 1)
+    for _ in range(2):
+        await buffer.refuse(2)
+        promise = "slots for refused groups are of the version of their step"
+        require(await buffer.lease("late", wait=False) is None, promise)
+        slots = await rolled_out(buffer, 2, version=1)
+        require(slots_of(await buffer.take(2, 1)) == slots, "a slot is issued for each group that the trainer refused")
 
 
 async def _check_cancelled_waits(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "cancelled", _schedule())
+    buffer = await opened(make, "cancelled", make_schedule())
     waits: list[asyncio.Future[Any]] = []
     for number in range(4):
         waits += [asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease(f"w{number}"))]
@@ -232,7 +273,7 @@ async def _check_cancelled_waits(make: MakeBuffer) -> None:
         for wait in waits[-2:]:
             wait.cancel()
     await asyncio.wait(waits)
-    for number in range(20):  # at whatever moment they are cancelled
+    for number in range(20):  # cancelled at different moments
         await buffer.advance("gone", 0)
         leasing = asyncio.ensure_future(buffer.lease("gone"))
         await asyncio.sleep(0.0005 * number)
@@ -240,110 +281,15 @@ async def _check_cancelled_waits(make: MakeBuffer) -> None:
         await asyncio.wait({leasing})
         if not leasing.cancelled():
             await buffer.release("gone")
-    held = [await _lease(buffer) for _ in range(2)]
+    held = await leases(buffer, 2)
     require(held == [Lease(0), Lease(1)], "a lease that was cancelled holds no slot")
-    for lease in held:
-        await buffer.put("e", _group(lease))
-    require(_slots(await buffer.take(2, 0)) == [0, 1], "a take that was cancelled keeps no group")
-
-
-async def _check_restored(make: MakeBuffer) -> None:
-    schedule = _schedule(max_staleness=1, deterministic=True)
-    buffer = await _opened(make, "restored", schedule)
-    held = [await _lease(buffer) for _ in range(4)]
-    for lease in held[:3]:
-        await buffer.put("e", _group(lease))
-    await buffer.take(2, 0)
-    state = json.loads(json.dumps(await buffer.state()))
-    await buffer.put("e", _group(held[3]))
-    await buffer.take(2, 1)
-    again = await _opened(make, "restored", schedule, state, version=1)
-    require(_slots(await again.take(2, 1)) == [2, 3], "what was taken after the checkpoint is taken again")
-    await again.advance("e", 1)
-    require(await _lease(again) == Lease(4), "what was put after the checkpoint is not issued again")
-    first = await _opened(make, "restored", schedule)
-    require(_slots(await first.take(4, 0)) == [0, 1, 2, 3], "without a checkpoint the stage begins with what was put")
-
-
-async def _check_discarded(make: MakeBuffer) -> None:
-    schedule = _schedule(max_staleness=1, deterministic=True)
-    buffer = await _opened(make, "discarded", schedule)
-    for version in range(3):
-        await buffer.advance("e", version)
-        for lease in [await _lease(buffer) for _ in range(4 if version == 0 else 2)]:
-            await buffer.put("e", _group(lease, version=version))
-        await buffer.take(2, version)
-    again = await _opened(make, "discarded", schedule)
-    require(await again.discard(3) == 0, "groups of older versions stay")
-    await again.take(2, 0)
-    await again.advance("e", 1)
-    require(await again.discard(1) == 4, "groups of the version and of newer ones are discarded")
-    require(await again.discard(1) == 0, "they are discarded once")
-    require(_slots(await again.take(2, 1)) == [2, 3], "what older versions sampled stays")
-    held = [await _lease(again) for _ in range(2)]
-    require(held == [Lease(4), Lease(5)], "the slots of discarded groups are issued again, as they were")
-    for lease in held:
-        await again.put("e", _group(lease, version=1))
-    require(await again.discard(1) == 0, "groups of this session stay")
-    require(_slots(await again.take(2, 2)) == [4, 5], "new groups take the places of the discarded ones")
-    resumed = await _opened(make, "discarded", schedule)
-    require(_slots(await resumed.take(6, 0)) == [*range(6)], "a discarded group does not return in a later session")
-
-
-async def _check_lost_future(make: MakeBuffer) -> None:
-    schedule = _schedule(max_staleness=1)
-    buffer = await _opened(make, "lost-future", schedule)
-    for lease in [await _lease(buffer) for _ in range(4)]:
-        await buffer.put("e", _group(lease))
-    await buffer.take(2, 0)
-    state = json.loads(json.dumps(await buffer.state()))
-    await buffer.advance("e", 1)
-    await buffer.put("e", _group(await _lease(buffer), version=1))
-    again = await _opened(make, "lost-future", schedule, state, version=0)
-    await again.advance("e", 1)
-    require(await _lease(again) == Lease(4), "in an unordered run nothing is left of versions that are lost")
-    require(_slots(await again.take(2, 0)) == [2, 3], "what older versions sampled stays")
-
-
-async def _check_retries(make: MakeBuffer) -> None:
-    sides = {2: "reward", 3: "workflow", 4: "prompt", 5: "reward"}
-    schedule = _schedule(groups_per_step=6)
-
-    def failed(lease: Lease) -> Group:
-        group = _group(lease)
-        if lease.slot not in sides:
-            return group
-        failure = Failure(sides[lease.slot], "Error", "an outage")
-        return replace(group, trajectories=tuple(replace(t, failure=failure) for t in group.trajectories))
-
-    buffer = await _opened(make, "retries", schedule)
-    for lease in [await _lease(buffer) for _ in range(6)]:
-        await buffer.put("e", failed(lease))
-    kept = await _opened(make, "retries", schedule)
-    require(_slots(await kept.take(6, 0)) == [*range(6)], "failures are outcomes where they did not end the run")
-    await kept.retry_on_resume(range(6))
-    held = await _retried(await _opened(make, "retries", schedule))
-    again = await _opened(make, "retries", schedule)
-    require(await _retried(again) == held, "what is not finished in one session is left to the next")
-    for lease in held:
-        await again.put("e", _group(lease))
-    taken = await again.take(6, 0)
-    require([bool(group.alive) for group in taken] == [True] * 4 + [False, True], "retried groups replace others")
-    last = await _opened(make, "retries", schedule)
-    require(repr(await last.take(6, 0)) == repr(taken), "a retry ends once its group was put")
-
-
-async def _retried(buffer: Buffer) -> list[Lease]:
-    """The slots of `_check_retries` that are issued again."""
-    held = [await _lease(buffer) for _ in range(3)]
-    require(held == [Lease(2), Lease(3), Lease(5)], "what a retry may avert is issued again, as the same attempt")
-    recorded = [lease.recorded and lease.recorded.slot for lease in held]
-    require(recorded == [2, None, 5], "a group of which only rewards failed comes with its slot")
-    return held
+    for each in held:
+        await buffer.put("e", make_group(each))
+    require(slots_of(await buffer.take(2, 0)) == [0, 1], "a take that was cancelled keeps no group")
 
 
 async def _check_close(make: MakeBuffer) -> None:
-    buffer = await _opened(make, "close", _schedule())
+    buffer = await opened(make, "close", make_schedule())
     taking, leasing = asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease("waiting"))
     await asyncio.sleep(0.05)
     await buffer.close()
@@ -355,8 +301,8 @@ async def _check_close(make: MakeBuffer) -> None:
 async def _check_company(make: MakeBuffer, shared: bool) -> None:
     """Four writers and two readers at once; one explorer dies and its leases go to the others."""
     number = 96
-    schedule = _schedule(groups_per_step=number, max_staleness=8)
-    trainer = await _opened(make, "company", schedule)
+    schedule = make_schedule(groups_per_step=number, max_staleness=8)
+    trainer = await opened(make, "company", schedule)
     ends = [make("company", schedule) if shared else trainer for _ in range(6)]
     await trainer.advance("dead", 0)
     for _ in range(5):
@@ -365,13 +311,7 @@ async def _check_company(make: MakeBuffer, shared: bool) -> None:
 
     async def write(buffer: Buffer, name: str) -> list[int]:
         await buffer.advance(name, 0)
-        slots: list[int] = []
-        while len(slots) < number // 4:
-            lease = await buffer.lease(name)
-            assert lease is not None
-            await buffer.put(name, _group(lease))
-            slots.append(lease.slot)
-        return slots
+        return [slot for _ in range(number // 4) for slot in await rolled_out(buffer, 1, name)]
 
     async def read(buffer: Buffer) -> list[int]:
         return [group.slot for _ in range(number // 6) for group in await buffer.take(3, 0)]
@@ -383,56 +323,15 @@ async def _check_company(make: MakeBuffer, shared: bool) -> None:
     require(sorted(first + second) == everything, "every group is delivered once, to one reader")
 
 
-def _schedule(**change: object) -> Schedule:
-    tasks: Any = [Task(f"t{place}", (Message("user", f"{place}="),), {"answer": place}) for place in range(8)]
-    options: dict[str, Any] = {"groups_per_step": 2, "steps": 50, "shuffle": False, **change}
-    return Schedule(tasks, 0, **options)
-
-
-async def _opened(
-    make: MakeBuffer, name: str, schedule: Schedule, state: Mapping[str, Any] | None = None, version: int = 0
-) -> Buffer:
-    """An end of the buffer as a trainer opens it, and an explorer `e` that has loaded version 0."""
-    buffer = make(name, schedule)
-    await buffer.restore(state, version)
-    await buffer.advance("e", 0)
-    return buffer
-
-
-async def _lease(buffer: Buffer) -> Lease:
-    lease = await buffer.lease("e")
-    assert lease is not None
-    return lease
-
-
-def _group(lease: Lease, version: int = 0) -> Group:
-    """A group of an explorer that has loaded `version`."""
-    turn = Turn(
-        np.arange(3, dtype=np.int32),
-        np.array([5, 6 + lease.slot], np.int32),
-        np.array([-0.5, -1.25], np.float32),
-        np.full(2, version, np.int32),
-        StopReason.EOS,
-        "six",
-    )
-    task = Task(f"t{lease.slot % 8}", (Message("user", f"{lease.slot % 8}="),), {"answer": lease.slot % 8})
-    rollouts = (Trajectory(0, (turn,), {"exact": 1.0}), Trajectory(1, (turn,), {"exact": 0.0}, metrics={"n": 2.0}))
-    return Group(lease.slot, task, rollouts, lease.slot // 8, lease.attempt, version)
-
-
-def _slots(groups: Sequence[Group]) -> list[int]:
-    return [group.slot for group in groups]
+async def _blocked(call: Any, promise: str) -> asyncio.Future[Any]:
+    """The running call, which waits."""
+    running = asyncio.ensure_future(call)
+    await asyncio.sleep(0.1)
+    require(not running.done(), promise)
+    return running
 
 
 async def _until(buffer: Buffer, **counts: int) -> None:
     """Waits until the buffer counts so many."""
     while counts.items() - (await buffer.counts()).items():
         await asyncio.sleep(0.01)
-
-
-async def _refused(putting: Awaitable[object], promise: str) -> None:
-    try:
-        await putting
-    except DataError:
-        return
-    require(False, promise + ": DataError for anything else")

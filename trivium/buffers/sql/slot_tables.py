@@ -1,20 +1,6 @@
-"""The tables of the buffer in a database, and the states of a slot.
-
-A row is one attempt at a slot:
-
-FREE -> LEASED -> FINISHED -> CONSUMED             the usual case; a released lease is FREE again
-                           -> EVICTED              became too stale before it was taken
-               -> DROPPED                          dropped by the experience pipeline
-               -> CANCELLED -> CANCELLED_TOLD      could only become too stale; its owner has been told
-
-The next attempt is a FREE row of its own. A slot without rows has never been issued; one without a FREE, LEASED or
-FINISHED row is consumed. A FREE or LEASED row with an arrival has a group, whose rewards are to be computed again. The
-table of groups is the journal.
-"""
+"""The tables of the buffer in a database. A row of SLOTS is a `trivium.buffers.slots.Row`; GROUPS is the journal."""
 
 from __future__ import annotations
-
-from enum import StrEnum
 
 import sqlalchemy as sa
 
@@ -75,6 +61,13 @@ GROUPS = sa.Table(
     sa.Column("attempt", sa.BigInteger, primary_key=True),
     sa.Column("payload", sa.LargeBinary, nullable=False),
 )
+MEDIA = sa.Table(
+    "trivium_media",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("sha256", sa.Text, primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
 FAILED = sa.Table(
     "trivium_failed",
     TABLES,
@@ -98,16 +91,3 @@ CALLS = sa.Table(
     sa.Column("answer", sa.Text, nullable=False),
 )
 """The last call of each caller with its result, for callers that lost the connection before the result came."""
-
-
-class SlotState(StrEnum):
-    """The state of an attempt at a slot."""
-
-    FREE = "free"
-    LEASED = "leased"
-    FINISHED = "finished"
-    CONSUMED = "consumed"
-    EVICTED = "evicted"
-    DROPPED = "dropped"
-    CANCELLED = "off"
-    CANCELLED_TOLD = "called_off"

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from trivium.buffers.database import Database
 from trivium.buffers.media import MediaCache, check_media
+from trivium.buffers.sql.database import Database
+from trivium.buffers.sql.slot_tables import MEDIA
 from trivium.errors import DataError
 from trivium.types import Media
-
-MEDIA_TABLES = sa.MetaData()
-_MEDIA = sa.Table(
-    "trivium_media",
-    MEDIA_TABLES,
-    sa.Column("buffer", sa.Text, primary_key=True),
-    sa.Column("sha256", sa.Text, primary_key=True),
-    sa.Column("data", sa.LargeBinary, nullable=False),
-)
 
 
 class MediaRows:
@@ -35,14 +27,14 @@ class MediaRows:
         else:
             check_media(media.sha256, media.data, f"store the media {media.sha256[:12]}", "roll its group out again")
             row = {"buffer": self._buffer, "sha256": media.sha256, "data": media.data}
-            self._database.transact(lambda connection: connection.execute(self._database.insert(_MEDIA, row)))
+            self._database.transact(lambda connection: connection.execute(self._database.insert(MEDIA, row)))
         self._stored.add(media.sha256)
 
     def load(self, sha256: str) -> bytes:
         data = self._cache.get(sha256)
         if data is None:
-            mine = (_MEDIA.c.buffer == self._buffer, _MEDIA.c.sha256 == sha256)
-            query = sa.select(_MEDIA.c.data).where(*mine)
+            mine = (MEDIA.c.buffer == self._buffer, MEDIA.c.sha256 == sha256)
+            query = sa.select(MEDIA.c.data).where(*mine)
             data = self._database.read(lambda connection: connection.execute(query).scalar_one_or_none())
             place = f"the media {sha256[:12]} of the buffer {self._buffer}"
             if data is None:
@@ -52,10 +44,5 @@ class MediaRows:
         return data
 
     def forget(self) -> None:
-        """What is known of the rows, which were deleted."""
+        """Forgets which rows are there: they were deleted."""
         self._stored.clear()
-
-
-def delete_media(connection: sa.Connection, buffer: str) -> None:
-    """Deletes the media of a buffer."""
-    connection.execute(sa.delete(_MEDIA).where(_MEDIA.c.buffer == buffer))

@@ -1,0 +1,1 @@
+"""The buffer of several processes: slots and groups in a database."""

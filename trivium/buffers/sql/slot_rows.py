@@ -1,0 +1,213 @@
+"""The rows of a buffer in a database, inside one transaction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from trivium.buffers.journal import read_stored
+from trivium.buffers.slot_machine import Predicate
+from trivium.buffers.slots import COUNTERS, OPEN, Row, SlotState
+from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, EXPLORERS, FAILED, GROUPS, MEDIA, SLOTS
+from trivium.errors import DataError
+from trivium.types import Group, Lease
+
+T = TypeVar("T")
+_log = logging.getLogger("trivium")
+
+_s, _g = SLOTS.c, GROUPS.c
+_COLUMNS = tuple(field.name for field in fields(Row) if field.name != "group")
+_MANY = 500
+"""Most values in one statement, because servers limit the time of a statement."""
+_BULKY = 32
+"""Most groups that one statement fetches."""
+_RANGE = 10_000
+"""Most slots that one statement deletes."""
+
+
+class SqlRows:
+    """The rows of one buffer (`trivium.buffers.slot_machine.Rows`). The caller saves the head."""
+
+    def __init__(self, connection: sa.Connection, head: Mapping[str, Any]) -> None:
+        self._connection, self._name = connection, head["name"]
+        self.head = dict(head)
+        self._mine = _s.buffer == self._name
+
+    # ------------------------------------------------------------------ explorers
+
+    def loaded(self, owner: str) -> int | None:
+        query = sa.select(EXPLORERS.c.loaded).where(*self._explorer(owner))
+        return self._connection.execute(query).scalar_one_or_none()
+
+    def load(self, owner: str, version: int | None) -> None:
+        explorer = self._explorer(owner)
+        if version is None:
+            self._run(sa.delete(EXPLORERS).where(*explorer))
+        elif self._run(sa.update(EXPLORERS).where(*explorer).values(loaded=version)).rowcount == 0:
+            self._run(sa.insert(EXPLORERS).values(buffer=self._name, owner=owner, loaded=version))
+
+    def _explorer(self, owner: str) -> tuple[sa.ColumnElement[bool], ...]:
+        return (EXPLORERS.c.buffer == self._name, EXPLORERS.c.owner == owner)
+
+    # ------------------------------------------------------------------ reading
+
+    def find(self, slot: int, attempt: int) -> Row | None:
+        return next(iter(self._rows(_query(self._mine, _s.slot == slot, _s.attempt == attempt))), None)
+
+    def lowest(self, state: SlotState) -> Row | None:
+        query = _query(self._mine, _s.state == state).order_by(_s.slot).limit(1)
+        return next(iter(self._rows(query)), None)
+
+    def select(self, *states: SlotState, where: Predicate | None = None) -> Sequence[Row]:
+        # One state is compared, not looked up in a list of one: PostgreSQL plans that better.
+        of_states = _s.state == states[0] if len(states) == 1 else _s.state.in_(states)
+        query = _query(self._mine, of_states)
+        return self._rows(query if where is None else query.where(where(_s)))
+
+    def finished(self, count: int, begin: int, end: int | None) -> Sequence[Row]:
+        query = _query(self._mine, _s.state == SlotState.FINISHED).limit(count)
+        if end is None:
+            return self._rows(query.where(_s.arrival >= begin).order_by(_s.arrival))
+        return self._rows(query.where(_s.slot >= begin, _s.slot < end).order_by(_s.slot))
+
+    def taken(self, slots: Sequence[int]) -> list[Row]:
+        """The rows of these slots that were taken."""
+        taken: dict[int, Row] = {}
+        for part in _parts(slots):
+            rows = self._rows(_query(self._mine, _s.slot.in_(part)))
+            taken |= {row.slot: row for row in rows if row.state == SlotState.CONSUMED}
+        lost = [slot for slot in slots if slot not in taken]
+        if lost:
+            raise DataError(
+                f"groups that were taken from slots {list(slots)}", f"none was from {lost}", "ask for others"
+            )
+        return [taken[slot] for slot in slots]
+
+    # ------------------------------------------------------------------ writing
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        values = [{"buffer": self._name, **{name: getattr(row, name) for name in _COLUMNS}} for row in rows]
+        for part in _parts(values):
+            self._connection.execute(sa.insert(SLOTS), part)
+
+    def update(self, rows: Sequence[Row], values: Mapping[str, Any]) -> None:
+        # Each row is selected by its primary key alone, which is the one index that PostgreSQL then considers.
+        these = (self._mine, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam("this_attempt"))
+        for part in _parts([{"this_slot": row.slot, "this_attempt": row.attempt} for row in rows]):
+            self._connection.execute(sa.update(SLOTS).where(*these).values(values), part)
+
+    # ------------------------------------------------------------------ groups
+
+    def store(self, row: Row, group: Group, record: bytes) -> None:
+        del group
+        if row.arrival is not None:  # its rewards were computed again
+            self._delete_groups([row])
+        self._run(sa.insert(GROUPS).values(buffer=self._name, slot=row.slot, attempt=row.attempt, payload=record))
+
+    def discard(self, rows: Sequence[Row], version: int) -> None:
+        del version  # there is no group without a row
+        self._delete_groups(rows)
+
+    def stored(self, floor: int) -> Sequence[Row]:
+        with_group = (self._mine, _s.slot >= floor, _s.arrival.is_not(None))
+        return self._rows(_query(*with_group).order_by(_s.slot, _s.attempt))
+
+    def groups(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Group]]:
+        for part in _parts(rows, _BULKY):
+            for row, record in zip(part, self.records(part), strict=True):
+                try:
+                    yield row, read_stored(record, self._name, Lease(row.slot, row.attempt))
+                except DataError as error:
+                    _log.warning("slot %d is rolled out again: %s (%s)", row.slot, error.asked, error.found)
+
+    def records(self, rows: Sequence[Row]) -> list[bytes]:
+        """The encoded groups of rows; empty where there is none."""
+        records: dict[tuple[int, int], bytes] = {}
+        for part in _parts([row.slot for row in rows], _BULKY):
+            query = sa.select(_g.slot, _g.attempt, _g.payload).where(_g.buffer == self._name, _g.slot.in_(part))
+            records |= {(slot, attempt): record for slot, attempt, record in self._connection.execute(query)}
+        return [records.get((row.slot, row.attempt), b"") for row in rows]
+
+    def _delete_groups(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            this = (_g.buffer == self._name, _g.slot == row.slot, _g.attempt == row.attempt)
+            self._run(sa.delete(GROUPS).where(*this))
+
+    # ------------------------------------------------------------------ a new session
+
+    def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
+        rows, kept_keys = self._rows(_query(self._mine, _s.slot >= floor)), {(row.slot, row.attempt) for row in kept}
+        removed = [row for row in rows if row.slot not in done]
+        for part in _parts(sorted({row.slot for row in removed})):
+            self._run(sa.delete(SLOTS).where(self._mine, _s.slot.in_(part)))
+        self._delete_groups(
+            row for row in removed if row.arrival is not None and (row.slot, row.attempt) not in kept_keys
+        )
+        # An earlier session restored an older checkpoint and issued slots that this one has consumed.
+        self._run(sa.update(SLOTS).where(self._mine, _s.state.in_(OPEN)).values(state=SlotState.CONSUMED))
+
+    def mark_failed(self, slot: int) -> None:
+        self._forget_failed()
+        self._run(sa.insert(FAILED).values(buffer=self._name, from_slot=slot))
+
+    def failed_from(self) -> int | None:
+        query = sa.select(FAILED.c.from_slot).where(FAILED.c.buffer == self._name)
+        return self._connection.execute(query).scalar_one_or_none()
+
+    def set_aside(self, failed: Sequence[tuple[Group, bool]], floor: int) -> None:
+        del failed, floor  # their rows say which rewards are to be computed again
+        self._forget_failed()
+
+    def _forget_failed(self) -> None:
+        self._run(sa.delete(FAILED).where(FAILED.c.buffer == self._name))
+
+    def wipe(self) -> None:
+        """Deletes everything of an earlier run but the buffer's row."""
+        self._forget_failed()
+        _delete_rows(self._connection, self.head)
+        self.head |= dict.fromkeys((*COUNTERS, "next_slot", "arrivals"), 0)
+
+    def forget_callers(self) -> None:
+        """Deletes what is stored of the explorers and callers of an earlier trainer."""
+        for table in (EXPLORERS, CALLS):
+            self._run(sa.delete(table).where(table.c.buffer == self._name))
+        untold = (self._mine, _s.state == SlotState.CANCELLED)
+        self._run(sa.update(SLOTS).where(*untold).values(state=SlotState.CANCELLED_TOLD))
+
+    def _rows(self, query: sa.Select[Any]) -> list[Row]:
+        rows: Any = self._connection.execute(query)
+        return [Row(slot, attempt, SlotState(state), *rest) for slot, attempt, state, *rest in rows]
+
+    def _run(self, statement: sa.Executable) -> sa.CursorResult:
+        return self._connection.execute(statement)  # pyright: ignore[reportReturnType]
+
+
+def forget(connection: sa.Connection, run: str) -> None:
+    """Deletes the buffers of a run; the next call of each of its roles raises RoleFailed."""
+    stages = BUFFERS.c.name.startswith(f"{run}/stage-", autoescape=True)
+    for head in connection.execute(sa.select(BUFFERS).where(stages).with_for_update()).all():
+        _delete_rows(connection, head._asdict())
+        for table in (EXPLORERS, CALLS, FAILED):
+            connection.execute(sa.delete(table).where(table.c.buffer == head.name))
+    connection.execute(sa.delete(BUFFERS).where(stages))
+
+
+def _query(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    return sa.select(*(_s[name] for name in _COLUMNS)).where(*where)
+
+
+def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
+    connection.execute(sa.delete(MEDIA).where(MEDIA.c.buffer == head["name"]))
+    for table in (SLOTS, GROUPS):
+        for begin in range(0, head["next_slot"], _RANGE):
+            part = (table.c.slot >= begin, table.c.slot < begin + _RANGE)
+            connection.execute(sa.delete(table).where(table.c.buffer == head["name"], *part))
+
+
+def _parts(values: Sequence[T], size: int = _MANY) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
