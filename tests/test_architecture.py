@@ -49,12 +49,7 @@ MAY_CATCH_EVERYTHING = {
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calls": (1, "a reward that raised fails its own trajectory or sample, which the caller names"),
-    "trivium.rewards.forked": (
-        2,
-        "a fork answers with the error, or its text where it cannot travel; its parent raises it",
-    ),
-    "trivium.rewards.isolated_main": (1, "a child process answers with the error, which its parent raises"),
-    "trivium.rewards.sandbox_judge": (1, "the program's process answers with the error, which the judge raises"),
+    "trivium.rewards.sandbox.asserts": (1, "the program's process answers with the error, which the judge raises"),
     "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),
@@ -63,7 +58,7 @@ MAY_CATCH_EVERYTHING = {
 """How many handlers of a module may take any exception without raising it themselves, and why."""
 
 MAY_PICKLE = {
-    "trivium.rewards.forked": "a process and its own fork, over a socket that nobody else has",
+    "trivium.rewards.isolated.answers": "a process and its own fork, over a socket that they alone have",
     "trivium.engines.processes": "ranks of one run, over connections that take a key that they alone have",
     "trivium.training.train_process": "a process and the one that it started, over a socket that they alone have",
 }

@@ -8,7 +8,7 @@ from trivium.algorithms import ShapingInputs
 from trivium.algorithms.metadata import ShapingMetadata, resolve_function
 from trivium.frontdoors.verl import BatchView, DAPORewardManager, default_compute_score
 from trivium.rewards.functions import gsm8k_answer, gsm8k_score
-from trivium.rewards.mathematics import math_boxed, math_dapo
+from trivium.rewards.graders.mathematics import math_boxed, math_dapo
 
 
 @answers("rewards", "gsm8k_strict", "gsm8k_flexible")

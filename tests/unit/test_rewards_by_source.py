@@ -15,10 +15,10 @@ from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.verl import default_compute_score
 from trivium.rewards import make_judge
 from trivium.rewards.by_source import GRADERS, BySource, GraderLimits, grader_of
-from trivium.rewards.mathematics import last_boxed, math_dapo
-from trivium.rewards.programs import program_of, program_score, read_tests
+from trivium.rewards.graders.mathematics import last_boxed, math_dapo
+from trivium.rewards.graders.programs import program_of, program_score, read_tests
 from trivium.rewards.sandbox import Limits, Sandbox
-from trivium.rewards.seccomp import known
+from trivium.rewards.sandbox.seccomp import known
 from trivium.types import Message, StopReason, Task, Trajectory, Turn
 
 linux = pytest.mark.skipif(not known(), reason="programs run in a sandbox, which needs Linux")

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from trivium.errors import ConfigError
-from trivium.rewards import sandbox as sandbox_module
-from trivium.rewards.programs import program_score
-from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox
-from trivium.rewards.seccomp import confinement, known, program
+from trivium.rewards.graders.programs import program_score
+from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox, runs
+from trivium.rewards.sandbox.seccomp import confinement, known, program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not known(), reason="the sandbox is for Linux")
 
@@ -254,9 +253,9 @@ def test_a_loop_that_sleeps(sandbox: Sandbox) -> None:
 
 def test_the_start_of_the_interpreter_is_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patient = Sandbox(Limits(wall_s=1.0))
-    (*options, main), late = sandbox_module._PROGRAM, tmp_path / "late.py"
+    (*options, main), late = runs._CONFINE, tmp_path / "late.py"
     late.write_text(f"import time\ntime.sleep(1.2)\nexec(open({main!r}).read())")
-    monkeypatch.setattr(sandbox_module, "_PROGRAM", (*options, str(late)))
+    monkeypatch.setattr(runs, "_CONFINE", (*options, str(late)))
     ran = patient.run("print(2)")
     assert (ran.end, ran.stdout) == ("done", "2\n")
     assert ran.wall_s < 1.2

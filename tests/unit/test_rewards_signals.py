@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,8 +26,9 @@ from trivium.config import RewardConfig
 from trivium.errors import RewardError
 from trivium.rewards import Judge, make_judge
 from trivium.rewards.calls import RewardCall
-from trivium.rewards.forked import Fork, Forks
-from trivium.rewards.signals import MainThreadWanted, main_thread_wanted
+from trivium.rewards.isolated.answers import PICKLE, serve_in_fork
+from trivium.rewards.isolated.child import Child, fork
+from trivium.rewards.isolated.signals import MainThreadWanted, main_thread_wanted
 from trivium.runtime.python_api import configured
 from trivium.types import Message, StopReason, Task, Trajectory, Turn
 
@@ -245,26 +246,30 @@ def test_what_cannot_travel_between_the_processes() -> None:
     call = RewardCall(uses_signals, Threads(1, "test"), label="the scorer x")
     refused = asyncio.run(call(lock=threading.Lock()))
     assert isinstance(refused, RewardError)
-    assert "its arguments cannot be pickled" in refused.found
+    assert "its arguments cannot be sent there: TypeError: cannot pickle" in refused.found
     answer = asyncio.run(call())
     assert isinstance(answer, RewardError | AttributeError | pickle.PicklingError)
     assert asyncio.run(call(result=b"\x00")) == b"\x00"
 
 
+def forked_child(function: Callable[..., Any]) -> Child:
+    return fork(functools.partial(serve_in_fork, function, ProcessLife.of(os.getpid())))
+
+
+def answer_of(child: Child) -> Any:
+    child.send(PICKLE.write({}))
+    return PICKLE.read(child.receive() or b"")
+
+
 def test_processes_end_with_what_uses_them(tmp_path: Path) -> None:
-    forks = Forks("x", os.getpid)
-    child = forks.take()
-    assert isinstance(child, Fork)
-    child.send(forks.encode({}))
-    pid = child.receive()["result"]  # pyright: ignore[reportOptionalSubscript]
-    life = ProcessLife.of(pid)
+    child = forked_child(os.getpid)
+    life = ProcessLife.of(answer_of(child)["result"])
     assert life()
     del child
     assert not life()
 
-    outer = Fork(_with_a_fork)
-    outer.send(forks.encode({}))
-    inner = ProcessLife.of(outer.receive()["result"])  # pyright: ignore[reportOptionalSubscript]
+    outer = forked_child(_with_a_fork)
+    inner = ProcessLife.of(answer_of(outer)["result"])
     assert inner()
     outer.kill()
     end = time.monotonic() + 120
@@ -279,11 +284,10 @@ def test_a_fork_holds_nothing_that_others_wait_for(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with ours, open(tmp_path / "lock", "w") as lock, open(tmp_path / "log", "w") as log, theirs:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        child = Fork(lambda: print("a line", file=log, flush=True))
+        child = forked_child(lambda: print("a line", file=log, flush=True))
         theirs.close()
         os.close(writing)
-        child.send(pickle.dumps({}))
-        assert child.receive() == {"result": None}
+        assert answer_of(child) == {"result": None}
         assert (tmp_path / "log").read_text() == "a line\n"  # what is only open stays so
         assert (ours.recv(1), os.read(reading, 1)) == (b"", b"")
     os.close(reading)
@@ -292,13 +296,24 @@ def test_a_fork_holds_nothing_that_others_wait_for(tmp_path: Path) -> None:
     child.end()
 
 
+@pytest.mark.parametrize("sent", [b"", bytes(7), b"\0" * 7 + b"\2a"])
+def test_an_answer_that_ends_early_is_none(sent: bytes) -> None:
+    def dies(channel: socket.socket) -> NoReturn:
+        channel.sendall(sent)
+        os._exit(3)
+
+    child = fork(dies)
+    assert child.receive() is None
+    assert child.wait(60) == 3
+
+
 HELD: list[Any] = []
 
 
 def _with_a_fork() -> int:
     """The number of a process that is busy when the one that made it is killed."""
-    HELD.append(Fork(lambda seconds: time.sleep(seconds)))
-    HELD[0].send(pickle.dumps({"seconds": 600}))
+    HELD.append(forked_child(lambda seconds: time.sleep(seconds)))
+    HELD[0].send(PICKLE.write({"seconds": 600}))
     return HELD[0]._process._pid
 
 

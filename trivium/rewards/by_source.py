@@ -1,4 +1,4 @@
-"""The scorer of a task by its `data_source`: which grader belongs to which data, under the names that tables use."""
+"""The grader of a task by its `data_source`, under the names that published datasets use."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pydantic import Field
 from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.rewards.functions import gsm8k_score, last_tag
+from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, same_math, stated_answer
+from trivium.rewards.graders.programs import program_score
 from trivium.rewards.isolated import Isolated, require
-from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo, same_math, stated_answer
-from trivium.rewards.programs import program_score
 from trivium.rewards.sandbox import Limits, Sandbox
 
 Score = float | dict[str, Any]
-"""A number, or a dict whose `score` is the number and whose other entries are worth knowing."""
+"""A number, or a dict whose `score` is the number and whose other entries are details."""
 
 _CPU_S = 10
 
 
 @dataclass(frozen=True, slots=True)
 class GraderLimits:
-    """Resource limits of the graders that run something."""
+    """Resource limits of the graders that run or evaluate something."""
 
     cpu_s: int = _CPU_S
     memory_mb: int = 1024
@@ -51,11 +51,11 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     limits: GraderLimits | None = None,
 ) -> Score:
-    """What the completion of a task is worth, by the grader of its `data_source` (docs/extend-rewards.md lists them).
+    """The score of a completion by the grader of its `data_source` (docs/extend-rewards.md lists them).
 
-    A number or `{"score": number, ...}`. Raises DataError for a data source that has no grader, and for a ground truth
-    that its grader cannot read; MissingPackage where it needs math-verify; RewardError where grading took too long.
-    `memory_limit_mb` and `limits` limit what runs a program.
+    A number or `{"score": number, ...}`. Raises DataError for a data source without a grader and for a ground truth
+    that its grader cannot read; MissingPackage if math-verify is needed and not installed; RewardError if grading takes
+    too long. `memory_limit_mb` and `limits` bound programs.
     """
     del extra_info
     limits = limits or GraderLimits()
@@ -65,14 +65,14 @@ def default_compute_score(
 
 
 def grader_of(data_source: str) -> Callable[[str, object, GraderLimits], Score]:
-    """The grader of a data source; raises DataError, listing those there are."""
+    """The grader of a data source. Raises DataError, which lists the data sources that have one."""
     for name, grader in GRADERS.items():
         if data_source == name or (name.endswith("*") and data_source.startswith(name[:-1])):
             return grader
     raise DataError(
         f"a scorer for the data source {data_source!r}",
         f"there are scorers for {', '.join(GRADERS)}",
-        "name the column `data_source` so, or give your own function (`custom_reward_function`, or a reward by path)",
+        "write one of these in `data_source`, or give your own function (`custom_reward_function`, a reward by path)",
     )
 
 
@@ -92,7 +92,7 @@ def _math_dapo(text: str, truth: object, limits: GraderLimits) -> Score:
 
 
 def _boxed_or_verified(text: str, truth: object, limits: GraderLimits) -> float:
-    """Right as it is written, or else by computing: the last box, or what a completion without one states last."""
+    """Compares the last box, or the last statement of a completion without one, as it is written, then by computing."""
     boxed = last_boxed(text)
     answer = stated_answer(text) if boxed is None else boxed
     if same_math(answer, str(truth)):
@@ -109,14 +109,14 @@ def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:
 
 @functools.cache
 def _verifier(cpu_s: int) -> Isolated:
-    return Isolated("trivium.rewards.graders:math_verify", cpu_s)
+    return Isolated("trivium.rewards.graders.packages:math_verify", cpu_s)
 
 
 _ACCURACY, _FORMAT = 0.9, 0.1
 
 
 def _geometry(text: str, truth: object, limits: GraderLimits) -> float:
-    """0.9 for the boxed answer, 0.1 for thinking in its tags before it."""
+    """0.9 for the boxed answer, 0.1 for `<think>` tags before it."""
     boxed = last_boxed(text)
     right = boxed is not None and (
         same_math(boxed, str(truth)) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1
@@ -125,7 +125,7 @@ def _geometry(text: str, truth: object, limits: GraderLimits) -> float:
 
 
 def _thought(text: str) -> bool:
-    """`<think>...</think>...\\boxed{...}...`, from the first character on."""
+    """Whether the text is `<think>...</think>...\\boxed{...}...`, from its first character."""
     _, closing, rest = text.partition("</think>")
     _, box, rest = rest.partition("\\boxed{")
     return text.startswith("<think>") and bool(closing and box) and "}" in rest
@@ -136,7 +136,7 @@ def _program(text: str, truth: object, limits: GraderLimits) -> float:
 
 
 def _exact_answer(text: str, truth: object, limits: GraderLimits) -> float:
-    """What stands in the last `<answer>`, against every accepted answer."""
+    """1 if the content of the last `<answer>` is one of the accepted answers."""
     accepted = truth.get("target") if isinstance(truth, Mapping) else truth
     tolist = getattr(accepted, "tolist", None)
     accepted = accepted if tolist is None else tolist()
@@ -148,7 +148,7 @@ def _exact_answer(text: str, truth: object, limits: GraderLimits) -> float:
 
 
 def _words(text: str) -> list[str]:
-    """The words without case, punctuation and articles: SQuAD, Rajpurkar et al. 2016."""
+    """The words without case, punctuation and articles (SQuAD, Rajpurkar et al. 2016)."""
     plain = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
@@ -171,11 +171,11 @@ GRADERS: Mapping[str, Callable[[str, object, GraderLimits], Score]] = {
     "taco": _program,
     "searchR1_*": _exact_answer,
 }
-"""Data source -> grader; a name that ends in `*` stands for all that begin so."""
+"""Data source -> grader. A name that ends in `*` stands for all names with that beginning."""
 
 
 class BySource:
-    """What the grader of the task's column `data_source` gives, against `reward_model.ground_truth` (or `answer`)."""
+    """The score by the grader of the task's column `data_source`, against `reward_model.ground_truth` (or `answer`)."""
 
     class Config(RewardConfig):
         kind: str = "by_source"
@@ -184,13 +184,13 @@ class BySource:
         memory_limit_mb: int = Field(default=1024, ge=64)
         """Memory of a program, in MiB."""
         sandbox_without: tuple[str, ...] = ()
-        """Limits that programs may run without, where this machine cannot enforce them: `memory`, `files`, `network`,
-        `processes`. Nothing runs without one that is not named here."""
+        """Limits that programs may run without, if this machine cannot enforce them: `memory`, `files`, `network`,
+        `processes`. Without any other limit no program runs."""
 
     def __init__(self, config: Config) -> None:
         self._limits = GraderLimits(config.cpu_limit_s, config.memory_limit_mb, config.sandbox_without)
         if config.sandbox_without:
-            self._limits.sandbox()  # a name that no limit has is an error now
+            self._limits.sandbox()  # reports an unknown name now
 
     def __call__(
         self, prompt: str, completion: str, data_source: str, reward_model: object = None, answer: object = None
@@ -200,7 +200,7 @@ class BySource:
             raise DataError(
                 f"a ground truth of a task from {data_source!r}",
                 "neither `reward_model.ground_truth` nor `answer`",
-                "name the column so in the task source",
+                "map a column to one of these names in the task source",
             )
         score = default_compute_score(data_source, completion, truth, limits=self._limits)
         return score["score"] if isinstance(score, dict) else score

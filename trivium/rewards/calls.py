@@ -1,11 +1,10 @@
 """How a reward function is called, by the judge and by every other caller.
 
-A plain function runs in a thread, an `async` one on the event loop, one with `workers` in child processes: only there
-can a function be stopped that holds the interpreter. A plain function that takes microseconds, whatever it is given,
-says so by an attribute `brief = True`: it runs on the event loop, since a thread would take longer to start on it. A
-function that handles signals needs a main thread: its first such call, wherever it is caught, ends that attempt, and
-the function runs in a fork of this process from then on. An exception is an outcome, which the caller gives its
-context.
+A plain function runs in a thread, an `async` one on the event loop, and one with `workers` in child processes: only
+there can a function be stopped that holds the interpreter. A plain function with the attribute `brief = True`, which
+takes microseconds for any input, runs on the event loop, since starting on it in a thread would take longer. A function
+that handles signals needs a main thread: its first such call ends that attempt, also if the function catches the error,
+and from then on it runs in forks of this process. An exception is an outcome, to which the caller adds its context.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trivium.concurrency import Threads, outcome_of, wait_for
-from trivium.rewards.forked import Forks
-from trivium.rewards.isolated import InProcesses
-from trivium.rewards.signals import MainThreadWanted, main_thread_wanted
+from trivium.rewards.isolated import InProcesses, forked
+from trivium.rewards.isolated.signals import MainThreadWanted, main_thread_wanted
 
 _log = logging.getLogger("trivium")
 
@@ -29,8 +27,9 @@ RewardFunction = Callable[..., Any]
 class RewardCall:
     """A reward function, where it runs and how long a call may take (None: as long as the caller waits).
 
-    `grace_s` is what the caller waits beyond the deadline, for a process that has to start first. `label` is how errors
-    and the log call it; `limit` is how many forks may call it at the same time, where it needs a main thread.
+    `grace_s` is how long the caller waits beyond the deadline, for a process that has to start first. `label` names the
+    function in errors and in the log; `limit` is the number of forks that may call it at the same time, if it needs a
+    main thread.
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class RewardCall:
         self.is_brief = not self.is_async and getattr(function, "brief", False) is True
 
     async def __call__(self, /, **arguments: object) -> object:
-        """What the function returned, or the exception that it ended with.
+        """The function's result, or the exception it ended with.
 
-        Cancelling the call gives up its thread, which cannot be stopped, and kills its process.
+        Cancelling the call abandons its thread, which cannot be stopped, or kills its process.
         """
         if self.is_brief:
             result, error = outcome_of(functools.partial(self._function, **arguments))
@@ -71,21 +70,19 @@ class RewardCall:
                 outcome = await _outcome_of(self._here(arguments))
             if not calls:
                 return outcome
-            self._move(calls[0])
-        assert self._forked is not None
+            self._forked = self._forked or self._fork(calls[0])  # a concurrent call may have done it
         return await _outcome_of(self._forked(**arguments))
 
     async def _here(self, arguments: dict[str, object]) -> object:
-        """Raises what the function raises; a cancellation or an exit of its own as an error."""
+        """The function's result. Raises its exception; its own cancellation or exit as an error."""
         if self.is_async:
             return await wait_for(None, self._function(**arguments))
         result = await self._threads.run(functools.partial(self._function, **arguments))
         return await wait_for(None, result) if inspect.isawaitable(result) else result
 
-    def _move(self, call: str) -> None:
-        if self._forked is None:  # calls that ran side by side find it moved
-            _log.info("%s calls %s: from now on it runs in the main thread of a process of its own", self._label, call)
-            self._forked = InProcesses(Forks(self._label, self._function), self._limit)
+    def _fork(self, call: str) -> InProcesses:
+        _log.info("%s calls %s: from now on it runs in the main thread of a process of its own", self._label, call)
+        return forked(self._function, self._label, self._limit)
 
 
 async def _outcome_of(call: Awaitable[object]) -> object:

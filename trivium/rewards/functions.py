@@ -1,4 +1,4 @@
-"""The rewards that ship. Each is called as f(prompt, completion, columns by name) and gives a number in [0, 1]."""
+"""The rewards that ship. Each is called as f(prompt, completion, columns by name) and returns a number in [0, 1]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RegularExpression = Annotated[str, AfterValidator(_compiles)]
 
 
 class Exact:
-    """1 where the completion is the column `answer`, else 0, or partial credit."""
+    """1 if the completion is the column `answer`, else 0, or partial credit."""
 
     brief = True
 
@@ -56,7 +56,7 @@ class Exact:
 
 
 class Regex:
-    """1 where the pattern matches the completion, else 0."""
+    """1 if the pattern matches the completion, else 0."""
 
     class Config(RewardConfig):
         kind: str = "regex"
@@ -74,7 +74,7 @@ class Regex:
 
 
 class Format:
-    """1 where the completion is the sections in order, each tag once, nothing but white space around them; else 0."""
+    """1 if the completion is the sections in order, each tag once, with only white space around them; else 0."""
 
     brief = True
 
@@ -97,14 +97,14 @@ class Format:
 
 
 _GSM8K_TAIL = 300
-"""Only the end of a completion counts, as in the graders that published GSM8K results come from."""
+"""Characters at the end of a completion that count, as in the graders of published GSM8K results."""
 _NUMBER = r"-?[0-9.,]*[0-9][0-9.,]*"
 
 
 def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final number of a GSM8K solution, without thousands separators; None where there is none.
+    """The final number of a GSM8K solution, without thousands separators. Returns None if there is none.
 
-    `strict` wants it after the last `#### ` that has one; `flexible` takes the last number.
+    `strict` reads the number after the last `#### ` that has one, `flexible` the last number.
     """
     numbers = re.findall(rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text[-_GSM8K_TAIL:])
     return _plain_number(numbers[-1]) if numbers else None
@@ -113,7 +113,7 @@ def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") ->
 def gsm8k_score(
     text: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
 ) -> float:
-    """1 for the answer's final number (`####` before it or not), `format_score` for another one, 0 for none."""
+    """1 for the answer's final number (`####` before it or not), `format_score` for another number, 0 for none."""
     number = gsm8k_answer(text, method)
     if number is None:
         return 0.0
@@ -121,7 +121,7 @@ def gsm8k_score(
 
 
 class Gsm8k:
-    """1 where the final number is that of the column `answer` (a number, or a whole solution ending in `#### n`)."""
+    """1 if the final number is that of the column `answer` (a number, or a whole solution ending in `#### n`)."""
 
     brief = True
 
@@ -144,7 +144,7 @@ def _plain_number(text: str) -> str:
 
 
 class MathVerify:
-    """1 where the completion's final expression equals the column `answer` (math-verify), else 0."""
+    """1 if the completion's final expression equals the column `answer` (math-verify), else 0."""
 
     class Config(RewardConfig):
         kind: str = "math_verify"
@@ -153,14 +153,14 @@ class MathVerify:
 
     def __init__(self, config: Config) -> None:
         require("math_verify", "math-verify", "math", "score with kind: math_verify")
-        self._score = Isolated("trivium.rewards.graders:math_verify", config.cpu_limit_s)
+        self._score = Isolated("trivium.rewards.graders.packages:math_verify", config.cpu_limit_s)
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
         return self._score(completion=completion, answer=str(answer))
 
 
 class ReasoningGym:
-    """What the Reasoning Gym dataset itself gives for the answer, from the column `reasoning_gym` of its tasks:
+    """The score of the Reasoning Gym dataset itself, which the column `reasoning_gym` of its tasks describes:
     `{dataset: name, config: {...}, entry: {...}}`."""
 
     class Config(RewardConfig):
@@ -173,7 +173,7 @@ class ReasoningGym:
     def __init__(self, config: Config) -> None:
         require("reasoning_gym", "reasoning-gym", "envs", "score with kind: reasoning_gym")
         self._tagged = config.extract == "tag"
-        self._score = Isolated("trivium.rewards.graders:reasoning_gym", config.cpu_limit_s)
+        self._score = Isolated("trivium.rewards.graders.packages:reasoning_gym", config.cpu_limit_s)
 
     def __call__(self, prompt: str, completion: str, reasoning_gym: object) -> float:
         answer = last_tag(completion, "answer") if self._tagged else completion.strip()
@@ -192,7 +192,7 @@ class ReasoningGym:
 
 
 def last_tag(text: str, name: str) -> str | None:
-    """The text in the last `<name>...</name>`; None where there is none."""
+    """The text in the last `<name>...</name>`. Returns None if there is none."""
     before, closing, _ = text.rpartition(f"</{name}>")
     _, opening, inside = before.rpartition(f"<{name}>")
     return inside.strip() if closing and opening else None

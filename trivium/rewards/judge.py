@@ -3,14 +3,14 @@
     f(prompt: str, completion: str, **columns) -> float                     # or `async def`
     f(prompt: str, completions: list[str], **columns) -> list[float]        # compares the members of a group
 
-`prompt` is the last user message of the task, `completion` the text of the last turn, and the columns of the task are
-passed by the names in the signature (all of them where it has `**columns`). A parameter `prompt_messages` gets the
-task's whole prompt, a list of {role, content}; `prompt_media` gets its images and other media. `kind:
-my_rewards.py:mine` in the config is enough to use one. A result that is not a finite number is an error of that
-trajectory, never a score of 0.
+`prompt` is the last user message of the task, and `completion` the text of the last turn. The columns of the task are
+passed by the names in the signature (all of them if it has `**columns`). A parameter `prompt_messages` receives the
+whole prompt, a list of {role, content}; `prompt_media` receives its images and other media. `kind: my_rewards.py:mine`
+in the config is enough to use a reward. A result that is not a finite number is an error of that trajectory, never a
+score of 0.
 
 A reward of the first kind starts as soon as its trajectory is finished. One of the second kind waits for the whole
-group, and gets the members that have not failed so far, in order.
+group, and receives the members that have not failed, in order.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from trivium.errors import ConfigError, DataError, RewardError, described, text_
 from trivium.policy import finite_number
 from trivium.registry import resolve
 from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated import IsolatedReward
+from trivium.rewards.isolated import isolated_reward
 from trivium.rewards.recipe import Part, parts_of
 from trivium.types import Task, Trajectory
 
 _THREADS = 32
-"""Plain rewards that may compute at the same time."""
+"""Plain rewards that may run at the same time."""
 _MESSAGES = "prompt_messages"
-"""The parameter that gets the task's whole prompt."""
+"""The parameter that receives the task's whole prompt."""
 _MEDIA = "prompt_media"
-"""The parameter that gets the media of the prompt, in order."""
+"""The parameter that receives the media of the prompt, in order."""
 
 _FOREIGN_SIGNATURES = {
     "prompts": "TRL's (prompts, completions, **columns) is here (prompt, completions, **columns), called for one group "
@@ -49,15 +49,15 @@ _FOREIGN_SIGNATURES = {
     "solution_str": "verl's compute_score(data_source, solution_str, ground_truth) is here (prompt, completion, "
     "answer), or rewards: [by_source]; ",
 }
-"""A parameter by which another trainer's reward is known -> how it is written here."""
+"""A parameter of another trainer's rewards -> how such a reward is written here."""
 
 Scores = dict[str, float] | RewardError
-"""Each component by label with its weight applied, or why there is no score."""
+"""Each component by label, times its weight, or why there is no score."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Component:
-    """One reward and what its signature asks for."""
+    """One reward and the parameters of its signature."""
 
     part: Part
     label: str
@@ -65,25 +65,25 @@ class _Component:
     required: frozenset[str]
     optional: frozenset[str]
     text: frozenset[str]
-    """Columns that it declares as text, or compares with the completion."""
+    """Columns that it declares as `str`, or compares with the completion."""
     takes_all: bool
     takes_prompt: bool
     takes_messages: bool
     takes_media: bool
     compares: bool
-    """Whether it judges the members of a group against each other."""
+    """Whether it compares the members of a group."""
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return [] if self.required.issubset(columns) else sorted(self.required - set(columns))
 
     def misfits(self, columns: Mapping[str, Any]) -> str:
-        """The columns that it takes for text and are not, in words."""
+        """In words, the columns that the reward takes as text and that hold something else."""
         other = [name for name in sorted(self.text) if not isinstance(columns.get(name, ""), str)]
         listed = ", ".join(f"{name} is {described(columns[name])}" for name in other)
         return f"{listed}, where reward {self.label!r} takes text" if listed else ""
 
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
-        """What the reward returned, or the exception it ended with."""
+        """The reward's result, or the exception it ended with."""
         if missing := self.missing(task.columns):
             return _missing_columns([(self.label, missing)], task.columns)
         given: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
@@ -96,7 +96,7 @@ class _Component:
         return await self.call(**given, **columns)
 
     def weighted(self, task: Task, result: object) -> float | RewardError:
-        """The component's part of the reward, or a RewardError that says what came instead of a finite number."""
+        """The result times the weight, or a RewardError if that is not a finite number."""
         if isinstance(result, Exception):
             return self.raised(task, result)
         try:
@@ -104,14 +104,14 @@ class _Component:
         except ValueError as error:
             return self.error(task, str(error))
         weight = self.part.weight(task.columns)
-        assert weight is not None, "it was not called"
+        assert weight is not None, "the reward was not called"
         try:
             return finite_number(number * weight)
         except ValueError as error:
             return self.error(task, f"{number:g} with weight {weight:g}: {error}")
 
     def one_each(self, task: Task, result: object, count: int) -> Sequence[Any] | RewardError:
-        """What the reward gave each member of a group, or a RewardError for all of them."""
+        """The results of a reward for the members of a group, or a RewardError for all of them."""
         if isinstance(result, Exception):
             return self.raised(task, result)
         if isinstance(result, np.ndarray):
@@ -137,15 +137,15 @@ class _Component:
 class Judge:
     """Calls every reward of a run. Any number of trajectories and groups may be judged at the same time.
 
-    It sets no deadline: cancelling a call stops it after the plain reward it is in, and kills a reward that runs in a
-    process of its own.
+    It sets no deadline. Cancelling a call ends it after the plain reward in progress; a reward in a process of its own
+    is killed.
     """
 
     def __init__(self, components: Sequence[_Component]) -> None:
         self._components = tuple(components)
         self._comparing = [component for component in components if component.compares]
         self.is_brief = all(component.call.is_brief for component in components)
-        """Whether every reward takes microseconds and says so (`trivium.rewards.calls`): none is waited for."""
+        """Whether every reward is declared `brief` (`trivium.rewards.calls`), so that none needs a deadline."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -154,12 +154,12 @@ class Judge:
 
     @property
     def comparing(self) -> tuple[str, ...]:
-        """The names of those that judge the members of a group against each other."""
+        """The names of the components that compare the members of a group."""
         return tuple(component.label for component in self._components if component.compares)
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Raises DataError, naming every reward whose columns are not among these (those of a first task, say), or the
-        label that a recipe does not know."""
+        """Raises DataError if these columns, such as those of a first task, lack one that a reward reads, or hold a
+        label that a recipe does not know. The error names every such reward."""
         try:
             missing = self._missing(columns)
         except RewardError as error:
@@ -168,7 +168,7 @@ class Judge:
             raise _missing_columns(missing, columns)
 
     def lacking(self, columns: Mapping[str, Any]) -> str:
-        """What is missing for the rewards to judge a task with these columns, in words; empty where nothing is."""
+        """In words, what the rewards lack to judge a task with these columns; empty if nothing."""
         try:
             self.check_columns(columns)
         except DataError as error:
@@ -176,18 +176,18 @@ class Judge:
         return ""
 
     def misfits(self, columns: Mapping[str, Any]) -> str:
-        """Which columns have another type than the rewards take, in words; empty if none has."""
+        """In words, which columns have another type than the rewards take; empty if none."""
         return next(filter(None, (component.misfits(columns) for component in self._components)), "")
 
     def reads(self, column: str) -> bool:
-        """Whether a reward takes the column."""
+        """Whether a reward reads the column."""
         return any(column in c.required | c.optional or c.takes_all for c in self._components)
 
     def _missing(self, columns: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         return [(c.label, names) for c in _called(self._components, columns) if (names := c.missing(columns))]
 
     async def score(self, task: Task, trajectory: Trajectory) -> Scores:
-        """What the rewards that look at one trajectory give it."""
+        """The scores of a trajectory by the rewards that judge one trajectory."""
         try:
             called = _called(self._components, task.columns)
         except RewardError as error:
@@ -203,7 +203,7 @@ class Judge:
         return scores
 
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scores]:
-        """Per trajectory, in order: what the rewards that look at all of them give it."""
+        """The scores of each trajectory of a group, in order, by the rewards that compare them."""
         completions = [trajectory.completion for trajectory in trajectories]
         comparing = _called(self._comparing, task.columns)
         results = await _outcomes(comparing, task, {"completions": completions})
@@ -222,15 +222,15 @@ class Judge:
 
 
 def _called(components: Sequence[_Component], columns: Mapping[str, Any]) -> list[_Component]:
-    """Those that judge a task with these columns. Raises RewardError for a label that a recipe does not know."""
+    """The components that judge a task with these columns. Raises RewardError for a label that no recipe has."""
     return [component for component in components if component.part.weight(columns) is not None]
 
 
 async def _outcomes(
     components: Sequence[_Component], task: Task, completion: Mapping[str, str | list[str]]
 ) -> list[Any]:
-    """What each reward returned, or the exception it ended with: plain ones one after the other, then `async` ones
-    concurrently."""
+    """The result of each reward, or the exception it ended with. Plain rewards run one after the other, then `async`
+    ones concurrently."""
     outcomes = [None if each.call.is_async else await each.outcome(task, completion) for each in components]
     if waiting := [place for place, each in enumerate(components) if each.call.is_async]:
         results = await asyncio.gather(*(components[place].outcome(task, completion) for place in waiting))
@@ -240,8 +240,8 @@ async def _outcomes(
 
 
 def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> Judge:
-    """Builds the rewards of a config; raises ConfigError for one that cannot be called, MissingPackage for one whose
-    package is not installed. Nothing in a worker process lives through a call of more than `deadline_s`."""
+    """Builds the rewards of a config. Raises ConfigError for one that cannot be called, MissingPackage for one whose
+    package is not installed. The kernel ends a worker process whose call takes more than `deadline_s`."""
     threads = Threads(_THREADS, "a reward")
     components = [_component(part, threads, deadline_s) for part in parts_of(configs)]
     labels = [component.label for component in components]
@@ -288,7 +288,7 @@ def _text_columns(config: RewardConfig, columns: Mapping[str, inspect.Parameter]
     yield from (name for name, p in columns.items() if p.annotation in (str, "str"))
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(resolve("rewards", config.kind))))
-    except (OSError, TypeError, SyntaxError):  # no source, or a part of a line
+    except (OSError, TypeError, SyntaxError):  # no source, or only a part of a line
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
@@ -304,7 +304,7 @@ def _name_in(side: ast.expr) -> str:
 
 
 def _callable(config: RewardConfig, deadline_s: float) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
-    """What to call, and the parameters of what it stands for; a reward with workers is built in them alone."""
+    """What to call for a reward, and its parameters. A reward with workers is built in the workers alone."""
     target = resolve("rewards", config.kind)
     described_by = target if isinstance(target, type) and config.workers else build("rewards", config)
     if described_by is target and isinstance(target, type):
@@ -314,7 +314,7 @@ def _callable(config: RewardConfig, deadline_s: float) -> tuple[Callable[..., An
         parameters = inspect.signature(described_by).parameters if callable(described_by) else None
     if parameters is None:
         raise ConfigError(f"the reward {config.kind}", f"a {type(target).__name__}", "name a function or a class")
-    return IsolatedReward(config, deadline_s) if config.workers else described_by, parameters
+    return isolated_reward(config, deadline_s) if config.workers else described_by, parameters
 
 
 def _missing_columns(missing: Sequence[tuple[str, list[str]]], columns: Collection[str]) -> DataError:
@@ -327,6 +327,6 @@ def _missing_columns(missing: Sequence[tuple[str, list[str]]], columns: Collecti
 
 
 def _prompt(task: Task) -> str:
-    """The text of the last user message; of the last message where there is none from a user."""
+    """The text of the last user message, or of the last message if none is from a user."""
     texts = [message.content for message in task.prompt if message.role == "user"]
     return (texts or [message.content for message in task.prompt])[-1] if task.prompt else ""

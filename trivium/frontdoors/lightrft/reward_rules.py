@@ -9,7 +9,7 @@ from typing import Any
 from trivium.errors import ConfigError
 from trivium.rewards.by_source import GraderLimits, grader_of
 from trivium.rewards.functions import Format, last_tag
-from trivium.rewards.mathematics import last_boxed, same_math
+from trivium.rewards.graders.mathematics import last_boxed, same_math
 
 RuleScore = float | Mapping[str, float]
 """A number, or a mapping whose `reward` is the number and whose other entries are metrics."""

@@ -19,7 +19,7 @@ from trivium.config import PluginPath, RewardConfig
 from trivium.errors import DataError
 from trivium.registry import resolve
 from trivium.rewards.functions import MathVerify
-from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo
+from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")
 

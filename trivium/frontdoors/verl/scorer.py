@@ -25,8 +25,7 @@ from trivium.policy import finite_number
 from trivium.registry import resolve
 from trivium.rewards import by_source
 from trivium.rewards.calls import RewardCall
-from trivium.rewards.forked import Forks
-from trivium.rewards.isolated import InProcesses, IsolatedReward
+from trivium.rewards.isolated import forked, isolated_reward
 
 _WAITING = 32
 """Calls of an `async` scorer that may wait at the same time."""
@@ -116,7 +115,7 @@ class Scorer:
         self._on_timeout = on_error if on_timeout is None else on_timeout
         label = _label(function)
         if forks:
-            function = InProcesses(Forks(label, function), forks)
+            function = forked(function, label, forks)
         if workers:
             function = _isolated(function, deadline_s, workers)
         grace_s = _START_S if workers else 0.0
@@ -232,4 +231,4 @@ def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> 
             "give a function of a module or of a file, or leave `workers` at 0",
         )
     mapping = {"kind": f"{where}:{name}", "name": "compute_score", "workers": workers}
-    return functools.partial(IsolatedReward(RewardConfig.model_validate(mapping), deadline_s), **options)
+    return functools.partial(isolated_reward(RewardConfig.model_validate(mapping), deadline_s), **options)

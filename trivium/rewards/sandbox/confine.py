@@ -1,10 +1,10 @@
 """The child process of the sandbox: gives up every right that it has, then runs untrusted code.
 
-python -s -P -S -B sandbox_main.py CHANNEL GIVEN      two descriptors: the parent's socket, a file for the check's value
+python -s -P -S -B confine.py CHANNEL GIVEN      two descriptors: the parent's socket, a file for the check's value
 
-This file runs by itself, with nothing but the standard library, and imports nothing from the rest of the project. It
-reads its order from the channel, reports `{"missing": {limit: why}}` there, and closes it before the code begins. What
-the file holds in the end may have been written by the code itself.
+This file runs by itself with nothing but the standard library. It reads its order from the channel, reports
+`{"missing": {limit: why}}` there, both in the frames of `isolated/child.py`, and closes the channel before the code
+begins. The code itself may have written what the file holds in the end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Any
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 1 << 12, 1 << 14, 1 << 18, 2
-_CAPSET = {"x86_64": 126, "aarch64": 91}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _CAPABILITIES_3 = 0x20080522
 _READ_ANYWHERE = 1 << 2
-"""CAP_DAC_READ_SEARCH: an interpreter installed for root alone stays readable; Landlock says what else is."""
+"""CAP_DAC_READ_SEARCH keeps an interpreter readable that is installed for root alone. Landlock limits what else is."""
 
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _MOVE, _TRUNCATE = 1 << 13, 1 << 14
 _HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Landlock version -> every right over files that it knows."""
+"""Landlock version -> all rights over files that it knows."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,9 +38,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     channel, given = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(channel, "rb", closefd=False) as requests:
-        order = json.loads(requests.readline())
+        order = json.loads(requests.read(int.from_bytes(requests.read(8), "big")))
     missing = confine(order)
-    os.write(channel, json.dumps({"missing": missing}).encode() + b"\n")
+    report = json.dumps({"missing": missing}).encode()
+    os.write(channel, len(report).to_bytes(8, "big") + report)
     os.close(channel)
     if set(missing) - set(order["without"]):
         return
@@ -62,7 +62,8 @@ def main() -> None:
 
 
 def confine(order: dict[str, Any]) -> dict[str, str]:
-    """Gives up every right that the order does not leave; returns the limits that this machine does not enforce."""
+    """Gives up every right that the order does not leave. Returns the limits that this machine does not enforce, and
+    why."""
     missing: dict[str, str] = {}
     if sys.platform != "linux":
         return dict.fromkeys(("memory", "files", "network", "processes"), f"{sys.platform} offers no means")
@@ -85,10 +86,10 @@ def confine(order: dict[str, Any]) -> dict[str, str]:
 
 
 def _private_root(order: dict[str, Any]) -> bool:
-    """Where the machine lets it: a file system that holds what is readable and nothing else, so that no other path can
-    be asked about, and a folder in memory of the size and number of files that it may use.
+    """Changes to a file system that holds the readable paths alone, so that `stat` tells nothing of others, and a
+    folder in memory with the size and number of files that the code may use. Does nothing if the machine forbids it.
 
-    Returns whether this user is now in a namespace of users of its own.
+    Returns whether this process is now in a user namespace of its own.
     """
     uid, gid = os.geteuid(), os.getegid()
     alone = uid != 0
@@ -114,14 +115,14 @@ def _private_root(order: dict[str, Any]) -> bool:
         _mount("tmpfs", folder + folder, "tmpfs", 0, space)
         os.chroot(folder)
         os.chdir("/")
-    except OSError:  # the machine does not let it: Landlock says what can be read, the parent looks at the folder
+    except OSError:  # the machine forbids it: Landlock limits what is read, and the parent watches the folder
         if mounted:
             _libc.umount2(folder.encode(), _MNT_DETACH)
     return alone
 
 
 def _bind(path: str, target: str) -> None:
-    """Shows a file or a folder at another place too."""
+    """Makes a file or a folder visible at a second path."""
     if os.path.isdir(path):
         os.makedirs(target)
     else:
@@ -137,8 +138,11 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _change_user(uid: int, folder: str, alone: bool) -> bool:
-    """Becomes a user of this run alone, who owns the folder. Returns whether the kernel now counts this process's
-    threads apart from all others (`alone`: it does); where it does not, the filter allows none."""
+    """Becomes a user that no other process has, and the owner of the folder.
+
+    Returns whether the kernel counts the threads of this process apart from all others, as it does in a user namespace
+    (`alone`). If it does not, the filter allows no threads.
+    """
     if os.geteuid() != 0:
         alone = alone or _libc.unshare(_CLONE_NEWUSER) == 0  # the same user in a namespace of its own
         _keep_capabilities(0)
@@ -149,7 +153,7 @@ def _change_user(uid: int, folder: str, alone: bool) -> bool:
         os.chown(folder, uid, uid)
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    except OSError:  # a root that may not change who it is
+    except OSError:  # root without the right to become another user
         os.chown(folder, os.getuid(), -1)
         _keep_capabilities(_READ_ANYWHERE)
         return False
@@ -158,15 +162,14 @@ def _change_user(uid: int, folder: str, alone: bool) -> bool:
 
 
 def _keep_capabilities(kept: int) -> None:
-    """Drops every capability but these; all of them where even these are not there to keep."""
-    header, number = struct.pack("=Ii", _CAPABILITIES_3, 0), _CAPSET.get(os.uname().machine)
-    for mask in (kept, 0) if number else ():  # without a number there is no filter either, and that is refused
-        if _libc.syscall(number, header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
+    """Drops all capabilities but `kept`, and those too if this process does not have them."""
+    for mask in (kept, 0):
+        if _libc.capset(struct.pack("=Ii", _CAPABILITIES_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
             return
 
 
 def _landlock(readable: list[str], folder: str) -> str:
-    """Opens `readable` for reading, `folder` and /dev/null for writing too, and nothing else; returns what is wrong."""
+    """Allows reading `readable`, and reading and writing `folder` and /dev/null, nothing else. Returns what failed."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return f"Landlock is not available ({_error()})"
@@ -183,7 +186,7 @@ def _landlock(readable: list[str], folder: str) -> str:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # what is not there needs no grant
+            continue  # a path that does not exist needs no grant
         if not os.path.isdir(path):
             rights &= _READ_FILE | write
         rule = struct.pack("=Qi", rights & files, descriptor)
@@ -197,7 +200,7 @@ def _landlock(readable: list[str], folder: str) -> str:
 
 
 def _seccomp(instructions: bytes) -> str:
-    """Installs the filter; returns what is wrong."""
+    """Installs the filter. Returns what failed."""
     held = ctypes.create_string_buffer(instructions, len(instructions))
     fprog = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(held))
     if _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(fprog), 0, 0) != 0:

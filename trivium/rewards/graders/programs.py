@@ -1,7 +1,7 @@
 """Scores programs: the share of at most ten tests that a program passes, run in the sandbox.
 
-A program's output is compared outside its process, where it cannot know what is expected of it: here, or, for an
-`assert` that is not of the form `call == literal`, by a judge in a sandbox of its own (`sandbox_judge.py`).
+A program does not learn what is expected of it: its output is compared outside its process. This process compares it;
+an `assert` that is not of the form `call == literal` is evaluated in a second sandbox (`sandbox/asserts.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from trivium.rewards.sandbox import Check, Ran, Sandbox
 
 MAX_TESTS = 10
 _CLOSE = 1e-6
-"""Numbers with a fraction are equal within this relative difference."""
+"""The relative difference up to which numbers with a fraction are equal."""
 _LARGEST = 1e300
-"""Whole numbers beyond it are no floats."""
+"""Whole numbers beyond it may not fit a float, so they are compared exactly."""
 
 _WALLS = 4
-"""All tests of a program together may take so many times the limit of one: 120 s by default, less than the deadline of
+"""The time of all tests of a program together, in time limits of one test: 120 s by default, less than the deadline of
 a reward."""
 
 
 class Test(NamedTuple):
-    """The input of a program, and whether it passed; or an assert that is judged beside it."""
+    """A test of a program: its input and check, or an `assert` (`statement`); `passed` reads the outcome."""
 
     stdin: str
     check: Check | None
@@ -43,12 +43,12 @@ class Test(NamedTuple):
 def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     """The share of the first ten tests that the completion's program passes.
 
-    A test whose result cannot be run, read or compared is not passed. Tests that are left when its time is up are not
-    passed either.
+    A test fails if it cannot be run, if its result cannot be read or compared, or if the program's time is over before
+    it begins.
 
-    `tests`, or JSON text of it: `{inputs, outputs}` of a script; with `fn_name` the arguments and results of a function
-    (or of a method of `Solution`); a list of `assert` statements, or `{assert_case: that list}`. Raises DataError for
-    anything else.
+    `tests` (or JSON text of it) is `{inputs, outputs}` of a script; the same with `fn_name` for the arguments and
+    results of a function or a method of `Solution`; a list of `assert` statements, or `{assert_case: that list}`.
+    Raises DataError for anything else.
     """
     code = program_of(completion)
     known = read_tests(tests)[:MAX_TESTS]
@@ -66,18 +66,18 @@ def _passed(test: Test, ran: Ran) -> bool:
     try:
         return test.passed(ran)
     except (ValueError, ArithmeticError, RecursionError):
-        return False  # a number too large for a float, or for a text
+        return False  # a number too large for a float or for text
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block, a Python one where there is one; the whole text where there is none."""
+    """The last fenced block of Python, else the last fenced block, else the whole text."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)(?:```|\Z)", completion, re.DOTALL)
     python = [code for language, code in blocks if language.strip().lower() in ("python", "python3", "py")]
     return (python or [code for _, code in blocks] or [completion])[-1]
 
 
 def read_tests(tests: object) -> list[Test]:
-    """The tests that a ground truth describes; see `program_score`."""
+    """The tests of a ground truth, in a form that `program_score` lists. Raises DataError."""
     parsed = _parsed(tests)
     if isinstance(parsed, Mapping) and parsed.get("assert_case") is not None:
         parsed = parsed["assert_case"]
@@ -120,7 +120,7 @@ def _script_test(given: str | Iterable[object], wanted: str | Iterable[object]) 
 
 
 def _function_test(name: str, given: str | Iterable[object], wanted: object) -> Test:
-    """A function, or a method of `Solution`. Lines of JSON, or the values themselves."""
+    """A function, or a method of `Solution`; its arguments are lines of JSON or values."""
     if not name.isidentifier():
         raise DataError("`fn_name`, the name of a function", repr(name), "fix the ground truth")
     arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else _plain(list(given))
@@ -136,7 +136,7 @@ def _function_test(name: str, given: str | Iterable[object], wanted: object) -> 
 
 
 def _assert_test(statement: str) -> Test:
-    """An `assert`. `call == literal` is compared here, all others in a process that only calls the program's."""
+    """An `assert`. `call == literal` is compared in this process, any other in a second sandbox."""
     try:
         tree = ast.parse(statement)
     except SyntaxError as error:
@@ -152,7 +152,8 @@ def _assert_test(statement: str) -> Test:
 
 
 def _is_call(expression: ast.expr) -> bool:
-    """Whether it calls what a program defines; another expression, such as `f(1) > 2`, could be made true in there."""
+    """Whether an expression calls what a program defines. The program could make another one true, such as
+    `f(1) > 2`."""
     match expression:
         case ast.Call(func=ast.Name(id=name)):
             return not hasattr(builtins, name)
@@ -165,18 +166,18 @@ def _is_call(expression: ast.expr) -> bool:
 
 
 class _Nothing:
-    """Equal to no value of a test."""
+    """Stands for a result that equals no expected value."""
 
 
 def _value(ran: Ran, wanted: object) -> object:
-    """The program's result; `_Nothing` where there is none, or none that is written like what is wanted."""
+    """The program's result. Returns `_Nothing` if there is none, or if its text is no literal."""
     if ran.given is None:
         return _Nothing
     written = repr(wanted)
     if ran.given == written:
         return wanted
     if len(ran.given) > 4 * len(written) + 1000:
-        return _Nothing  # too long to be right: it is not parsed
+        return _Nothing  # too long to be right, and too long to parse
     literal = _literal(ran.given)
     return _Nothing if literal is None else literal[0]
 
@@ -189,7 +190,7 @@ def _literal(text: str) -> tuple[Any] | None:
 
 
 def _same(value: object, wanted: object) -> bool:
-    """Whether two results are equal as JSON: tuples are lists, keys are text, fractions are close."""
+    """Whether two results are equal as JSON: tuples are lists, keys are text, numbers with a fraction are close."""
     if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
         return len(value) == len(wanted) and all(map(_same, value, wanted))
     if isinstance(value, dict) and isinstance(wanted, dict):
@@ -207,7 +208,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def _same_text(output: str, wanted: str) -> bool:
-    """Whether two outputs are equal, word by word; white space does not count, fractions may be close."""
+    """Whether two outputs have equal words. White space does not count, and numbers with a fraction may be close."""
     ours, theirs = output.split(), wanted.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
@@ -216,7 +217,7 @@ def _same_word(output: str, wanted: str) -> bool:
     if output == wanted:
         return True
     if not any(mark in word for word in (output, wanted) for mark in ".eE"):
-        return False  # whole numbers and words are equal or not
+        return False  # whole numbers and words are compared exactly
     try:
         return _close(float(output), float(wanted))
     except ValueError:
@@ -228,7 +229,7 @@ def _lines(text: str | Iterable[object]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Arrays of numpy's, in which tables keep lists, as lists."""
+    """A value with lists for numpy arrays, as which Parquet tables hold them."""
     tolist = getattr(value, "tolist", None)
     if tolist is not None:
         value = tolist()

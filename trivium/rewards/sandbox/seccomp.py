@@ -1,7 +1,7 @@
-"""A seccomp filter: which system calls untrusted code may make. Everything that is not listed is refused.
+"""The seccomp filter of untrusted code: it allows the system calls that are listed here and refuses all others.
 
-What is missing from the list is what counts: no network, no other process, no signal to one, no change of limits,
-identities, modes or mounts, no kernel objects that outlive the process or escape its memory limit.
+The list has no call that reaches the network, starts another process or sends it a signal, changes limits, identities,
+modes or mounts, or makes kernel objects that outlive the process or escape its memory limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> its column in the tables below, and what the kernel calls it (linux/audit.h)."""
+"""Machine -> its column in the tables below, and its number in linux/audit.h."""
 
 _CLONE_THREAD = 0x00010000
 _RLIMIT_STACK = 3
@@ -45,7 +45,8 @@ readlinkat 267 78; faccessat 269 48; pselect6 270 72; ppoll 271 73; set_robust_l
 eventfd2 290 19; epoll_create1 291 20; dup3 292 24; pipe2 293 59; renameat2 316 276; getrandom 318 278;
 membarrier 324 283; statx 332 291; rseq 334 293; close_range 436 436; faccessat2 439 439
 """
-"""Name, x86_64, aarch64. Where these lead is limited by Landlock, how much they use by resource limits."""
+"""Name, number on x86_64, number on aarch64. Landlock limits which files these reach, resource limits how much they
+use."""
 
 _CLONE, _CLONE3, _IOCTL, _PRCTL, _PRLIMIT64 = (56, 220), (435, 435), (16, 29), (157, 167), (302, 261)
 _FCNTL, _SOCKETPAIR, _SENDTO = (72, 25), (53, 199), (44, 206)
@@ -53,14 +54,14 @@ _FCNTL, _SOCKETPAIR, _SENDTO = (72, 25), (53, 199), (44, 206)
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-"""Where struct seccomp_data holds them."""
+"""Offsets in struct seccomp_data."""
 _X32 = 0x40000000
-"""x86_64 offers every call a second time from here on."""
+"""x86_64 has every call a second time, from this number on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a system call, looked at through a mask, has this value. Halves of 32 bits: 0 low, 1 high."""
+    """Holds if half of an argument of a system call (0: the low 32 bits, 1: the high ones), masked, equals `value`."""
 
     number: int
     value: int
@@ -69,7 +70,7 @@ class Argument:
 
 
 Condition = Sequence[Argument]
-"""All of them."""
+"""Holds if all its arguments hold."""
 
 
 def known(machine: str = "") -> bool:
@@ -78,7 +79,7 @@ def known(machine: str = "") -> bool:
 
 
 def confinement(threads: bool, machine: str = "") -> bytes:
-    """The filter, as an array of struct sock_filter. Without `threads` not even a thread can be started."""
+    """The filter, as an array of struct sock_filter. `threads` allows the code to start threads."""
     column, architecture = _ARCHITECTURES[machine or platform.machine()]
     rules: dict[int, Sequence[Condition]] = {}
     for line in _FREE.replace("\n", " ").split(";"):
@@ -93,10 +94,10 @@ def confinement(threads: bool, machine: str = "") -> bytes:
     rules[_PRCTL[column]] = [(Argument(0, _PR_SET_NAME),)]
     own = Argument(0, 0)
     rules[_PRLIMIT64[column]] = [
-        (own, Argument(2, 0), Argument(2, 0, half=1)),  # only asks
+        (own, Argument(2, 0), Argument(2, 0, half=1)),  # reads a limit, sets none
         (own, Argument(1, _RLIMIT_STACK)),
     ]
-    # What asyncio wakes itself up with. Nothing else makes a socket, and data cannot be sent to an address.
+    # asyncio wakes itself up with a socket pair. No other call makes a socket, and none sends data to an address.
     rules[_SOCKETPAIR[column]] = [(Argument(0, socket.AF_UNIX), Argument(1, socket.SOCK_STREAM, mask=0xF))]
     rules[_SENDTO[column]] = [(Argument(4, 0), Argument(4, 0, half=1))]
     if threads:
@@ -107,9 +108,10 @@ def confinement(threads: bool, machine: str = "") -> bytes:
 def program(
     architecture: int, rules: Mapping[int, Sequence[Condition]], errors: Mapping[int, int], otherwise: int
 ) -> bytes:
-    """Allows a call whose rule has a condition that holds, answers some with an errno, and the rest with `otherwise`.
+    """A filter that allows a call if a condition of its rule holds, and answers EPERM if none does.
 
-    A rule whose conditions all fail answers EPERM. Calls of another architecture kill the process.
+    Calls in `errors` answer with that errno, calls without a rule with `otherwise`. Calls of another architecture kill
+    the process.
     """
     body = [
         _instruction(_LOAD, _ARCHITECTURE),

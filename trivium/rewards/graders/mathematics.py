@@ -1,7 +1,8 @@
-"""Whether a final answer in mathematics is the right one, by how it is written: nothing is computed.
+"""Compares final answers in mathematics by how they are written. Nothing is computed.
 
-Two sets of rules, as published results use them: that of the MATH benchmark (Hendrycks et al. 2021), which reads a
-`\\boxed{}`, and that of Minerva (Lewkowycz et al. 2022, appendix D.1), which DAPO applies to the line after `Answer:`.
+There are two sets of rules, as published results use them: those of the MATH benchmark (Hendrycks et al. 2021), which
+read a `\\boxed{}`, and those of Minerva (Lewkowycz et al. 2022, appendix D.1), which DAPO applies to the line after
+`Answer:`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 _ANSWER_TAIL, _BOX_TAIL = 300, 100
 """Characters at the end of a completion in which DAPO's graders look for the answer, and for the box alone."""
 NO_ANSWER = "[INVALID]"
-"""The prediction of DAPO's grader where there is no answer."""
+"""The prediction of DAPO's grader for a text without an answer."""
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` or `\\boxed x`, or else `\\fbox{...}`, holds; None where there is none that ends."""
+    """The content of the last `\\boxed{...}` or `\\boxed x`, or else `\\fbox{...}`. None if no box is closed."""
     start = text.rfind("\\boxed")
     start = text.rfind("\\fbox") if start < 0 else start
     if start < 0:
@@ -33,14 +34,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str:
-    """What a completion without a box states last: the text after its last `answer is`, `=` or the like, to the end of
-    the sentence (PRIME, Cui et al. 2025)."""
+    """The last answer that a completion without a box states: the text after its last `answer is`, `=` or the like, to
+    the end of the sentence (PRIME, Cui et al. 2025)."""
     last = re.split(r"(?i)\banswers?\b\s*(?:is|are|:)|\b(?:be|is|are|get)\s|=|:\s", text.strip())[-1]
     return last.split(". ")[0].strip().rstrip(".").strip("$ ")
 
 
 def math_boxed(text: str, answer: str) -> bool:
-    """Whether the last box holds the answer, written this way or another (MATH)."""
+    """Whether the last box holds the answer by the rules of MATH."""
     boxed = last_boxed(text)
     return boxed is not None and same_math(boxed, answer)
 
@@ -51,9 +52,9 @@ def same_math(a: str, b: str) -> bool:
 
 
 def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, Any]:
-    """`score` 1 or -1, `acc` whether it is right, `pred` the prediction: the last `Answer:` line, or else the last box.
+    """`score` 1 or -1, `acc` whether the prediction is right, `pred` the last `Answer:` line, or else the last box.
 
-    `strict_box` reads the last box alone, and compares it to the letter; without one `pred` is None.
+    `strict_box` reads the last box alone and compares it as it is written; `pred` is None without a box.
     """
     pred = last_boxed(text[-_BOX_TAIL:]) if strict_box else _minerva(_answer_line(text[-_ANSWER_TAIL:]))
     right = pred != NO_ANSWER and pred == (answer if strict_box else _minerva(answer))
@@ -71,11 +72,11 @@ def _answer_line(text: str) -> str:
 # --------------------------------------------------------------------------- MATH
 
 _MARKUP = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
-"""Markup without a value; the first tuple is removed ahead of everything else."""
+"""Markup without meaning. The first tuple is removed before all other steps."""
 
 
 def _math(text: str) -> str:
-    """The answer without what does not matter, by the rules of MATH in their order."""
+    """The normal form of an answer, by the rules of MATH in their order."""
     for removed in _MARKUP[0]:
         text = text.replace(removed, "")
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
@@ -160,7 +161,7 @@ _REMOVED = (
 
 
 def _minerva(text: str) -> str:
-    """The answer without what does not matter, by Minerva's rules in their order."""
+    """The normal form of an answer, by Minerva's rules in their order."""
     text = text.rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)

@@ -1,9 +1,9 @@
-"""Whether code needs the main thread: it handles signals, or asks whether it runs there.
+"""Detects that code needs the main thread: it handles signals, or asks whether it runs there.
 
-Python lets the main thread alone set a signal handler. In another one `signal.signal` raises ValueError, which many
-graders catch together with everything else (math-verify then gives 0), and the timer of `signal.alarm` would fire in
-the main thread, in code that knows nothing of it. Inside `main_thread_wanted` such a call ends the code, as far as it
-does not catch even that, and is recorded.
+Python lets only the main thread set a signal handler. In another thread `signal.signal` raises ValueError, which many
+graders catch with everything else (math-verify then gives 0), and the timer of `signal.alarm` would fire in unrelated
+code of the main thread. Inside `main_thread_wanted` such a call is recorded and ends the code, unless the code catches
+BaseException.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from typing import Any
 from trivium.errors import user_place
 
 _NAMES = ("signal", "alarm", "setitimer", "set_wakeup_fd")
-"""The functions of `signal` that are for the main thread alone."""
+"""The functions of `signal` that only the main thread may call."""
 
 _calls: ContextVar[list[str] | None] = ContextVar("main_thread_wanted", default=None)
 _main_thread = threading.main_thread
 
 
 class MainThreadWanted(BaseException):
-    """Code outside the main thread called what is for the main thread alone. No Exception: graders catch those."""
+    """Code outside the main thread called what only the main thread may call. Not an Exception: graders catch those."""
 
 
 @contextmanager
 def main_thread_wanted() -> Generator[list[str]]:
-    """The functions for the main thread alone that the block, and the threads that run in its context, called outside
-    of it. The calls raise MainThreadWanted and have no effect."""
+    """Records calls that only the main thread may make, by the block or by threads in its context, outside that thread.
+
+    Each raises MainThreadWanted and has no other effect.
+    """
     calls: list[str] = []
     token = _calls.set(calls)
     try:
@@ -43,7 +45,6 @@ def main_thread_wanted() -> Generator[list[str]]:
 
 
 def _refuse(name: str) -> None:
-    """Records the call and raises, outside the main thread and inside `main_thread_wanted`."""
     calls = _calls.get()
     if calls is not None and threading.current_thread() is not _main_thread():
         calls.append(name)
@@ -60,7 +61,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.wraps(_main_thread)
-def _asked_for_main_thread() -> threading.Thread:
+def _checked_main_thread() -> threading.Thread:
     if _calls.get() is not None:
         caller = sys._getframe(1)
         if user_place([(caller.f_code.co_filename, caller.f_lineno, "")]):  # libraries ask for other reasons as well
@@ -68,8 +69,8 @@ def _asked_for_main_thread() -> threading.Thread:
     return _main_thread()
 
 
-def _watch() -> None:
-    """Puts the checks in front of these functions. Outside of `main_thread_wanted` they change nothing."""
+def _install_checks() -> None:
+    """Puts a check in front of these functions. Outside `main_thread_wanted` it changes nothing."""
     own = sys.modules["_signal"]  # signal.signal calls this one's, also where a module imported it by name
     for name in _NAMES:
         function = getattr(own, name, None)
@@ -78,7 +79,7 @@ def _watch() -> None:
             if getattr(signal, name) is function:
                 setattr(signal, name, checked)
             setattr(own, name, checked)
-    threading.main_thread = _asked_for_main_thread
+    threading.main_thread = _checked_main_thread
 
 
-_watch()  # before a module of the user's is imported that takes these functions by name
+_install_checks()  # before a module of the user's takes these functions by name

@@ -1,4 +1,4 @@
-"""Graders that evaluate the policy's text; they run in the child process of `isolated.py` only."""
+"""Graders of other packages. They compute with what the policy wrote, so they run in `Isolated` processes alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trivium.errors import DataError
 
 
 def math_verify(completion: str, answer: str) -> float:
-    """1.0 where math-verify finds the completion's expression equal to the answer.
+    """1.0 if math-verify finds the completion's expression equal to the answer, else 0.0.
 
     The answer is LaTeX or plain mathematics, boxed or not. The package's own time limits are off: the process has one.
     """

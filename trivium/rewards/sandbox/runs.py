@@ -1,13 +1,14 @@
-"""Runs untrusted Python code in a process of its own that has no network, no other processes, and no files.
+"""Runs untrusted Python code in a child process without network, other processes or files of this machine.
 
-The kernel enforces the limits (`sandbox_main.py` says how: resource limits, Landlock, a seccomp filter, another user);
-this side enforces the deadline and the disk quota. On a machine that cannot enforce one of them nothing runs at all,
-unless `without` names it.
+The kernel enforces the limits (`confine.py` sets them: resource limits, Landlock, a seccomp filter, another user); this
+side enforces the deadline and the disk quota. A machine that cannot enforce one of them runs no program, unless
+`without` names it.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import socket
@@ -22,28 +23,28 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from trivium.errors import ConfigError, RewardError
-from trivium.rewards.child import Child
-from trivium.rewards.seccomp import confinement, known
+from trivium.rewards.isolated.child import Child, spawn
+from trivium.rewards.sandbox.seccomp import confinement, known
 
 _START_S = 60.0
-"""Longest wait for a process to start and to confine itself, which does not count as time of a run."""
+"""How long a process may take to start and to confine itself; a run's time begins afterwards."""
 _LOOK_S = 0.02
 """How often the deadline and the disk are checked."""
 _SHOWN = 1 << 20
-"""Bytes of its errors and of its answer that are read."""
+"""Bytes that are read of a program's errors and of its answer."""
 _ENTRIES = 1000
-"""Files and folders that it may make."""
-_MOST_IDS = 1 << 31
+"""Files and folders that a program may make."""
+_MAX_IDS = 1 << 31
 _RUNNING = threading.BoundedSemaphore(os.cpu_count() or 1)
-"""As many runs at a time as there are processors; waiting for one to end does not count as time of a run."""
+"""Limits concurrent runs to the number of processors. A run's time does not include the wait for its turn."""
 _numbers = count()
-_PROGRAM = ("-s", "-P", "-S", "-B", str(Path(__file__).with_name("sandbox_main.py")))
-_JUDGE = Path(__file__).with_name("sandbox_judge.py").read_text(encoding="utf-8")
-_SERVES = "exec(_judge, _judge := {'__name__': 'judge'})\n_judge['Channel'](_end).serve(globals())"
-"""What the program's process does for the judge, by names that no program has."""
+_CONFINE = ("-s", "-P", "-S", "-B", str(Path(__file__).with_name("confine.py")))
+_ASSERTS = Path(__file__).with_name("asserts.py").read_text(encoding="utf-8")
+_SERVE = "exec(_asserts, _asserts := {'__name__': 'asserts'})\n_asserts['serve'](_end, globals())"
+"""Runs after the program, in its process, under names that no program uses."""
 LIMITS = ("memory", "files", "network", "processes")
 """What a machine may be unable to enforce."""
 
@@ -54,13 +55,13 @@ class Limits:
 
     cpu_s: int = 10
     wall_s: float = 30.0
-    """From the moment when the process has confined itself and its code begins."""
+    """Seconds from the moment when the process has confined itself and its code begins."""
     memory: int = 1 << 30
-    """Bytes of address space, the interpreter's own included."""
+    """Bytes of address space, the interpreter included."""
     file_size: int = 16 << 20
-    """Bytes of one file; of what it prints, too."""
+    """Bytes of one file, and of the output."""
     disk: int = 64 << 20
-    """Bytes of all its files; looked at every 20 ms."""
+    """Bytes of all files together, checked every 20 ms."""
     open_files: int = 32
     threads: int = 32
 
@@ -74,36 +75,14 @@ class Ran:
     stdout: str
     stderr: str
     given: str | None
-    """Its answer to the check: the value's `repr`, if the program is honest; None where it did not get that far."""
+    """The answer to the check: the value's `repr`, if the program is honest. None if the program did not reach it."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that it took, without those that it waited for other runs and for its process to start."""
-
-
-class _Process(NamedTuple):
-    """A process of the sandbox."""
-
-    child: Child
-    order: bytes
-    """What it is sent to begin."""
-    folder: str
-    given: IO[bytes]
-    out: IO[bytes]
-    err: IO[bytes]
-
-
-class _Running(NamedTuple):
-    """A process whose code runs, or that ended before."""
-
-    process: _Process
-    report: Mapping[str, Any] | None
-    """What it reported of its limits; None: it ended before."""
-    at: float
-    """When its code began."""
+    """Seconds of the run, without the wait for its turn and for its process to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is evaluated once the code has run: statements, then an expression over its names."""
+    """What is evaluated after the code: statements, then an expression over its names."""
 
     expression: str = "None"
     statements: str = ""
@@ -111,10 +90,31 @@ class Check:
     """JSON values that the expression may use."""
 
 
+@dataclass
+class _Program:
+    """A process of the sandbox, its folder and its files."""
+
+    child: Child
+    order: Mapping[str, Any]
+    folder: str
+    given: IO[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
+    report: Mapping[str, Any] | None = None
+    """What it reported of its limits. None if it ended before."""
+    began: float = 0.0
+
+    def begin(self) -> None:
+        """Has the process confine itself. It reports just before its code begins."""
+        self.child.send(json.dumps(self.order).encode())
+        report = self.child.receive()
+        self.report, self.began = None if report is None else json.loads(report), time.monotonic()
+
+
 class Sandbox:
     """Runs code under limits. Any number of threads may call it at the same time; each run is a process of its own.
 
-    Raises ConfigError where this machine cannot enforce a limit that is not among `without`.
+    Raises ConfigError if this machine cannot enforce a limit that is not among `without`.
     """
 
     def __init__(self, limits: Limits | None = None, without: Collection[str] = ()) -> None:
@@ -130,41 +130,44 @@ class Sandbox:
     def run(self, code: str, stdin: str = "", check: Check | None = None) -> Ran:
         """Runs the code as a script, then evaluates `check` in it.
 
-        Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
+        Raises ConfigError if a limit is not enforced, RewardError if the sandbox itself failed.
         """
-        with _RUNNING, self._started(code, check, stdin) as process:
-            running = _begin(process)
-            return self._outcome(running, self._watched(running))
+        with _RUNNING, self._started(code, check, stdin) as program:
+            program.begin()
+            return self._outcome(program, self._watched(program))
 
     def judge(self, code: str, statement: str) -> Ran:
-        """Whether an `assert` about the code holds: `given` is "True". It is evaluated in a process of its own, which
-        only calls what the code defines (`sandbox_judge.py`); both are under the limits. Raises like `run`."""
+        """Evaluates an `assert` about the code; `given` is "True" if it holds. Raises like `run`.
+
+        The assert runs in a second process, which calls what the code defines in the first (`asserts.py`). Both are
+        under the limits.
+        """
         ours, theirs = socket.socketpair()
         with _RUNNING, ours, theirs, ExitStack() as processes:
-            serves = Check("None", _SERVES, {"_judge": _JUDGE, "_end": theirs.fileno()})
-            judges = Check("judge(_statement, _end)", names={"_statement": statement, "_end": ours.fileno()})
+            serves = Check("None", _SERVE, {"_asserts": _ASSERTS, "_end": theirs.fileno()})
+            judges = Check("holds(_statement, _end)", names={"_statement": statement, "_end": ours.fileno()})
             program = processes.enter_context(self._started(code, serves, descriptor=theirs.fileno()))
-            judging = processes.enter_context(self._started(_JUDGE, judges, descriptor=ours.fileno()))
+            judge = processes.enter_context(self._started(_ASSERTS, judges, descriptor=ours.fileno()))
             ours.close()
-            theirs.close()  # each has its own end: it sees when the other one is gone
-            waits = _begin(judging)
-            serving = _begin(program)  # last: from here on it is watched
-            running = waits._replace(at=serving.at)
-            ran = self._outcome(running, self._watched(running, program))
-            self._outcome(serving, "done")
+            theirs.close()  # each process has its own end, and notices when the other one ends
+            judge.begin()
+            program.begin()  # last: it is watched from its first line on
+            judge.began = program.began
+            ran = self._outcome(judge, self._watched(judge, program))
+            self._outcome(program, "done")
             return ran
 
     @contextmanager
     def _started(
         self, code: str, check: Check | None, stdin: str = "", descriptor: int | None = None
-    ) -> Iterator[_Process]:
-        """A process that is to run the code and then the check, gone after the block. It inherits `descriptor` too."""
+    ) -> Iterator[_Program]:
+        """A process for the code and the check, which inherits `descriptor`. It ends with the block."""
         with _folder() as folder, ExitStack() as files:
             given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             source.write(stdin.encode("utf-8", "surrogatepass"))
             source.seek(0)
-            child = Child(
-                _PROGRAM,
+            child = spawn(
+                _CONFINE,
                 str(given.fileno()),
                 env=_environment(folder),
                 cwd="/",
@@ -175,17 +178,17 @@ class Sandbox:
                 timeout_s=_START_S,
             )
             try:
-                yield _Process(child, child.encode(self._order(code, check, folder)), folder, given, out, err)
+                yield _Program(child, self._order(code, check, folder), folder, given, out, err)
             finally:
                 child.end()
 
-    def _outcome(self, running: _Running, end: str) -> Ran:
-        """What came of a process that ended so, or is ended now. Raises unless it had confined itself."""
-        took, process = time.monotonic() - running.at, running.process
-        process.child.end()
-        out, err = _text(process.out, self.limits.file_size), _text(process.err, _SHOWN)
-        ran = Ran(end, out, err, _text(process.given, _SHOWN) or None, took)
-        self._confined(running.report, ran)
+    def _outcome(self, program: _Program, end: str) -> Ran:
+        """The outcome of a process that ended in this way, or is ended now. Raises unless it had confined itself."""
+        took = time.monotonic() - program.began
+        program.child.end()
+        out, err = _text(program.out, self.limits.file_size), _text(program.err, _SHOWN)
+        ran = Ran(end, out, err, _text(program.given, _SHOWN) or None, took)
+        self._check_confined(program.report, ran)
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
@@ -215,23 +218,24 @@ class Sandbox:
             },
         }
 
-    def _watched(self, running: _Running, *others: _Process) -> str:
-        """Waits for the end of a process, or kills it when it, or one of the others, is at a limit that this side
-        enforces; returns how it ended (`Ran.end`)."""
-        process, deadline = running.process, running.at + self.limits.wall_s
-        while (code := process.child.wait(_LOOK_S)) is None:
-            full = any(self._full(each.folder) for each in (process, *others))
+    def _watched(self, program: _Program, *others: _Program) -> str:
+        """Waits for the end of a process, and returns how it ended (`Ran.end`). Kills it at its deadline, or if its
+        files or those of the others take too much."""
+        deadline = program.began + self.limits.wall_s
+        while (code := program.child.wait(_LOOK_S)) is None:
+            full = any(self._is_full(each.folder) for each in (program, *others))
             stopped = "wall" if time.monotonic() > deadline else "disk" if full else ""
             if stopped:
-                process.child.kill()
+                program.child.kill()
                 return stopped
         return {0: "done", -signal.SIGXCPU: "cpu", -signal.SIGKILL: "killed"}.get(code, "error")
 
-    def _full(self, folder: str) -> bool:
-        """Whether its files take too much; also where that cannot be seen: a folder closed, or too deep for a path."""
+    def _is_full(self, folder: str) -> bool:
+        """Whether the files in a folder take too much. A folder that cannot be read (closed, or too deep for a path)
+        counts as full."""
         size = 0
         try:
-            for entries, each in enumerate(_entries(folder), 1):
+            for entries, each in enumerate(_sizes(folder), 1):
                 size += each
                 if entries > _ENTRIES or size > self.limits.disk:
                     return True
@@ -239,7 +243,7 @@ class Sandbox:
             return True
         return False
 
-    def _confined(self, report: Mapping[str, Any] | None, ran: Ran) -> None:
+    def _check_confined(self, report: Mapping[str, Any] | None, ran: Ran) -> None:
         """Raises unless the process reported that the limits hold."""
         if report is None:
             raise RewardError(
@@ -257,15 +261,9 @@ class Sandbox:
             )
 
 
-def _begin(process: _Process) -> _Running:
-    """Has a process begin, and returns when its code does: it reports just before."""
-    process.child.send(process.order)
-    return _Running(process, process.child.receive(), time.monotonic())
-
-
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of this process but where the interpreter's libraries are found when it starts: no keys. One thread for
-    arithmetic, and hashes that do not differ between runs."""
+    """The environment of a program. Of this process it holds the path of the interpreter's libraries alone: no keys.
+    Arithmetic uses one thread, and hashes do not differ between runs."""
     path = os.environ.get("LD_LIBRARY_PATH")
     libraries = {"LD_LIBRARY_PATH": ":".join(map(os.path.abspath, path.split(":")))} if path else {}
     return libraries | {
@@ -286,27 +284,27 @@ def _packages() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Where the interpreter, its libraries and the installed packages lie. LD_LIBRARY_PATH is none of it: what it names
-    may be anything, and the interpreter's own library is loaded before the limits hold."""
+    """The folders of the interpreter, its libraries and the installed packages. Not LD_LIBRARY_PATH, which may name any
+    folder: the interpreter's own library is loaded before the limits hold."""
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero"]
     return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system})
 
 
 def _unused_uid() -> int:
-    """A user id that is in use by no account of this machine and no other run."""
+    """A user id that no account of this machine and no other run uses."""
     number = next(_numbers) % 64
     try:
         ids = sum(int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
     except OSError:
-        ids = _MOST_IDS  # no namespaces of users here
-    if ids > _MOST_IDS:
+        ids = _MAX_IDS  # a kernel without user namespaces
+    if ids > _MAX_IDS:
         return 0x70000000 + os.getpid() % (1 << 22) * 64 + number
     return max(1, ids - 2 - (os.getpid() * 64 + number) % 4096)
 
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """An empty folder, gone afterwards whatever was done to it."""
+    """An empty folder, which is removed afterwards whatever a program did to it."""
     folder = tempfile.mkdtemp(prefix="trivium-sandbox-")
     try:
         yield folder
@@ -315,10 +313,10 @@ def _folder() -> Iterator[str]:
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder, however deep and however closed: each folder in it is moved up to its top before it is looked
-    into, so that no path grows long."""
+    """Removes a folder of any depth and any mode. Each folder in it is moved to the top before its content is listed,
+    so that no path grows long."""
     folders = [folder]
-    for each in folders:  # which grows meanwhile
+    for each in folders:  # the loop appends to it
         os.chmod(each, 0o700)
         with os.scandir(each) as iterator:
             entries = list(iterator)
@@ -333,22 +331,19 @@ def _remove(folder: str) -> None:
         os.rmdir(each)
 
 
-def _entries(folder: str) -> Iterator[int]:
-    """The bytes that each file or folder takes on the disk. Raises OSError where one cannot be looked into."""
+def _sizes(folder: str) -> Iterator[int]:
+    """The bytes on the disk of each file and folder below a folder. Raises OSError for one that cannot be read."""
     folders = [folder]
     while folders:
-        try:
-            with os.scandir(folders.pop()) as iterator:
-                for entry in iterator:
-                    with suppress(FileNotFoundError):  # it was there a moment ago
-                        yield entry.stat(follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
-        except FileNotFoundError:
-            continue
+        with suppress(FileNotFoundError), os.scandir(folders.pop()) as iterator:  # the program removes files meanwhile
+            for entry in iterator:
+                with suppress(FileNotFoundError):
+                    yield entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
 
 
 def _text(file: IO[bytes], limit: int) -> str:
-    """What was written to it, up to so many bytes."""
+    """The first `limit` bytes of a file as text."""
     file.seek(0)
     return file.read(limit).decode("utf-8", "replace")

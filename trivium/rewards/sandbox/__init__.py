@@ -1,0 +1,7 @@
+"""One sandbox for untrusted programs: what the policy writes runs here alone."""
+
+from __future__ import annotations
+
+from trivium.rewards.sandbox.runs import Check, Limits, Ran, Sandbox
+
+__all__ = ["Check", "Limits", "Ran", "Sandbox"]
