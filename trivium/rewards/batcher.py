@@ -1,4 +1,4 @@
-"""Single calls that arrive close together, worked on as one batch."""
+"""Batches of calls that arrive close together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class _Queue:
 
 
 class Batcher(Generic[T, R]):
-    """Calls `work` with the items of up to `max_batch` calls, which gives one result for each, in order.
+    """Calls `work` with the items of up to `max_batch` calls. `work` returns one result for each, in order.
 
-    A batch begins when it is full, or `window_s` after its first item; at most `max_concurrent` are worked on at the
-    same time, and what arrives meanwhile waits. An exception of `work` is that of every call in the batch. A call that
-    is cancelled leaves the queue; a batch whose calls were all cancelled is cancelled. Calls from several event loops
-    do not mix.
+    A batch begins when it is full, or `window_s` after its first item. At most `max_concurrent` batches run at the same
+    time; further items wait. An exception of `work` is raised by every call in the batch. A cancelled call leaves the
+    queue, and a batch is cancelled with the last of its calls. A batch holds calls of one event loop.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Batcher(Generic[T, R]):
 
     @property
     def num_waiting(self) -> int:
-        """Items in the queue of this event loop."""
+        """The number of items in the queue of this event loop."""
         return len(self._queue().waiting)
 
     async def __call__(self, item: T) -> R:
@@ -70,7 +69,7 @@ class Batcher(Generic[T, R]):
             task.add_done_callback(lambda task, futures=futures: self._finish(queue, task, futures))
 
     def _next(self, queue: _Queue) -> list[tuple[T, asyncio.Future[R]]]:
-        """The next items whose callers still wait."""
+        """The next items whose callers wait."""
         batch: list[tuple[T, asyncio.Future[R]]] = []
         while queue.waiting and len(batch) < self._max_batch:
             item, future = queue.waiting.popleft()

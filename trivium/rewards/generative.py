@@ -1,4 +1,4 @@
-"""The score that a language model writes: a generative judge behind any endpoint that OpenAI's clients can call."""
+"""Scores that a language model writes: a generative judge behind any endpoint that OpenAI's clients can call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trivium.errors import Problem
 from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression
-from trivium.rewards.over_http import HttpRewardConfig
+from trivium.rewards.remote import HttpRewardConfig
 from trivium.types import Capabilities, Media
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -28,14 +28,14 @@ _THINKING = re.compile(r"(?s)^.*</think>")
 
 
 class UnreadableVerdict(EndpointError):
-    """A judge wrote no score, or one that is not allowed."""
+    """A judge wrote no score, or one out of its range."""
 
 
 class GenerativeJudge:
-    """The number in what a language model writes about the completion; with several samples, their mean or majority.
+    """The number in a language model's verdict on the completion; of several verdicts, their mean or majority.
 
-    A verdict without a readable number is an error of the trajectory, never a score. Requests are retried and bounded
-    as those of `kind: remote`.
+    A verdict without a readable number is an error of the trajectory, never a score. Requests have the retries and
+    bounds of `kind: remote`.
     """
 
     capabilities = Capabilities(remote=True)
@@ -59,26 +59,26 @@ class GenerativeJudge:
         json_key: str | None = changeable(None)
         """The key of the score in the last JSON object that has it, in place of `pattern`."""
         choices: dict[str, float] = changeable({})
-        """The number that each text stands for (`{yes: 1, no: 0}`), upper and lower case alike; empty reads numbers."""
+        """The number that each text stands for (`{yes: 1, no: 0}`), in any case; empty reads numbers."""
         min_score: float = changeable(0.0)
-        """The lowest number that may be written, which becomes 0; a lower one is an error."""
+        """The lowest score, which becomes 0; a lower one is an error."""
         max_score: float = changeable(10.0)
-        """The highest number that may be written, which becomes 1; a higher one is an error."""
+        """The highest score, which becomes 1; a higher one is an error."""
         samples: int = changeable(1, ge=1)
         """Verdicts for each completion, each from a request of its own."""
         aggregate: Literal["mean", "majority"] = changeable("mean")
-        """What several verdicts become: their mean, or the most frequent one (the lowest of equally frequent ones)."""
+        """The score of several verdicts: their mean, or the most frequent one (the lowest of equally frequent ones)."""
         temperature: float = changeable(0.0, ge=0)
-        """Of the judge; 0 is greedy."""
+        """Temperature of the judge; 0 is greedy."""
         max_tokens: int = changeable(512, ge=1)
-        """Longest verdict; one that is cut off is an error."""
+        """Most tokens of a verdict; one that is cut off is an error."""
         seed: int = changeable(0)
-        """Sent with the first sample's request; the next ones get the numbers that follow."""
+        """Seed of the first sample's request; the next requests get the numbers that follow."""
         images: bool = changeable(False)
-        """Sends the prompt's images along, before the text."""
+        """Sends the prompt's images before the text."""
         extra_body: dict[str, Any] = changeable({})
         """Further keys of the request, for example `{chat_template_kwargs: {enable_thinking: false}}` for vLLM; null
-        leaves one out (`{seed: null}`, where an endpoint refuses it)."""
+        leaves a key out (`{seed: null}`, for an endpoint that refuses it)."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
@@ -93,7 +93,7 @@ class GenerativeJudge:
                 yield Problem(f"{where}.max_score", "a range of scores", found, do)
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError where there is no token."""
+        """Raises ConfigError without a token."""
         self._config, self._pattern = config, re.compile(config.pattern)
         self._client = EndpointClient(config, "/chat/completions", what="rewards")
         self._choices = {text.casefold(): number for text, number in config.choices.items()}
@@ -101,7 +101,7 @@ class GenerativeJudge:
         fields = (*_FIELD.findall(config.template), *_FIELD.findall(config.system))
         columns = [name for name in dict.fromkeys(fields) if name not in _OWN_FIELDS]
         names = ("prompt", "completion", "prompt_messages", "prompt_media", *columns)
-        # The judge asks a task for the columns that the template names.
+        # `trivium.rewards.judge` reads the signature, and passes the columns that the template names.
         self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
 
     async def __call__(
@@ -153,7 +153,7 @@ class GenerativeJudge:
         return self._client.error(UnreadableVerdict, url, found, do)
 
     def _score(self, text: str) -> object:
-        """The score as it stands in a verdict. Raises ValueError."""
+        """The score as a verdict writes it. Raises ValueError."""
         if self._config.json_key is not None:
             return _last_under(self._config.json_key, text)
         matches = [*self._pattern.finditer(text)]
@@ -181,7 +181,7 @@ class GenerativeJudge:
 
 
 def _filled(template: str, fields: Mapping[str, Any]) -> str:
-    """The template with its fields, each in one pass: braces in a completion are text."""
+    """The template with its fields, replaced in one pass: braces in a completion are text."""
 
     def text(match: re.Match[str]) -> str:
         value = fields.get(match[1], match[0])

@@ -1,4 +1,4 @@
-"""The reward that a reward model gives."""
+"""Rewards from a reward model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class ModelReward:
     """The score of a reward model for the conversation: the task's prompt and the text of the last turn.
 
-    The completion ends with the end of its turn, whose score counts. One sequence is scored at a time, so a
-    score does not depend on what else is scored.
+    The score is read at the token that ends the turn. One sequence is scored at a time, so a score does not depend on
+    other sequences.
     """
 
     class Config(RewardConfig):
@@ -35,13 +35,13 @@ class ModelReward:
         """Directory of a model that `AutoModelForSequenceClassification` loads, and its tokenizer: what `trivium export
         --role reward` writes; or the `reward/` of a checkpoint, which may read images."""
         stage: str | None = None
-        """In place of a path: the name of an earlier stage of the same run, whose `reward_model` it is."""
+        """In place of a path: the name of the earlier stage of the same run that trains the reward model."""
         heads: dict[str, float] | None = None
-        """Which heads of a reward model with several are the reward, and the weight of each: `{preference: 1.0}`."""
+        """The heads of a reward model that make up the reward, and the weight of each: `{preference: 1.0}`."""
         device: str = "auto"
-        """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+        """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one."""
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """Type of the weights; `auto` is the one they were saved in."""
+        """Type of the weights; `auto` is the type they were saved in."""
         threads: int = Field(default=1, ge=1)
         """CPU threads of a call."""
 
@@ -79,7 +79,7 @@ class ModelReward:
         prompt_messages: Sequence[Mapping[str, str]],
         prompt_media: Sequence[Media] = (),
     ) -> float:
-        """Raises DataError for a conversation that the model was not built for."""
+        """Raises DataError for a conversation that the model does not support."""
         import torch
 
         sequence = self._model.sequence(prompt_messages, prompt_media, completion)
@@ -92,7 +92,7 @@ class _Model(Protocol):
     """A reward model of one of the two formats."""
 
     def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> Any:
-        """The conversation as the reward model was trained on it: prompt, completion, what ends it."""
+        """The conversation in the form of the model's training: prompt, completion, end of the turn."""
         ...
 
     def score(self, sequence: Any) -> float: ...
@@ -123,7 +123,7 @@ class _Classifier:
         if media:
             raise DataError(
                 f"a score of {self._label!r} for a conversation with images",
-                "sequence classifiers read text only, here",
+                "sequence classifiers read text only",
                 "name the `reward/` of a checkpoint whose model reads images, or its stage",
             )
         prompt = self._tokenizer.apply_chat_template(
@@ -148,7 +148,7 @@ class _Classifier:
 
 
 class _Trained:
-    """The `reward/` of a checkpoint, with text and images rendered as it was trained with them."""
+    """The `reward/` of a checkpoint, with text and images rendered as in its training."""
 
     def __init__(self, config: ModelReward.Config, path: Path) -> None:
         import torch
@@ -174,7 +174,7 @@ class _Trained:
 
 
 def _with_media(messages: Sequence[Mapping[str, str]], media: Sequence[Media]) -> list[Message]:
-    """The messages with the media that they mark; those that no message marks belong to the last one of the user."""
+    """The messages with the media that they mark. Media that no message marks belong to the last user message."""
     marked = [message["content"].count(IMAGE) if media else 0 for message in messages]
     if media and not any(marked):
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
@@ -203,12 +203,12 @@ def _is_trained_here(path: Path) -> bool:
 
 
 def _no_reward_model(path: Path) -> str:
-    """Why a directory is no reward model; empty where it is one."""
+    """Why a directory is no reward model; empty if it is one."""
     return "" if _is_trained_here(path) and (path / "config.json").is_file() else _not_a_classifier(path)
 
 
 def _not_a_classifier(path: Path) -> str:
-    """What is wrong with a directory, by its config.json alone; empty where it says that it is a classifier."""
+    """Why a directory is no classifier, by its config.json alone; empty if it is one."""
     if not (path / "config.json").is_file():
         return "no config.json there" if path.is_dir() else "no such directory"
     architectures = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or ["none"]

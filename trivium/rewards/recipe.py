@@ -1,4 +1,4 @@
-"""Rewards by label: which components judge a task, and with which weights, is said by one of its columns."""
+"""Rewards by label: a column of the task selects the components that judge it, and their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trivium.registry import suggest
 
 
 class Recipe:
-    """Rewards chosen by the label of the task. The judge calls the components that the label gives a weight, and
+    """Rewards selected by the label of the task. The judge calls the components to which the label gives a weight, and
     records each under its own name.
     """
 
@@ -24,13 +24,13 @@ class Recipe:
         column: str = "label"
         """The task's column that holds the label."""
         components: tuple[RewardPlugin, ...] = Field(min_length=1)
-        """Rewards of any kind, each with a name of its own; what two labels share is built once."""
+        """Rewards of any kind, each with a name of its own. A component that several labels share is built once."""
         labels: dict[str, dict[str, float]] = Field(min_length=1, json_schema_extra=CHANGEABLE)
-        """Label -> the weight of each component by name: `{math: {exact: 0.9, format: 0.1}, chat: {model: 1.0}}`. What
-        it leaves out, or gives the weight 0, is not called."""
+        """Label -> the weight of each component by name: `{math: {exact: 0.9, format: 0.1}, chat: {model: 1.0}}`. A
+        component without a weight, or with the weight 0, is not called."""
         default: str | None = None
-        """The label whose weights hold for tasks without a label, or with one that is not listed; unset, such a task
-        has no reward, which is an error."""
+        """The label whose weights hold for tasks without a label, or with one that is not listed. If it is unset, such
+        a task is an error."""
 
         @model_validator(mode="after")
         def _fits(self) -> Self:
@@ -72,8 +72,8 @@ class Recipe:
                 yield from component.warnings(run, f"{where}.components[{number}]")
 
         def weights_of(self, columns: Mapping[str, Any]) -> Mapping[str, float]:
-            """The weight of each component for the task with these columns. Raises RewardError for a label that has
-            none."""
+            """The weight of each component for a task with these columns. Raises RewardError for a label without
+            weights."""
             label = columns.get(self.column)
             known = None if label is None else self.labels.get(str(label))
             known = self.labels[self.default] if known is None and self.default is not None else known
@@ -86,13 +86,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One reward, and how much it counts for a task."""
+    """One reward, and the recipe that it belongs to, if any."""
 
     reward: RewardConfig
     recipe: Recipe.Config | None = None
 
     def weight(self, columns: Mapping[str, Any]) -> float | None:
-        """None: it is not called for a task with these columns. Raises RewardError for a label without weights."""
+        """The weight for a task with these columns, or None if the reward is not called. Raises RewardError for a label
+        without weights."""
         if self.recipe is None:
             return self.reward.weight
         weight = self.recipe.weights_of(columns).get(self.reward.label)
@@ -100,7 +101,7 @@ class Part:
 
 
 def parts_of(rewards: Iterable[RewardConfig]) -> list[Part]:
-    """The rewards that are called: those of a config, each recipe's components in its place."""
+    """The rewards of a config, with each recipe replaced by its components."""
     parts: list[Part] = []
     for reward in rewards:
         if isinstance(reward, Recipe.Config):
@@ -113,7 +114,7 @@ def parts_of(rewards: Iterable[RewardConfig]) -> list[Part]:
 def changed(
     rewards: Iterable[RewardConfig], change: Callable[[RewardConfig], RewardConfig]
 ) -> tuple[RewardConfig, ...]:
-    """The rewards of a config with each that is called changed, the components of recipes included."""
+    """The rewards of a config, each changed by `change`, the components of recipes included."""
     return tuple(
         reward.model_copy(update={"components": tuple(map(change, reward.components))})
         if isinstance(reward, Recipe.Config)

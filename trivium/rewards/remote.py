@@ -1,4 +1,4 @@
-"""The reward that a service gives over HTTP."""
+"""Rewards from a service over HTTP."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivium.clients.http import EndpointClient, EndpointError, TokenRefused
+from trivium.clients.http import EndpointClient, EndpointConfig, EndpointError, TokenRefused
 from trivium.clients.hub import ModelPath
 from trivium.concurrency import Threads
-from trivium.config import RunConfig
+from trivium.config import RewardConfig, RunConfig
 from trivium.config.fields import free
 from trivium.errors import DataError, Problem
 from trivium.rewards.batcher import Batcher
-from trivium.rewards.over_http import HttpRewardConfig
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
 from trivium.types import Capabilities, Media
 
@@ -23,11 +22,21 @@ _ENCODERS = 2
 Conversation = Sequence[Mapping[str, str]]
 
 
-class RemoteReward:
-    """The number that a service gives the completion. Samples that arrive close together travel in one request.
+class HttpRewardConfig(EndpointConfig, RewardConfig):
+    """A reward from a service that URLs name."""
 
-    A sample that gets no finite number is an error of its trajectory, never a score: see
-    `trivium.clients.http` for what is tried again.
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from super().problems(run, where)
+        if self.workers:
+            do = "leave workers out: requests are concurrent (max_concurrent) and end at their deadline"
+            yield Problem(f"{where}.workers", "a service called from processes", f"workers={self.workers}", do)
+
+
+class RemoteReward:
+    """The score of a completion by a service. Samples that arrive close together share a request.
+
+    A sample without a finite score is an error of its trajectory, never a score of 0. `trivium.clients.http` says
+    which requests are tried again.
     """
 
     capabilities = Capabilities(remote=True)
@@ -35,10 +44,10 @@ class RemoteReward:
     class Config(HttpRewardConfig):
         kind: str = "remote"
         protocol: Protocol = "trivium"
-        """What the service reads: `trivium` {samples}, `lightrft` {queries, prompts, references, images}, `openrlhf`
+        """Form of the requests: `trivium` {samples}, `lightrft` {queries, prompts, references, images}, `openrlhf`
         {query, prompts, labels}."""
         max_batch: int = free(32, ge=1)
-        """Samples of one request at most."""
+        """Most samples of one request."""
         window_s: float = free(0.02, ge=0)
         """How long the first sample of a request waits for others, in seconds."""
         chat_template: ModelPath | None = None
@@ -47,7 +56,7 @@ class RemoteReward:
         label_column: str = "answer"
         """The task's column that `openrlhf` sends as `labels`; null for tasks without it."""
         reference_column: str = "reference"
-        """The task's column that `lightrft` sends as `references`; left out where no task of a request has it."""
+        """The task's column that `lightrft` sends as `references`, if a task of the request has it."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
@@ -56,9 +65,9 @@ class RemoteReward:
                 yield Problem(f"{where}.chat_template", "a template for `trivium`", str(self.chat_template), do)
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError where there is no token, DataError for a tokenizer without a chat template."""
+        """Raises ConfigError without a token, DataError for a tokenizer without a chat template."""
         self._config, self._client = config, EndpointClient(config, what="rewards")
-        self._text = _last_user if config.chat_template is None else _templated(Path(config.chat_template))
+        self._text = None if config.chat_template is None else _templated(Path(config.chat_template))
         self._threads = Threads(_ENCODERS, "a request for rewards")
         self._batcher = Batcher(self._post, config.max_batch, config.window_s, config.max_concurrent)
 
@@ -71,11 +80,9 @@ class RemoteReward:
         **columns: Any,
     ) -> float:
         """Raises EndpointError."""
-        del prompt
         config = self._config
-        text = self._text(prompt_messages)
         sample = RemoteSample(
-            text,
+            prompt if self._text is None else self._text(prompt_messages),
             completion,
             messages=prompt_messages,
             columns=columns,
@@ -89,8 +96,8 @@ class RemoteReward:
         return result.reward
 
     async def score_batch(self, samples: Sequence[RemoteSample]) -> list[RemoteScore | EndpointError]:
-        """Per sample, in order: what the service gave it, or why it gave nothing. They are sent in requests of at most
-        `max_batch`, side by side. Raises TokenRefused: no sample can be scored then."""
+        """For each sample, in order: its score, or the error of its request. Requests have at most `max_batch` samples
+        and run concurrently. Raises TokenRefused, since no sample can be scored then."""
         results = await asyncio.gather(*(self._batcher(sample) for sample in samples), return_exceptions=True)
         scored: list[RemoteScore | EndpointError] = []
         for result in results:
@@ -103,7 +110,7 @@ class RemoteReward:
 
     async def _post(self, samples: list[RemoteSample]) -> list[RemoteScore | EndpointError]:
         protocol = self._config.protocol
-        if any(sample.images for sample in samples):  # which may have to be encoded
+        if any(sample.images for sample in samples):  # encoding them may take long
             body = await self._threads.run(lambda: request(protocol, samples))
         else:
             body = request(protocol, samples)
@@ -116,13 +123,8 @@ class RemoteReward:
         return [self._client.malformed(url, r, do) if isinstance(r, str) else r for r in results]
 
 
-def _last_user(messages: Conversation) -> str:
-    texts = [message["content"] for message in messages if message["role"] == "user"]
-    return (texts or [message["content"] for message in messages])[-1] if messages else ""
-
-
 def _templated(path: Path) -> Callable[[Conversation], str]:
-    """What writes messages in the chat template of a tokenizer."""
+    """A function that writes messages in the chat template of a tokenizer."""
     from transformers import AutoTokenizer  # here: reading a config must not wait for it
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)

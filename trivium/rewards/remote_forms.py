@@ -1,8 +1,8 @@
 """The forms of requests to a reward service and of its responses, as JSON values.
 
-`trivium` (documented in docs/remote-rewards.md), `lightrft` and `openrlhf`: what those trainers send to, and expect of,
-their reward servers. No sample's reward is guessed: a response that is not of the form is an error for all samples of a
-request, a value that is not a finite number is one for its sample.
+`trivium` is documented in docs/remote-rewards.md; `lightrft` and `openrlhf` are the forms of those trainers' reward
+servers. No reward is guessed: a response of another form is an error of all samples of the request, and a value that is
+not a finite number is an error of its sample.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SHOWN = 300
 
 @dataclass(frozen=True, slots=True)
 class RemoteSample:
-    """One completion to be scored, with everything that a protocol may send."""
+    """One completion to score, with all that a protocol may send."""
 
     prompt: str
     """The prompt as text: the last user message, or all messages in a chat template."""
     completion: str
     query: str = ""
-    """Prompt and completion as one text; empty: the one after the other."""
+    """Prompt and completion as one text; if empty, `prompt + completion`."""
     messages: Sequence[Mapping[str, str]] = ()
-    """The prompt as {role, content}; empty: one user message with `prompt`."""
+    """The prompt as {role, content}; if empty, one user message with `prompt`."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's other columns (JSON values)."""
     label: Any = None
@@ -45,22 +45,22 @@ class RemoteSample:
 
 @dataclass(frozen=True, slots=True)
 class RemoteScore:
-    """What a service gives one sample."""
+    """The score of one sample."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What it says besides: OpenRLHF's `scores` (as `score`) and `extra_logs`, our `metrics`."""
+    """Further numbers: OpenRLHF's `scores` (as `score`) and `extra_logs`, the `metrics` of `trivium`."""
 
 
 class FormError(ValueError):
-    """A response that is not of the protocol's form: what came, and what should have."""
+    """A response that does not have the protocol's form."""
 
     def __init__(self, received: str, wanted: str) -> None:
         super().__init__(f"{received}, where {wanted} is wanted")
 
 
 Scored = RemoteScore | str
-"""What one sample gets, or why it gets nothing."""
+"""The score of a sample, or why it has none."""
 
 
 def request(protocol: Protocol, samples: Sequence[RemoteSample]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def request(protocol: Protocol, samples: Sequence[RemoteSample]) -> dict[str, An
 
 
 def scores(protocol: Protocol, value: object, count: int) -> list[Scored]:
-    """What a response gives each of `count` samples. Raises FormError."""
+    """The scores of `count` samples in a response. Raises FormError."""
     if not isinstance(value, dict):
         raise FormError(described(value), "a JSON object")
     return _FORMS[protocol][1](value, count)
@@ -117,7 +117,7 @@ def _base64(data: bytes) -> str:
 
 @functools.lru_cache(maxsize=32)  # the members of a group have the same images
 def jpeg(image: Media) -> bytes:
-    """The image as JPEG without transparency: its own bytes where it is one."""
+    """The image as JPEG without transparency; the bytes of a JPEG are unchanged."""
     if image.mime == "image/jpeg":
         return image.data
     require("PIL", "pillow", "vision", "send images as JPEG")
@@ -162,7 +162,7 @@ def _scores_openrlhf(value: Mapping[str, Any], count: int) -> list[Scored]:
 
 
 def _with_errors(value: Mapping[str, Any], results: list[Scored]) -> list[Scored]:
-    """With what `trivium serve-reward` says of the samples that have null for a reward."""
+    """The results with the texts of `errors`, which `trivium serve-reward` sends for samples with null as reward."""
     if not isinstance(value.get("errors"), list):
         return results
     texts = [None if text is None else text_of(text, _SHOWN) for text in _one_each(value, "errors", len(results))]
@@ -171,7 +171,7 @@ def _with_errors(value: Mapping[str, Any], results: list[Scored]) -> list[Scored
 
 
 def _one_each(value: Mapping[str, Any], key: str, count: int) -> Sequence[Any]:
-    """The list under a key, one entry for each sample; for a single sample, its entry alone will do."""
+    """The list under a key, with one entry for each sample. For a single sample, a number alone is accepted."""
     if key not in value:
         raise FormError(f"the keys {', '.join(map(repr, value)) or 'none'}", f"{key!r}")
     entries = value[key]
