@@ -116,13 +116,12 @@ class MemoryBuffer(SlotBuffer):
         return [row.group for row in rows if row.group is not None]
 
     def _done(self, work: Work) -> Any:
-        """The answer of `work`; wakes every waiter if it changed anything."""
+        """The answer of `work`; wakes every waiter after a change that it may wait for: any but an issued lease."""
         self._slots.changed = False
-        try:
-            return work(self._slots)
-        finally:
-            if self._slots.changed:
-                self._changed.notify_all()
+        answer = work(self._slots)
+        if self._slots.changed and not isinstance(answer, Row):
+            self._changed.notify_all()
+        return answer
 
 
 class MemoryRows:
@@ -195,10 +194,11 @@ class MemoryRows:
                 self._in_state[row.state][row.slot, row.attempt] = row
 
     def update(self, rows: Sequence[Row], values: Mapping[str, Any]) -> None:
+        columns = values.items()
         for row in rows:
             if row.state in self._in_state:
                 del self._in_state[row.state][row.slot, row.attempt]
-            for name, value in values.items():
+            for name, value in columns:
                 setattr(row, name, value)
         self.insert(rows)
 

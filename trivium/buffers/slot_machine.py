@@ -129,11 +129,11 @@ class Slots:
         # Nothing is issued to an explorer whose groups could only be too stale.
         if version is None or version < self._oldest(self.head["trains"]) or row.slot >= self._admitted(version):
             return None
-        values: dict[str, Any] = {"state": SlotState.LEASED, "owner": owner, "version": version}
         if row.slot < self.head["next_slot"]:
-            self._update([row], **values)
+            self._update([row], state=SlotState.LEASED, owner=owner, version=version)
         else:
-            self._insert([Row(row.slot, **values)])
+            row.state, row.owner, row.version = SlotState.LEASED, owner, version
+            self._insert([row])
             self.head["next_slot"] += 1
         return row
 
@@ -150,11 +150,12 @@ class Slots:
                 "lease a slot before its rollouts, and put their group once",
             )
         self.rows.store(row, group, record)
+        head, columns = self.head, about(group)
         state = SlotState.DROPPED if group.dropped else SlotState.FINISHED
-        self._update([row], state=state, arrival=self.head["arrivals"], **about(group))
-        self.head["arrivals"] += 1
-        self.head["oldest"] = min(self.head["oldest"], group.oldest_version)
-        self.head["dropped"] += bool(group.dropped)  # another slot is admitted in its place
+        self._update([row], state=state, arrival=head["arrivals"], **columns)
+        head["arrivals"] += 1
+        head["oldest"] = min(head["oldest"], columns["oldest"])
+        head["dropped"] += columns["dropped"]  # another slot is admitted in its place
 
     def release(self, owner: str) -> int:
         """Frees the leases of `owner`; returns their number."""
