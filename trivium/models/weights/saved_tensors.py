@@ -155,7 +155,7 @@ def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
 
 
 class PickledFiles:
-    """The tensors of files that torch.save wrote. Files with anything but tensors are refused."""
+    """The tensors of files that torch.save wrote."""
 
     def __init__(self, paths: Sequence[Path], device: torch.device | None) -> None:
         self._paths, self._device = paths, device
