@@ -59,9 +59,9 @@ def digest(tensor: torch.Tensor, like: str | None = None) -> str:
     return form + hasher.hexdigest()
 
 
-def digests(named: Sequence[Named], like: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The hash of each tensor, in the form of the one that `like` has for its name."""
-    return {name: digest(tensor, (like or {}).get(name)) for name, tensor in named}
+def digests(named: Sequence[Named]) -> dict[str, str]:
+    """The hash of each tensor, by name."""
+    return {name: digest(tensor) for name, tensor in named}
 
 
 def copied(weights: Weights, hashes: dict[str, str]) -> Iterator[Named]:
