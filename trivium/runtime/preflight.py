@@ -259,7 +259,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
 
 @STAGE_RULES.rule
 def settings(stage: _StageHere) -> Iterator[Problem]:
-    """A section or what it names cannot be used on this machine, or is probably a mistake."""
+    """A section or what it names cannot be used on this machine, or warns."""
     config, teacher = stage.config, getattr(stage.config.algorithm, "teacher", None)
     if config.run.mode == "serve":
         yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
@@ -269,12 +269,24 @@ def settings(stage: _StageHere) -> Iterator[Problem]:
     if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
         yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
+
+
+@STAGE_RULES.rule
+def values(stage: _StageHere) -> Iterator[Problem]:
+    """A value is valid and rarely meant."""
+    config, limit = stage.config, context_limit(stage.config)
     lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
     is_random = stage.number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
     if is_random and lr and lr < _LEAST_RANDOM_LR:
         asked, do = "a learning rate for a model with random weights", "set train.optimizer.lr to about 1e-3"
-        found = f"{lr:g}, a rate for fine-tuning a trained model"
+        found = f"{lr:g}, a rate for fine-tuning"
         yield Caution("train.optimizer.lr", asked, found, do)
+    sampling = getattr(config.engine, "sampling", None)
+    wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
+    if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
+        asked, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
+        do = "lower it, or raise engine.max_context: completions end where the context does"
+        yield Caution("engine.sampling.max_new_tokens", asked, found, do)
 
 
 # --------------------------------------------------------------------------- tasks
@@ -304,18 +316,6 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
             stage.digests[f"tasks.{name}"] = digest
         judges = judge if _is_rolled_out(config, name) else None
         yield from TASKSET_RULES.problems(_Taskset(config, name, source, judges, renderer))
-
-
-@STAGE_RULES.rule
-def context(stage: _StageHere) -> Iterator[Problem]:
-    """Completions are asked for that are longer than the context."""
-    config, limit = stage.config, context_limit(stage.config)
-    sampling = getattr(config.engine, "sampling", None)
-    wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
-    if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
-        asked, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
-        do = "lower it, or raise engine.max_context: completions end where the context does"
-        yield Caution("engine.sampling.max_new_tokens", asked, found, do)
 
 
 @TASKSET_RULES.rule
