@@ -197,14 +197,14 @@ def test_what_may_change_on_the_way_does_with_change_and_is_marked(
     expected = {
         "rewards[1].weight": [1.0, 3.0],
         "algorithm.kl.coef": [0.1, 0.2],
-        "train.optimizer.lr": [1e-6, 0.01],
+        "train.optimizer.lr": [1e-3, 0.01],
     }
     record = [{"step": 1, "changes": expected}]
     assert [json.loads(line) for line in (tmp_path / "run" / "changes.jsonl").read_text().splitlines()] == record
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["changes"] == record
     rows = rows_of(tmp_path / "run")
     assert [row.get("train/changed_fields") for row in rows] == [None, 3.0, None]
-    assert [row["train/lr/policy"] for row in rows] == [1e-6, 0.01, 0.01]
+    assert [row["train/lr/policy"] for row in rows] == [1e-3, 0.01, 0.01]
     assert [row["train/kl_coef"] for row in rows] == [0.1, 0.2, 0.2]
     weights = [row["reward/component/length"] / row["rollout/response_tokens"] for row in rows]
     assert weights[1] > 2 * weights[0]
