@@ -585,7 +585,7 @@ def test_evaluation_is_switched_off_and_lists_are_changed_on_the_command_line(st
     tiny = str(Path(__file__).parent / "tiny.yaml")
     command = start("check", "check", tiny, "evaluation=null", "checkpoint.keep_best=null", "stages.0.schedule.steps=2")
     assert command.wait(120) == 0, command.text
-    assert yaml.safe_load(command.text)["total_steps"] == 8
+    assert "total_steps: 8" in command.text.splitlines()
     empty = start("check", "check", tiny, "evaluation={}")
     assert empty.wait(120) == 2
     assert "evaluation=null" in empty.text
@@ -853,7 +853,7 @@ def test_rollouts_are_shown_with_their_tokens_and_why_they_failed(tmp_path: Path
 
     (tmp_path / "mine.py").write_text(BROKEN_REWARD)
     (tmp_path / "config.yaml").write_text(BASE + "rewards: [{kind: mine.py:digits}]\n")
-    ends(0, "run", "config.yaml", "run.keep=tokens", "workflow.max_failed_fraction=1")
+    ends(0, "run", "config.yaml", "run.keep=tokens", "workflow.max_failed_fraction=1", "train.optimizer.lr=1.0e-6")
     rows = [json.loads(line) for line in ends(0, "rollouts", "run", "--step", "2", "--json").splitlines()]
     assert len(rows) == 8
     assert {tuple(row["steps"]) for row in rows} == {(2,)}

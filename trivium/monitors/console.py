@@ -136,7 +136,10 @@ class ConsoleMonitor:
         rows: int = Field(default=20, ge=1)
         """Steps that the live table shows."""
 
-    def __init__(self, config: Config, *, run_dir: Path, resume_step: int, console: Console | None = None) -> None:
+    def __init__(
+        self, config: Config, *, run_dir: Path, resume_step: int | None, console: Console | None = None
+    ) -> None:
+        """`resume_step`: the step that a run continues after, 0 at its start; None shows activities outside a run."""
         self._console = console or Console(file=sys.stdout and cast(TextIO, Unbreakable(sys.stdout)))
         self._rows = config.rows
         self._steps: dict[int, Row] = {}
@@ -149,7 +152,7 @@ class ConsoleMonitor:
         self._unwatch = watch(self)
         if resume_step:
             self._print(f"{self._title}: continues after step {self._remaining.place(resume_step)}")
-        elif self._remaining.total is not None:
+        elif resume_step == 0 and self._remaining.total is not None:
             self._print(f"{self._title}: {self._remaining.total} steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -222,7 +225,7 @@ class ConsoleMonitor:
 @contextmanager
 def shown(run_dir: Path) -> Generator[None]:
     """Shows the activities inside this block, which logs no steps, on stderr."""
-    monitor = ConsoleMonitor(ConsoleMonitor.Config(), run_dir=run_dir, resume_step=0, console=Console(stderr=True))
+    monitor = ConsoleMonitor(ConsoleMonitor.Config(), run_dir=run_dir, resume_step=None, console=Console(stderr=True))
     try:
         yield
     finally:
