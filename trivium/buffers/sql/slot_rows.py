@@ -21,6 +21,8 @@ _log = logging.getLogger("trivium")
 
 _s, _g = SLOTS.c, GROUPS.c
 _COLUMNS = tuple(field.name for field in fields(Row) if field.name != "group")
+_WITHOUT_GROUP = ("slot", "attempt", "state", "owner", "version")
+_SELECT = sa.select(*(_s[name] for name in _COLUMNS))  # made once: SQLAlchemy takes longer than SQLite
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
@@ -90,7 +92,8 @@ class SqlRows:
     # ------------------------------------------------------------------ writing
 
     def insert(self, rows: Sequence[Row]) -> None:
-        values = [{"buffer": self._name, **{name: getattr(row, name) for name in _COLUMNS}} for row in rows]
+        columns = _WITHOUT_GROUP if all(row.arrival is None for row in rows) else _COLUMNS
+        values = [{"buffer": self._name, **{name: getattr(row, name) for name in columns}} for row in rows]
         for part in _parts(values):
             self._connection.execute(sa.insert(SLOTS), part)
 
@@ -197,7 +200,7 @@ def forget(connection: sa.Connection, run: str) -> None:
 
 
 def _query(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
-    return sa.select(*(_s[name] for name in _COLUMNS)).where(*where)
+    return _SELECT.where(*where)
 
 
 def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
