@@ -22,7 +22,10 @@ _log = logging.getLogger("trivium")
 _s, _g = SLOTS.c, GROUPS.c
 _COLUMNS = tuple(field.name for field in fields(Row) if field.name != "group")
 _WITHOUT_GROUP = ("slot", "attempt", "state", "owner", "version")
-_SELECT = sa.select(*(_s[name] for name in _COLUMNS))  # made once: SQLAlchemy takes longer than SQLite
+# Made once: building a query takes SQLAlchemy longer than running it takes SQLite. Operations that run for every group
+# read the columns that they need.
+_SELECT = sa.select(*(_s[name] for name in _COLUMNS))
+_SELECT_BRIEF = sa.select(*(_s[name] for name in (*_WITHOUT_GROUP, "arrival")))
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
@@ -58,20 +61,20 @@ class SqlRows:
     # ------------------------------------------------------------------ reading
 
     def find(self, slot: int, attempt: int) -> Row | None:
-        return next(iter(self._rows(_query(self._mine, _s.slot == slot, _s.attempt == attempt))), None)
+        return next(iter(self._rows(_SELECT_BRIEF.where(self._mine, _s.slot == slot, _s.attempt == attempt))), None)
 
     def lowest(self, state: SlotState) -> Row | None:
-        query = _query(self._mine, _s.state == state).order_by(_s.slot).limit(1)
+        query = _SELECT_BRIEF.where(self._mine, _s.state == state).order_by(_s.slot).limit(1)
         return next(iter(self._rows(query)), None)
 
     def select(self, *states: SlotState, where: Predicate | None = None) -> Sequence[Row]:
         # One state is compared, not looked up in a list of one: PostgreSQL plans that better.
         of_states = _s.state == states[0] if len(states) == 1 else _s.state.in_(states)
-        query = _query(self._mine, of_states)
+        query = _SELECT.where(self._mine, of_states)
         return self._rows(query if where is None else query.where(where(_s)))
 
     def finished(self, count: int, begin: int, end: int | None) -> Sequence[Row]:
-        query = _query(self._mine, _s.state == SlotState.FINISHED).limit(count)
+        query = _SELECT_BRIEF.where(self._mine, _s.state == SlotState.FINISHED).limit(count)
         if end is None:
             return self._rows(query.where(_s.arrival >= begin).order_by(_s.arrival))
         return self._rows(query.where(_s.slot >= begin, _s.slot < end).order_by(_s.slot))
@@ -80,7 +83,7 @@ class SqlRows:
         """The rows of these slots that were taken."""
         taken: dict[int, Row] = {}
         for part in _parts(slots):
-            rows = self._rows(_query(self._mine, _s.slot.in_(part)))
+            rows = self._rows(_SELECT.where(self._mine, _s.slot.in_(part)))
             taken |= {row.slot: row for row in rows if row.state == SlotState.CONSUMED}
         lost = [slot for slot in slots if slot not in taken]
         if lost:
@@ -117,7 +120,7 @@ class SqlRows:
 
     def stored(self, floor: int) -> Sequence[Row]:
         with_group = (self._mine, _s.slot >= floor, _s.arrival.is_not(None))
-        return self._rows(_query(*with_group).order_by(_s.slot, _s.attempt))
+        return self._rows(_SELECT.where(*with_group).order_by(_s.slot, _s.attempt))
 
     def groups(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Group]]:
         for part in _parts(rows, _BULKY):
@@ -143,7 +146,10 @@ class SqlRows:
     # ------------------------------------------------------------------ a new session
 
     def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
-        rows, kept_keys = self._rows(_query(self._mine, _s.slot >= floor)), {(row.slot, row.attempt) for row in kept}
+        rows, kept_keys = (
+            self._rows(_SELECT.where(self._mine, _s.slot >= floor)),
+            {(row.slot, row.attempt) for row in kept},
+        )
         removed = [row for row in rows if row.slot not in done]
         for part in _parts(sorted({row.slot for row in removed})):
             self._run(sa.delete(SLOTS).where(self._mine, _s.slot.in_(part)))
@@ -197,10 +203,6 @@ def forget(connection: sa.Connection, run: str) -> None:
         for table in (EXPLORERS, CALLS, FAILED):
             connection.execute(sa.delete(table).where(table.c.buffer == head.name))
     connection.execute(sa.delete(BUFFERS).where(stages))
-
-
-def _query(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
-    return _SELECT.where(*where)
 
 
 def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
