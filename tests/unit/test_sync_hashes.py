@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trivium.errors import SyncError
 from trivium.sync import hashes
-from trivium.sync.hashes import copied, digest, digests, hash_of, joined, product, verify
+from trivium.sync.hashes import continue_form, copied, digest, digests, hash_of, joined, product, verify
 
 ROW, SUMS, SHORT = 2048, 16, 2**15
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
@@ -117,6 +117,20 @@ def test_new_hashes_have_the_newer_form() -> None:
     named = [(name, make()) for name, make in OFFERED.items()]
     assert digests(named) == RECORDED[2]
     assert hash_of(named) == JOINED[2]
+
+
+@pytest.mark.parametrize(("recorded", "of_all"), [*zip(RECORDED, JOINED, strict=True)], ids=["blake2b", "sums", "xxh3"])
+def test_a_run_of_an_earlier_version_keeps_its_form(recorded: dict[str, str], of_all: str) -> None:
+    named = [(name, make()) for name, make in OFFERED.items()]
+    hashes = dict[str, str]()
+    continue_form(of_all)
+    try:
+        list(copied(named, hashes))
+        assert hashes == recorded
+        assert joined(hashes) == of_all
+    finally:
+        continue_form(None)
+    assert digests(named) == RECORDED[2]
 
 
 def test_hashes_of_several_forms_are_verified_side_by_side() -> None:

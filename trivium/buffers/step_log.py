@@ -94,6 +94,11 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
     return dict(sorted(records.items()))
 
 
+def recorded_hash(run_dir: Path) -> str | None:
+    """The hash of weights that the run recorded last; None if it recorded none."""
+    return next((row["weights"] for row in reversed([*_rows(run_dir)]) if row.get("weights")), None)
+
+
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     path = run_dir / STEPS
     return map(_row, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())

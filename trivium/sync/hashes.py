@@ -7,7 +7,8 @@ The hash of a tensor covers its type, its shape and its bytes. A recorded hash b
          versions of Trivium recorded this form for tensors in host memory too.
 (none)   blake2b over all bytes, from before that.
 
-A tensor is verified in the form of its recorded hash, on any device.
+A tensor is verified in the form of its recorded hash, on any device. A run that an earlier version began keeps its form
+(`continue_form`): a resumed trainer compares the hashes of its weights with the recorded ones.
 
 For `sums:`, rows of 2,048 bytes become 16 sums of 4 bytes each: the products with keys that are as good as random and
 never change. Bytes that fill no row are kept. A result that is still large is condensed once more, with other keys. The
@@ -29,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -45,6 +47,22 @@ _SHORT = 2**15
 """Fewer bytes are not condensed: blake2b over them is as fast."""
 _ROWS_AT_ONCE = 2**12
 """Rows that are multiplied at a time, which bounds the memory of their copies in float32."""
+
+
+@dataclass(slots=True)
+class _HostForm:
+    """The form of new hashes of tensors in host memory, in this process."""
+
+    form: str = _XXH3
+
+
+_host = _HostForm()
+
+
+def continue_form(recorded: str | None) -> None:
+    """Makes this process hash tensors in host memory in the form of a hash that the run recorded; None: in the newest
+    form."""
+    _host.form = _XXH3 if recorded is None else _form(torch.device("cpu"), recorded)
 
 
 def digest(tensor: torch.Tensor, like: str | None = None) -> str:
@@ -95,7 +113,7 @@ def hash_of(weights: Weights, like: str | None = None) -> str:
 
 def _form(device: torch.device, like: str | None) -> str:
     if like is None:
-        return _XXH3 if device.type == "cpu" else _SUMS_FORM
+        return _host.form if device.type == "cpu" else _SUMS_FORM
     return next((form for form in (_XXH3, _SUMS_FORM) if like.startswith(form)), _BLAKE2B)
 
 
