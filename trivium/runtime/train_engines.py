@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms import GroupAlgorithm
-from trivium.buffers.step_log import recorded_hash
 from trivium.config import RunConfig, build
 from trivium.errors import ConfigError
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
+from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
-from trivium.sync.hashes import continue_form
 from trivium.text import hf_tokenizer
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks
 from trivium.types import capabilities_of
@@ -119,7 +118,7 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
     its save strategy, and whether it keeps the columns of updates."""
     if channel is not None:
         engine.channel = channel
-        continue_form(recorded_hash(stage.run_dir))
+        continue_recorded_form(stage.run_dir)
     engine.save_strategy = stage.config.checkpoint.save_strategy
     engine.keeps_updates = stage.config.run.keep == "tokens" and stage.config.run.mode != "explore"
     engine.engine_dtype = engine_dtype(stage.config)
