@@ -87,7 +87,6 @@ SAME_BASENAME = {
     "files": "the implementation of a protocol that keeps everything in files",
     "keys_of_data": "the keys of a front door's config that are about data",
     "keys_of_models": "the keys of a front door's config that are about models",
-    "models": "models: the package, and those with a head in it",
     "memory": "the implementation of a protocol that keeps everything in memory",
     "preference": "preference learning: the losses, and their config section",
     "ranks": "the processes that train together: in one of them, and from the driver",
