@@ -14,7 +14,7 @@ _WORDS: Mapping[str, object] = {"null": None, "true": True, "false": False}
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A config overridden by these, in order. Raises ConfigError with all that cannot be read."""
+    """Returns the config with the overrides applied in order. Raises ConfigError that lists all invalid overrides."""
     result, problems = _copied(config), list[Problem]()
     for text in overrides:
         key, equals, value = text.lstrip("+~").partition("=")
@@ -36,7 +36,7 @@ def _copied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(config: dict[str, Any], parts: list[str], value: object, remove: bool) -> None:
-    """Sets a key, or removes it; a mapping is merged into the existing one."""
+    """Sets or removes a key. A mapping is merged into an existing mapping."""
     *above, last = parts
     for part in above:
         inner = config.get(part)
@@ -52,9 +52,9 @@ def _put(config: dict[str, Any], parts: list[str], value: object, remove: bool) 
 
 
 def value_of(text: str) -> Any:
-    """A value: null, a truth value, a number, quoted text, `[a, b]`, `{a: b}`, else the text itself.
+    """Parses a value: null, a boolean, a number, quoted text, `[a, b]` or `{a: b}`; any other text is a string.
 
-    Raises ValueError for brackets and quotes that do not close, and for several values.
+    Raises ValueError for unclosed brackets or quotes, and for more than one value.
     """
     parser = _Values(text)
     value = parser.value("")
@@ -73,7 +73,7 @@ class _Values:
         return self._text[self._at :].strip()
 
     def value(self, ends: str) -> Any:
-        """The next value; `ends` are the characters that end one here."""
+        """Parses the next value. An unquoted value ends before any character of `ends`."""
         self._blanks()
         first = self._text[self._at : self._at + 1]
         if first == "[":
@@ -123,7 +123,7 @@ class _Values:
         return re.sub(rf"\\([\\{quote}])", r"\1", match.group(1))
 
     def _bare(self, ends: str) -> str:
-        """Unquoted text, in which `\\` keeps the next character and a reference (`${...}`) is one piece."""
+        """Parses unquoted text. `\\` escapes the next character, and a reference (`${...}`) is not split."""
         text, depth = "", 0
         while self._at < len(self._text):
             letter = self._text[self._at]

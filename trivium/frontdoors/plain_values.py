@@ -1,4 +1,4 @@
-"""A config of any kind as plain mappings, lists and values, with its references (`${...}`) followed."""
+"""Converts configs of any kind to plain mappings, lists and values, and resolves references (`${...}`)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 from trivium.frontdoors.overrides import value_of
 
 _MISSING = "???"
-"""A value that must be set before it is used, in OmegaConf."""
+"""OmegaConf's marker for a mandatory value that is not set."""
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{[^${}]*\})*)\}")
-"""An innermost reference."""
+"""Matches an innermost reference."""
 _DEPTH = 20
-"""References to references that are followed."""
+"""Maximum depth of references to references."""
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value is still to be set."""
+    """Whether a value is OmegaConf's marker for a missing value."""
     return isinstance(value, str) and value == _MISSING
 
 
 def unresolved(value: object) -> str | None:
-    """The first reference in a value that leads to nothing."""
+    """Returns the first unresolved reference in a value, or None."""
     match = _REFERENCE.search(value) if isinstance(value, str) else None
     return match and match.group(0)
 
 
 def plain(value: object) -> Any:
-    """Mappings, lists and values all the way down, from OmegaConf, dataclasses, namespaces and mappings."""
+    """Converts OmegaConf containers, dataclasses, namespaces and mappings to plain mappings, lists and values."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return _of_omegaconf(omegaconf, value)
@@ -49,7 +49,7 @@ def plain(value: object) -> Any:
 
 
 def _of_omegaconf(omegaconf: Any, config: Any) -> Any:
-    """What OmegaConf makes of it; where a reference leads to a value that is not set, the references as they are."""
+    """Converts an OmegaConf container. If OmegaConf cannot resolve every reference, all of them stay unresolved."""
     options = {"throw_on_missing": False, "enum_to_str": True}
     try:
         return plain(omegaconf.OmegaConf.to_container(config, resolve=True, **options))
@@ -58,9 +58,9 @@ def _of_omegaconf(omegaconf: Any, config: Any) -> Any:
 
 
 def resolved(config: Any) -> Any:
-    """The config with its references followed: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`.
+    """Resolves the references of a config: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`.
 
-    One that leads to nothing stays as it is.
+    An unresolvable reference stays in the text.
     """
     return _resolved(config, config, ())
 
@@ -74,7 +74,7 @@ def _resolved(value: Any, root: Any, place: tuple[str, ...]) -> Any:
 
 
 def _followed(value: Any, root: Any, section: tuple[str, ...], depth: int) -> Any:
-    """A value with its references replaced, innermost first. A value that is one reference has the target's type."""
+    """Replaces the references in a value, innermost first. A value that is one reference gets the target's type."""
     while isinstance(value, str) and depth and (match := _REFERENCE.search(value)):
         known, target = _target(match.group(1), root, section, depth - 1)
         if not known:
@@ -86,7 +86,7 @@ def _followed(value: Any, root: Any, section: tuple[str, ...], depth: int) -> An
 
 
 def _target(reference: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
-    """(whether it leads to a value, the value) of what stands between the braces."""
+    """Resolves the text between the braces of a reference. Returns (whether it has a value, the value)."""
     resolver, colon, rest = reference.partition(":")
     if not colon:
         return _at(reference.strip(), root, section, depth)
@@ -107,7 +107,7 @@ def _target(reference: str, root: Any, section: tuple[str, ...], depth: int) -> 
 
 
 def _at(path: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
-    """(whether there is a value, the value) at a dotted path; each leading dot after the first goes up a section."""
+    """Returns (whether the path has a value, the value). Each leading dot after the first goes up one section."""
     name = path.lstrip(".")
     dots = len(path) - len(name)
     base = section[: len(section) - dots + 1] if dots else ()

@@ -1,7 +1,7 @@
 """Config tables of the front doors: how each key of another trainer's config is translated.
 
-A table lists every key that is accepted. A key that is not in it is an error, and so is a value that is not supported.
-A key that is switched off, or that has no effect here, is accepted. All problems are reported at once.
+A table lists every accepted key. Unknown keys and unsupported values are errors.
+Keys that are switched off or have no effect are accepted. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _announced: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A key that sets something here."""
+    """A key that is translated to a RunConfig key."""
 
     to: str
-    """The RunConfig key, or the part, that it sets."""
+    """The RunConfig key or component that it sets."""
     default: Any = None
-    """The original's default; values must be of its type."""
+    """The original's default. Values must have the same type."""
     type: type | None = None
-    """The type of its values, where the default does not show it. Path: one or a list, in which `~` is the home."""
+    """The type of the values, unless the default determines it. `Path` accepts one path or a list, and expands `~`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A key that is another one by the name of another version of the original."""
+    """An alias: the name of another key in another version of the original."""
 
     to: str
-    """The key of the table that it is. A default beside a choice is none; two choices are an error."""
+    """The aliased key of the table. A default value is ignored; different non-default values of both are an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restricted:
-    """A key of which some values are supported. None among them stands for every value that is off (`is_off`)."""
+    """A key that supports only some values. None among them stands for every disabled value (`is_off`)."""
 
     values: tuple[Any, ...]
     instead: str
-    """What to do about another value."""
+    """What to write instead of an unsupported value."""
     default: Any = None
     switch: str = ""
-    """The key of a section that turns it on; without one `enable` or `enabled`, where the section has it."""
+    """Name of the section's enabling key; checked before `enable` and `enabled`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A key that changes no result here: any value is taken, and has no effect."""
+    """A key without effect: any value is accepted."""
 
     why: str
 
@@ -67,30 +67,30 @@ Entry = Mapped | Moved | Restricted | Ignored
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Another trainer's config as a Trivium config."""
+    """Another trainer's config, translated to a Trivium config."""
 
     config: dict[str, Any]
     """A complete RunConfig as a mapping."""
     notes: tuple[str, ...] = ()
-    """What has no effect, and what is left to do."""
+    """Settings without effect, and steps that remain for the user."""
 
     def to_yaml(self) -> str:
-        """The config as a file that `trivium run` reads."""
+        """Returns the config as YAML for `trivium run`."""
         return yaml.safe_dump(plain(self.config), sort_keys=False, allow_unicode=True)
 
 
 def under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Entries of a section by their dotted keys."""
+    """Returns the entries with `prefix.` before each key."""
     return {f"{prefix}.{name}": entry for name, entry in entries.items()}
 
 
 def ignored(why: str, *names: str) -> dict[str, Entry]:
-    """Entries without effect, for names separated by blanks."""
+    """Returns an `Ignored` entry for each name. A string may hold several names, separated by spaces."""
     return dict.fromkeys(" ".join(names).split(), Ignored(why))
 
 
 def is_off(value: object, *switches: str) -> bool:
-    """Whether a value is the same as unset: null, false, 0, empty, a mapping whose switch is off, or one of such."""
+    """Whether a value is disabled: null, false, 0, empty, or a mapping whose switch (else every value) is disabled."""
     if isinstance(value, dict):
         switch = next((name for name in (*switches, "enable", "enabled") if name in value), None)
         return all(map(is_off, value.values())) if switch is None else is_off(value[switch])
@@ -102,11 +102,11 @@ class Table:
     """The keys of another trainer's config."""
 
     entries: Mapping[str, Entry]
-    """Dotted key -> its entry. `Ignored` and `Restricted` for `a` hold for every `a.b` that has no entry of its own."""
+    """Dotted key -> its entry. `Ignored` and `Restricted` entries of `a` apply to every `a.b` without its own entry."""
     unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
-    """A value -> the name of the backend that it asks for, for errors."""
+    """Value -> the name of the unsupported backend, for errors."""
     marks: frozenset[str] = frozenset()
-    """Names of keys that have no effect in any section, and are passed over."""
+    """Names of keys that are skipped in every section."""
 
     def __post_init__(self) -> None:
         sections = {key.rpartition(".")[0] for key in self.entries}
@@ -115,10 +115,13 @@ class Table:
         object.__setattr__(self, "sections", frozenset(sections))
 
     sections: frozenset[str] = field(init=False, repr=False)
-    """Every key that has keys below it."""
+    """All keys that contain other keys."""
 
     def entry_of(self, key: str) -> Entry | None:
-        """The entry of a key: its own, or that of the nearest key above it, if that one is not mapped."""
+        """Returns the key's own entry, or its nearest ancestor's entry if that is `Ignored` or `Restricted`.
+
+        Returns None for an unknown key and for a probable misspelling of another key in a section.
+        """
         above = key
         while above and above not in self.entries:
             above = above.rpartition(".")[0]
@@ -127,16 +130,16 @@ class Table:
         return None if misspelt or (isinstance(entry, Mapped | Moved) and above != key) else entry
 
     def default_of(self, key: str) -> Any:
-        """The original's default of a key."""
+        """Returns the original's default of a key."""
         entry = self.entries[key]
         if isinstance(entry, Mapped):
             return _typed(entry.default, entry)[0]
         return entry.default if isinstance(entry, Restricted) else None
 
     def read(self, config: object) -> Settings:
-        """The values of a config: a mapping, an OmegaConf container, or an object with attributes; values may nest.
+        """Reads a config: a mapping, an OmegaConf container or an object with attributes, nested to any depth.
 
-        References (`${a.b}`) are followed; `???` is a value that is not set. What is wrong is in `problems`.
+        Resolves references (`${a.b}`) and treats `???` as unset. Invalid keys and values are listed in `problems`.
         """
         values: dict[str, Any] = {}
         problems: list[Problem] = []
@@ -156,14 +159,14 @@ class Table:
                 moved.append((key, target, value))
         for key, target, value in moved:
             if value is None or value == self.default_of(target) or isinstance(self.entry_of(target), Ignored):
-                continue  # a default is no choice
+                continue  # a default does not override the aliased key
             if values.get(target) not in (None, self.default_of(target), value):
                 problems.append(_contradiction(key, value, target, values[target]))
             values[target] = value
         return Settings(self, values, tuple(problems))
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(key, its entry in words) of every key, for documentation."""
+        """Yields (key, description of its entry) of every key, for documentation."""
         for key, entry in self.entries.items():
             match entry:
                 case Mapped(to, default):
@@ -182,7 +185,7 @@ class Table:
         return value
 
     def _leaves(self, value: object, key: str) -> Iterator[tuple[str, Any]]:
-        """(dotted key, value) of what the table knows, or of the innermost values; those that are not set excepted."""
+        """Yields (dotted key, value) of every known key and innermost value. Skips missing values (`???`)."""
         known_whole = key in self.entries and key not in self.sections
         if isinstance(value, dict) and value and not known_whole:
             for name, part in value.items():
@@ -208,8 +211,10 @@ class Table:
             yield Problem(key, shown, f"it must be {wanted}", "correct the value")
 
     def _nearest(self, key: str, cutoff: float = 0.75) -> str | None:
-        """The key that was most likely meant: one that is written almost the same, at the first part that there is
-        not, or one of this name further inside. None rather than a guess that misleads."""
+        """Returns the most probable intended key, or None.
+
+        Compares the first unknown part of the key with its siblings, then looks for the last part in deeper sections.
+        """
         parts = key.split(".")
         depth = next(n for n in range(len(parts) - 1, -1, -1) if not n or ".".join(parts[:n]) in self.sections)
         section, last = "".join(f"{part}." for part in parts[:depth]), parts[-1]
@@ -224,16 +229,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of a config by dotted key, with the original's defaults."""
+    """The values of a config by dotted key. Unset keys have the original's defaults."""
 
     table: Table
     values: Mapping[str, Any]
-    """What is set, and right."""
+    """The valid values that the config sets."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong."""
+    """The invalid keys and values."""
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key of the table, or the original's default where it is not set."""
+        """Returns the value of a key of the table, or the original's default if it is unset."""
         value = self.values.get(key)
         return self.table.default_of(key) if value is None else value
 
@@ -242,12 +247,12 @@ class Settings:
         return self.values.get(key) is not None
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of these keys that is set, else the first default that there is."""
+        """Returns the first value that is set among these keys, else the first default that is not None."""
         values = [self.values.get(key) for key in keys] + [self.table.default_of(key) for key in keys]
         return next((value for value in values if value is not None), None)
 
     def section(self, prefix: str) -> dict[str, Any]:
-        """The keys below `prefix` as nested mappings, with the original's defaults."""
+        """Returns the keys below `prefix` as nested mappings. Unset keys have the original's defaults."""
         keys = dict.fromkeys(key for key in (*self.table.entries, *self.values) if key.startswith(f"{prefix}."))
         section: dict[str, Any] = {}
         for key in keys:
@@ -262,7 +267,7 @@ class Settings:
         return section
 
     def notes(self) -> Iterator[str]:
-        """What is set and has no effect."""
+        """Yields a note for each setting without effect."""
         for key, value in self.values.items():
             entry = self.table.entry_of(key)
             if isinstance(entry, Ignored) and not is_off(value):
@@ -270,7 +275,7 @@ class Settings:
 
 
 def announce(notes: Iterable[str]) -> None:
-    """Logs what has no effect, each note once in a process."""
+    """Logs settings without effect. Each note is logged once per process."""
     new = [note for note in dict.fromkeys(notes) if note not in _announced]
     _announced.update(new)
     if new:
@@ -278,7 +283,7 @@ def announce(notes: Iterable[str]) -> None:
 
 
 def refuse(problems: Iterable[Problem], asked: str = "a config that can be translated") -> None:
-    """Raises ConfigError with all problems, if there are any."""
+    """Raises ConfigError with all problems, if any."""
     if listed := list(problems):
         raise ConfigError(asked, f"{len(listed)} problem(s)", "fix them all at once:", listed)
 
@@ -294,7 +299,7 @@ def _is_supported(value: object, entry: Restricted) -> bool:
 
 
 def _expanded(value: Any) -> tuple[Any, str]:
-    """A path, or several, with the user's home for `~`."""
+    """Expands `~` in a path or in a list of paths. Returns (the value, the expected type if the type is wrong)."""
     if isinstance(value, list):
         parts = [_expanded(part) for part in value]
         return [path for path, _ in parts], next((wrong for _, wrong in parts if wrong), "")
@@ -313,7 +318,7 @@ _TYPES: Mapping[type, str] = {
 
 
 def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
-    """The value as the entry's type, and what it must be where it is not that."""
+    """Converts a value to the entry's type. Returns (the value, the expected type if the conversion fails, else "")."""
     kind = entry.type or type(entry.default)
     if kind is Path:
         return _expanded(value)

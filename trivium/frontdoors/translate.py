@@ -1,4 +1,4 @@
-"""Another trainer's config file as a Trivium config: what `trivium translate` prints."""
+"""Translates another trainer's config file to a Trivium config, for `trivium translate`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trivium.frontdoors.tables import Translation
 
 
 def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
-    """The config of the front door `origin` (its `translation.translate`) in a file, with overrides.
+    """Translates a config file, with overrides, by `translation.translate` of the front door `origin`.
 
-    The file is YAML, unless the front door reads others (its `translation.read`). Raises ConfigError with everything
-    that cannot be translated.
+    The file is YAML, unless the front door has its own reader (`translation.read`). Raises ConfigError that lists
+    everything that cannot be translated.
     """
     door = import_module(f"trivium.frontdoors.{origin}.translation")
     return door.translate(getattr(door, "read", _read)([file, *overrides]))

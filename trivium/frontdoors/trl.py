@@ -1,6 +1,6 @@
 """Keys of TRL's config and what to write instead in a config of Trivium, for hints about unknown keys.
 
-Trivium does not translate TRL's configs: this is all it knows of them.
+Trivium does not translate TRL's configs; these hints are its only support for them.
 """
 
 from __future__ import annotations

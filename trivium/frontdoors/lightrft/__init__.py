@@ -1,4 +1,4 @@
-"""The object API of LightRFT: what its users import, over the same parts that `trivium run` uses."""
+"""LightRFT's object API over the components of `trivium run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_s
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL, SPMDPPOTrainerVL
 
 ActorLanguage = ActorVL
-"""Text-only models are read by the same class."""
+"""ActorVL also loads text-only models."""
 
 __all__ = [
     "ActorLanguage",

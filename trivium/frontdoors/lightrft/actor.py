@@ -1,4 +1,4 @@
-"""ActorVL: the policy as LightRFT's users hold it, over the core's language model and its torch engine.
+"""ActorVL: LightRFT's policy class, over the core's language model and its torch engine.
 
 Legend: B sequences of S tokens, padding included; P tokens of a prompt; A actions, the last A columns.
 """
@@ -29,11 +29,11 @@ from trivium.training.snapshot import full_weights
 
 
 class ActorVL(nn.Module):
-    """A policy that reads text and images, or text alone.
+    """A policy that reads text and images, or text only.
 
-    `model` is the transformers model as it is; `language_model` is the core's view of the same parameters, which
-    computes log-probabilities in packed sequences. Both are in eval mode: dropout would make two passes over the same
-    tokens disagree.
+    `model` is the transformers model. `language_model` is the core's model over the same parameters, which computes
+    log-probabilities of packed sequences. Both stay in eval mode, because dropout would make passes over the same
+    tokens differ.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ActorVL(nn.Module):
     ) -> None:
         """`pretrain_or_model` is a model directory (or an id in the local Hugging Face cache) or a transformers model.
 
-        With `bf16` the backbone computes in bfloat16 from float32 weights. `temperature` divides the logits, in
-        `forward` as in `generate`. `seed` draws the adapter of `lora_rank`. `use_flash_attention_2`, `packing_samples`
-        and the switches of log-probability kernels change nothing: sequences are always packed. Raises ConfigError for
-        options that cannot be done (4 bits, LoRA dropout, DeepSpeed) and for unknown ones.
+        With `bf16` the backbone computes in bfloat16 from float32 weights. `temperature` divides the logits in
+        `forward` and `generate`. `seed` initializes the LoRA adapter. `use_flash_attention_2`, `packing_samples` and
+        the switches of log-probability kernels have no effect: sequences are always packed. Raises ConfigError for
+        unsupported options (4 bits, LoRA dropout, DeepSpeed) and unknown ones.
         """
         super().__init__()
         del use_flash_attention_2
@@ -75,7 +75,7 @@ class ActorVL(nn.Module):
         self.packing_samples, self.high_entropy_token_ratio = packing_samples, high_entropy_token_ratio
         self.ranks: Ranks = ALONE
         self._temperature, self._checkpointing = temperature, False
-        self._core: list[LanguageModel] = []  # in a list: a second owner of the same parameters is no submodule
+        self._core: list[LanguageModel] = []  # in a list, so that it is not registered as a submodule
         self._sampler = Sampler()
 
     @property
@@ -91,7 +91,7 @@ class ActorVL(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """What the logits are divided by."""
+        """The divisor of the logits."""
         return self._temperature
 
     @temperature.setter
@@ -104,7 +104,7 @@ class ActorVL(nn.Module):
 
     @property
     def vision(self) -> Vision | None:
-        """The image side of the model; None where it reads text only."""
+        """The vision part of the model; None for a text-only model."""
         return self.language_model.backbone.vision
 
     def forward(
@@ -120,11 +120,12 @@ class ActorVL(nn.Module):
         packed_seq_lens: Sequence[int] | None = None,
         **pixel_inputs: Tensor,
     ) -> Any:
-        """(B, A) log-probabilities of the last A tokens, with gradient; 0 on padding. Positions are the model's own.
+        """Returns (B, A) log-probabilities of the last A tokens, with gradient; 0 on padding.
 
-        With `return_output` also what the transformers model returns, or that alone where `num_actions` is None: its
-        logits are not divided by the temperature. With `packed_seq_lens`, (1, T) sequences end to end and as many
-        `num_actions`: (1, sum of A). `pixel_inputs` are what else the tower reads (`pixel_attention_mask`).
+        With `return_output`, also returns the output of the transformers model, whose logits are not divided by the
+        temperature; without `num_actions`, returns only that output. With `packed_seq_lens`, takes (1, T) concatenated
+        sequences and one `num_actions` per sequence, and returns (1, sum of A). `pixel_inputs` are further inputs of
+        the vision tower (`pixel_attention_mask`).
         """
         if pixel_values_videos is not None or video_grid_thw is not None:
             raise DataError("forward over videos", "pixel_values_videos", "models read text and images here")
@@ -153,7 +154,7 @@ class ActorVL(nn.Module):
         return per_action(core, sequences, actions, mask, pixels, self.ranks)
 
     def _plain(self, sequences: Tensor, mask: Tensor | None, pixels: dict[str, Any]) -> Any:
-        """What the transformers model returns."""
+        """Returns the output of the transformers model."""
         if self.ranks.size > 1:
             raise ConfigError("the output of a sharded model", f"{self.ranks.size} ranks", "leave return_output out")
         inputs: dict[str, Any] = {} if pixels["pixel_values"] is None else {"pixel_values": pixels["pixel_values"]}
@@ -172,13 +173,14 @@ class ActorVL(nn.Module):
         video_grid_thw: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Completions of the current weights, by the core's torch engine: `sequences` (B, P + A) int64,
-        `attention_mask` of the same shape, `action_mask` (B, A) bool. An end of sequence that was sampled is a trained
-        action; a completion without one keeps its last token.
+        """Samples completions from the current weights with the core's torch engine.
+
+        Returns `sequences` (B, P + A) int64, `attention_mask` of the same shape, and `action_mask` (B, A) bool. A
+        sampled end-of-sequence token is a trained action; a completion without one keeps its last token.
 
         `kwargs`: attention_mask, max_new_tokens or max_length, do_sample, temperature, top_p, top_k, min_new_tokens,
-        eos_token_id, pad_token_id, stop_strings, seed, and further pixel tensors. Raises ConfigError for others. Where
-        the model is sharded, all ranks call it.
+        eos_token_id, pad_token_id, seed, and further pixel tensors. Raises ConfigError for others. If the model is
+        sharded, all ranks must call it.
         """
         if pixel_values_videos is not None or video_grid_thw is not None:
             raise DataError("generate from videos", "pixel_values_videos", "models read text and images here")
@@ -202,9 +204,11 @@ class ActorVL(nn.Module):
     def process_sequences(
         self, sequences: Tensor, input_len: int, eos_token_id: int | Sequence[int], pad_token_id: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of (B, S) prompts and completions: the sequences, their attention mask and the mask (B, S - P) of their
-        actions. A completion ends with its first end of sequence after its last other token; without one it keeps its
-        last token."""
+        """Returns the (B, S) sequences, their attention mask, and the (B, S - P) mask of their actions.
+
+        A completion ends with the first end-of-sequence token after its last other token. Without one, it keeps its
+        last token.
+        """
         ends = stops_of(eos_token_id, self.model)
         stop = torch.isin(sequences, torch.tensor(sorted(ends), device=sequences.device))
         real = ~stop & (sequences != pad_token_id)
@@ -217,12 +221,12 @@ class ActorVL(nn.Module):
         return sequences, attention, attention[:, input_len:].bool()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and persistent buffers by Hugging Face name, whole, an adapter added. Where the model is
-        sharded, all ranks iterate over all of them."""
+        """Yields the unsharded parameters and persistent buffers by Hugging Face name, with the adapter merged. If the
+        model is sharded, all ranks must iterate to the end."""
         return full_weights(self.language_model)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps one activation per layer and computes the others again in the backward pass."""
+        """Keeps one activation per layer and recomputes the others in the backward pass."""
         if gradient_checkpointing_kwargs:
             announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
         if not self._checkpointing:
@@ -230,18 +234,18 @@ class ActorVL(nn.Module):
         self._checkpointing = True
 
     def print_trainable_parameters(self) -> str:
-        """How many parameters are trained, of how many."""
+        """Returns the number of trainable parameters and the total, as text."""
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
         return f"{sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters are trained"
 
     def close(self) -> None:
-        """Ends the engine of `generate`."""
+        """Closes the engine of `generate`."""
         self._sampler.close()
 
     def train(self, mode: bool = True) -> Self:
-        """Stays in eval mode, whatever `mode` says; gradients do not depend on it."""
+        """Keeps eval mode for any `mode`. Gradients do not depend on it."""
         return super().train(False)
 
     def adopt(self, ranks: Ranks) -> None:
-        """The core's model, now sharded over these ranks, is the model."""
+        """Sets `ranks`, and sets `model` to the core's sharded model."""
         self.ranks, self.model = ranks, self.language_model.module

@@ -1,6 +1,6 @@
-"""The algorithm of LightRFT's flags: estimator, losses, KL, and what is done to rewards.
+"""Translates LightRFT's flags to the section `algorithm`: estimator, losses, KL and reward shaping.
 
-`estimated` is what PPOTrainerVL and `trivium run` share.
+PPOTrainerVL and `trivium run` share `estimated`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 }
 """advantage_estimator -> algorithm.advantage."""
 UNDISCOUNTED = ("reinforce_baseline", "cpgd")
-"""Estimators that do not read gamma."""
+"""Estimators without discounting."""
 OF_GROUPS = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
 """Estimators that compare the completions of a prompt."""
 _NORMALISED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")
-"""Estimators whose advantages are normalised over the step, once; the others compare rewards in a group."""
+"""Estimators whose advantages are normalised over the step. The others compare rewards within a group."""
 KL_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "k1": {"kind": "k1"},
     "k2": {"kind": "k2"},
@@ -38,13 +38,13 @@ KL_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Values(Protocol):
-    """Values by the names of flags."""
+    """A mapping from flag to value."""
 
     def __getitem__(self, key: str, /) -> Any: ...
 
 
 def estimated(values: Values) -> dict[str, Any]:
-    """The part of the section `algorithm` that makes rewards advantages, and these a policy loss."""
+    """Returns the part of the section `algorithm` for reward shaping, advantages and the policy loss."""
     estimator = values["advantage_estimator"]
     advantage = dict(ESTIMATORS.get(estimator, {"kind": estimator}))
     if estimator not in UNDISCOUNTED:
@@ -74,7 +74,7 @@ def _policy_loss(values: Values) -> dict[str, Any]:
 
 
 def _shaping(values: Values) -> list[dict[str, Any]]:
-    """What happens to a completion's reward before the estimator: overlong penalty, running norm, clip."""
+    """Returns the reward shaping before the estimator: overlong penalty, running norm, clip."""
     steps: list[dict[str, Any]] = []
     if values["overlong_buffer"]:
         factor, longest = values["overlong_buffer_penalty_factor"], values["generate_max_len"]
@@ -91,7 +91,7 @@ def _shaping(values: Values) -> list[dict[str, Any]]:
 
 
 def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
-    """The section `algorithm`; what does not fit together goes to `problems`."""
+    """Returns the section `algorithm`. Adds contradicting flags to `problems`."""
     problems += conflicts(lightrft) or _uneven(lightrft)
     critic = lightrft["advantage_estimator"] == "gae"
     algorithm: dict[str, Any] = {
@@ -114,7 +114,7 @@ def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
 
 
 def sequences_per_step(lightrft: Settings) -> int:
-    """The completions of a rollout batch."""
+    """Returns the number of completions in a rollout batch."""
     return lightrft["rollout_batch_size"] * lightrft["n_samples_per_prompt"]
 
 
@@ -137,7 +137,7 @@ def _kl(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
 
 
 def conflicts(lightrft: Settings) -> list[Problem]:
-    """Flags that contradict each other, and values that no name stands for."""
+    """Returns a problem for each contradiction between flags, and for each unknown name."""
     problems = [
         Problem(flag, repr(lightrft[flag]), "no such name", suggest(lightrft[flag], known))
         for flag, known in (
@@ -180,7 +180,8 @@ def _batch_conflicts(lightrft: Settings) -> list[Problem]:
 
 
 def _uneven(lightrft: Settings) -> list[Problem]:
-    """Optimizer steps that PPOTrainerVL takes, and a run does not: its mini-batches are whole groups, equally many."""
+    """Returns a problem for batch sizes that only PPOTrainerVL supports: mini-batches of a run are equally many
+    groups."""
     whole, batch = sequences_per_step(lightrft), lightrft["train_batch_size"]
     where = f"a rollout batch has {whole} (rollout_batch_size * n_samples_per_prompt)"
     if whole % batch:

@@ -1,4 +1,4 @@
-"""What the trainer reads: attributes of `args`, and the keyword arguments that are left for generation."""
+"""The trainer's arguments: attributes of `args`, and the constructor's additional keyword arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUIRED: Mapping[str, str] = {
     "save_steps": "rollouts from one checkpoint to the next; -1: none",
     "ckpt_path": "the folder of the checkpoints",
 }
-"""What `fit` cannot do without."""
+"""Attributes of `args` that `fit` requires, with descriptions."""
 OPTIONAL: Mapping[str, Any] = {
     "seed": 42,
     "freezing_actor_steps": -1,
@@ -59,7 +59,7 @@ OPTIONAL: Mapping[str, Any] = {
     "wandb_run_name": "",
     "use_tensorboard": None,
 }
-"""What is read of `args` where it is there, with the value that holds where it is not."""
+"""Optional attributes of `args`, with their defaults."""
 GENERATE = frozenset(
     {
         "do_sample",
@@ -76,21 +76,20 @@ GENERATE = frozenset(
         "lambd",
     }
 )
-"""Keyword arguments of the constructor that say how completions are sampled and discounted."""
+"""Keyword arguments of the constructor for sampling and discounting."""
 _AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem"}
-"""Those that the original's scripts pass to the constructor beside `args`: they count more than `args`."""
+"""Options that the original's scripts also pass to the constructor. They override `args`."""
 MAX_NEW_TOKENS = 1024
 
 
 def option(args: object, name: str) -> Any:
-    """An attribute of `args`, or what holds without it. None stands for an attribute that is not set."""
+    """Returns an attribute of `args`, or its default if it is missing or None."""
     value = getattr(args, name, None)
     return OPTIONAL[name] if value is None else value
 
 
 def check_args(args: object) -> None:
-    """Raises one ConfigError that lists every attribute that `fit` needs and `args` lacks, and every count that is no
-    positive number."""
+    """Raises a ConfigError that lists all missing attributes of `args`, or else all counts that are not positive."""
     missing = [name for name in REQUIRED if getattr(args, name, None) is None]
     if missing:
         problems = [Problem(f"args.{name}", REQUIRED[name], "no such attribute", "set it") for name in missing]
@@ -111,14 +110,14 @@ def check_args(args: object) -> None:
 
 
 def check_values(args: object) -> None:
-    """Announces the attributes of `args` that have no effect. Raises ConfigError for values that are not supported."""
+    """Logs attributes of `args` without effect. Raises ConfigError for unsupported values."""
     given = TABLE.read({name: value for name, value in vars(args).items() if name in TABLE.entries})
     refuse(p for p in given.problems if isinstance(TABLE.entries[p.where], Restricted))
     announce(given.notes())
 
 
 def check_numbers(**given: float | None) -> None:
-    """Raises one ConfigError that lists every number of the constructor that is out of its range; None is in any."""
+    """Raises a ConfigError that lists all numbers of the constructor that are out of range. None is always valid."""
     counts = ("micro_train_batch_size", "micro_rollout_batch_size", "max_epochs", "prompt_max_len")
     wrong = [
         name
@@ -138,16 +137,16 @@ def _is_cadence(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """The keyword arguments that the constructor does not name, sorted by what they are about."""
+    """The additional keyword arguments of the constructor, by purpose."""
 
     sampling: Mapping[str, Any]
-    """Of GENERATE."""
+    """Arguments in GENERATE."""
     overrides: Mapping[str, Any]
-    """Of OPTIONAL: they count more than the attributes of `args`."""
+    """Arguments in OPTIONAL. They override the attributes of `args`."""
 
 
 def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
-    """Raises one ConfigError that lists all unknown keywords, each with the nearest known one."""
+    """Sorts keyword arguments by purpose. Raises a ConfigError that lists all unknown keywords with suggestions."""
     known = GENERATE | _AS_ARGS
     unknown = sorted(set(given) - known)
     if unknown:

@@ -1,7 +1,8 @@
-"""Checkpoints of a role, and model directories: each complete or absent, the same on any number of ranks.
+"""Checkpoints of a role, and model directories. Writes are atomic, and the files do not depend on the number of ranks.
 
 `<directory>/<tag>/` holds `weights.safetensors` (or several numbered files), `optimizer`, `ema`, and `state.json` with
-the scheduler, the learning rates and what the trainer wants to know; `manifest.json` numbers and hashes them.
+the scheduler, the optimizer's settings and the client state. `manifest.json` has the checkpoint's number and file
+hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """A scheduler of torch."""
+    """The state interface of a torch scheduler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -42,7 +43,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Role:
-    """What a checkpoint is about."""
+    """The objects that a checkpoint saves and restores."""
 
     model: LanguageModel | ValueModel
     optimizer: torch.optim.Optimizer | None = None
@@ -52,13 +53,13 @@ class Role:
 
     @property
     def named(self) -> Optimizer | None:
-        """The optimizer by the names of the parameters."""
+        """The optimizer with its state by parameter name."""
         network = self.model if isinstance(self.model, ValueModel) else self.model.module
         return None if self.optimizer is None else Optimizer(network, self.optimizer)
 
 
 def trained_tensors(model: LanguageModel | ValueModel) -> dict[str, Tensor]:
-    """What a checkpoint keeps of a model, sharded where it is: all of it, or the adapter (and the head) alone."""
+    """Returns the tensors to save, possibly sharded: all weights, or only the adapter and the head if there is one."""
     if not has_adapter(model.module):
         state = (model if isinstance(model, ValueModel) else model.module).state_dict()
         return {name: state[name] for name in model.names}
@@ -70,10 +71,9 @@ def trained_tensors(model: LanguageModel | ValueModel) -> dict[str, Tensor]:
 def save(
     role: Role, directory: Path, tag: str, ranks: Ranks, *, max_num: int | None = 3, max_mem: float | None = None
 ) -> Path:
-    """Writes a checkpoint, then removes all but the newest `max_num`, and the oldest as long as all together have more
-    than `max_mem` GiB; None keeps them. All ranks call it.
+    """Writes a checkpoint, then removes all but the newest `max_num`, and the oldest beyond a total of `max_mem` GiB.
 
-    Raises DataError for a state that JSON cannot hold.
+    None disables a limit. All ranks must call it. Raises DataError for a state that is not valid JSON.
     """
     state = _state_of(role)
     optimizer = role.named
@@ -85,7 +85,7 @@ def save(
         (path / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def begin() -> str:
-        for unfinished in directory.glob(".*.writing"):  # what a process that was killed left
+        for unfinished in directory.glob(".*.writing"):  # left by a killed process
             shutil.rmtree(unfinished)
         return str(staging_directory(directory / tag))
 
@@ -102,8 +102,9 @@ def save(
 
 
 def load(role: Role, directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path, dict[str, Any]]:
-    """Opens the checkpoint of a tag, or else the newest, into the role's parts; returns its path and the client state.
-    All ranks call it. Raises RunDirError where there is none, where it is damaged, or of another model.
+    """Loads the checkpoint of a tag, or the newest, into the role. Returns its path and the client state.
+
+    All ranks must call it. Raises RunDirError if the checkpoint is missing, damaged, or of a different model.
     """
     path = Path(ranks_agree(ranks, lambda: str(_verified(directory, tag))))
     _copy(path, "weights", trained_tensors(role.model))
@@ -127,7 +128,7 @@ def load(role: Role, directory: Path, tag: str | None, ranks: Ranks) -> tuple[Pa
 
 
 def checkpoints(directory: Path) -> dict[str, int]:
-    """The tags of the complete checkpoints of a directory with their numbers, oldest first."""
+    """Returns tag -> number of the complete checkpoints in a directory, oldest first."""
     numbers: dict[str, int] = {}
     for manifest in directory.glob(f"*/{MANIFEST}"):
         manifest_files(manifest.parent)
@@ -136,7 +137,7 @@ def checkpoints(directory: Path) -> dict[str, int]:
 
 
 def prune(directory: Path, max_num: int | None, max_mem: float | None) -> None:
-    """Removes the oldest checkpoints beyond the limits; the newest stays in any case."""
+    """Removes the oldest checkpoints beyond the limits. Always keeps the newest."""
     present = [*checkpoints(directory)]
     sizes = {tag: sum(int(e["bytes"]) for e in manifest_files(directory / tag).values()) for tag in present}
     while len(present) > 1:
@@ -150,8 +151,10 @@ def prune(directory: Path, max_num: int | None, max_mem: float | None) -> None:
 def save_model(
     model: LanguageModel | ValueModel, directory: Path, ranks: Ranks, companions: Callable[[Path], None]
 ) -> None:
-    """A directory that transformers loads, an adapter added; what is there already under other names stays. All ranks
-    call it. `companions` writes what belongs to it beside the weights (a tokenizer)."""
+    """Writes a directory that transformers can load, with the adapter merged.
+
+    Other files in the directory stay. `companions` writes further files, such as the tokenizer. All ranks must call it.
+    """
     staging = Path(ranks_agree(ranks, lambda: str(staging_directory(directory))))
     take_snapshot(weight_files(model, ""), ranks, SaveStrategy.UNRESTRICTED, companions, copy=False).write(staging)
 
@@ -169,7 +172,7 @@ def save_model(
 
 
 def ranks_agree(ranks: Ranks, act: Callable[[], T]) -> T:
-    """What the first rank's `act` returns, on every rank; what it raises is raised on all of them."""
+    """Runs `act` on the first rank. Returns its result, or raises its error, on every rank."""
     result: list[Any] = [None, None]
     if ranks.rank == 0:
         try:
@@ -222,7 +225,7 @@ def _plain(value: object) -> bool:
 
 @torch.no_grad()
 def _copy(path: Path, stem: str, own: Mapping[str, Tensor]) -> None:
-    """The saved tensors into the model's own."""
+    """Copies the saved tensors into the model's tensors."""
     source = read_tensors(path, stem)
     for name, entry in source.entries.items():
         if name not in own or tuple(own[name].shape) != entry.shape:

@@ -1,4 +1,4 @@
-"""CriticVL: a value head on any causal or vision-language backbone, over the core's value model.
+"""CriticVL: LightRFT's critic class, over the core's value model.
 
 Legend: B sequences of S tokens, padding included; A actions, the last A columns.
 """
@@ -26,10 +26,10 @@ from trivium.training.ranks import ALONE, Ranks
 
 
 class CriticVL(nn.Module):
-    """Values of the states before actions.
+    """Predicts the values of the states before actions.
 
-    `model` is the transformers backbone as it is, `value_head` one linear layer on its states; `value_model` is the
-    core's view of the same parameters.
+    `model` is the transformers backbone of a causal or vision-language model, and `value_head` a linear layer on its
+    states. `value_model` is the core's model over the same parameters.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class CriticVL(nn.Module):
         seed: int = 0,
         **further: Any,
     ) -> None:
-        """Arguments as those of ActorVL; of an ActorVL, or a model, its trunk is shared. The head is what was saved
-        with the model (by `save_model`, or as `value_head_prefix` of a sequence classifier), unless
-        `init_value_head`; else it is drawn from `seed`.
+        """Takes the arguments of ActorVL. An ActorVL or a model as the first argument shares its backbone.
+
+        Loads the head that was saved with the model (by `save_model`, or as `value_head_prefix` of a sequence
+        classifier). Without a saved head, or with `init_value_head`, initializes it from `seed`.
         """
         super().__init__()
         del use_flash_attention_2
@@ -69,7 +70,7 @@ class CriticVL(nn.Module):
         head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
         first = self._built(head)
         self.value_head = first.value_head
-        self._core: list[ValueModel] = [first]  # in a list: a second owner of the same parameters is no submodule
+        self._core: list[ValueModel] = [first]  # in a list, so that it is not registered as a submodule
 
     def _built(self, head: dict[str, Tensor]) -> ValueModel:
         how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device, "autocast": self._autocast}
@@ -89,7 +90,7 @@ class CriticVL(nn.Module):
 
     @property
     def vision(self) -> Vision | None:
-        """The image side of the model; None where it reads text only."""
+        """The vision part of the model; None for a text-only model."""
         return self.value_model.backbone.vision
 
     def forward(
@@ -103,7 +104,7 @@ class CriticVL(nn.Module):
         video_grid_thw: Tensor | None = None,
         **pixel_inputs: Tensor,
     ) -> Tensor:
-        """(B, A) values of the states before the last A tokens, with gradient; 0 on padding."""
+        """Returns (B, A) values of the states before the last A tokens, with gradient; 0 on padding."""
         if pixel_values_videos is not None or video_grid_thw is not None:
             raise DataError("values of videos", "pixel_values_videos", "models read text and images here")
         if num_actions is None:
@@ -112,7 +113,7 @@ class CriticVL(nn.Module):
         return per_action(self.value_model, sequences, num_actions, attention_mask, pixels, self.ranks)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps one activation per layer and computes the others again in the backward pass."""
+        """Keeps one activation per layer and recomputes the others in the backward pass."""
         if gradient_checkpointing_kwargs:
             announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
         if not self._checkpointing:
@@ -120,11 +121,11 @@ class CriticVL(nn.Module):
         self._checkpointing = True
 
     def train(self, mode: bool = True) -> Self:
-        """Stays in eval mode, whatever `mode` says; gradients do not depend on it."""
+        """Keeps eval mode for any `mode`. Gradients do not depend on it."""
         return super().train(False)
 
     def adopt(self, ranks: Ranks) -> None:
-        """The core's model, now sharded over these ranks, is the model."""
+        """Sets `ranks`, and sets `model` and `value_head` to those of the core's sharded model."""
         core = self.value_model
         self.ranks, self.model, self.value_head = ranks, core.module, core.value_head
 
@@ -132,7 +133,7 @@ class CriticVL(nn.Module):
 def get_vlm_for_sequence_regression(
     model_name_or_path: str | Path | nn.Module, model_type: str, **options: Any
 ) -> CriticVL:
-    """A critic, by the function that LightRFT's users build it with. Raises ConfigError for another `model_type`."""
+    """Builds a critic, as LightRFT's function of this name. Raises ConfigError for any other `model_type`."""
     if model_type != "critic":
         raise ConfigError(
             f"get_vlm_for_sequence_regression with model_type {model_type!r}",
@@ -143,7 +144,7 @@ def get_vlm_for_sequence_regression(
 
 
 def saved_head(directory: Path, prefix: str) -> dict[str, Tensor]:
-    """The head that was saved with a model; empty where none was. Raises DataError where it has several outputs."""
+    """Returns the head that was saved with a model, or {}. Raises DataError if it has several outputs."""
     own = directory / f"{VALUE_HEAD}.safetensors"
     if own.is_file():
         return _biased(load_file(own))

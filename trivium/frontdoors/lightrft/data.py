@@ -1,4 +1,4 @@
-"""Data sets as LightRFT's scripts build them: prompts for rollouts, supervised text beside them, their tokenizers."""
+"""LightRFT's data sets: prompts for rollouts, supervised text for pretraining, and their tokenizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PromptItem = tuple[str, Any, Any, Any]
 
 
 class Rows(Sequence[Row]):
-    """Rows that were read."""
+    """A list of rows in memory."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -43,7 +43,7 @@ class Rows(Sequence[Row]):
         return Rows(self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
     def select(self, indices: Sequence[int]) -> Rows:
-        """The rows at these places."""
+        """Returns the rows at these indices."""
         return Rows([self._rows[index] for index in indices])
 
 
@@ -57,11 +57,12 @@ def blending_datasets(
     train_split: str = "train",
     eval_split: str = "test",
 ) -> Any:
-    """The rows of the sets that `datasets` names, separated by commas: `file.jsonl`, `file.parquet`, a folder, or
-    `folder@subfolder`. Several are drawn by their probabilities until one is exhausted; without them they follow one
-    another. With `return_eval` also those of `eval_split`. Paths of images in a folder become absolute.
+    """Reads the rows of one or more sets.
 
-    Raises ConfigError for sets that cannot be read, DataError for rows that cannot.
+    `datasets` is a comma-separated list of `file.jsonl`, `file.parquet`, `folder` or `folder@subfolder`. Several sets
+    are mixed by `probabilities` until one is exhausted, or concatenated without them. With `return_eval`, also returns
+    the rows of `eval_split`. Relative file paths in rows become absolute. Raises ConfigError for an unreadable set,
+    DataError for an unreadable row.
     """
     del strategy
     names = sets_of(datasets)
@@ -72,7 +73,7 @@ def blending_datasets(
 
 
 def probabilities_of(value: object, count: int) -> list[float] | None:
-    """How often each of several sets is drawn from; None for one set, and where nothing says it."""
+    """Returns the sampling probability of each set, or None for a single set and without a value."""
     from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
 
     if value is None or count < 2:
@@ -92,7 +93,7 @@ def _blended(names: Sequence[str], weights: Sequence[float] | None, seed: int, s
 
 
 def _at_home(row: Row, source: Mapping[str, Any]) -> Row:
-    """The row with paths of files beside its data absolute."""
+    """Returns the row with paths that are relative to its data made absolute."""
     path = Path(source["path"]).absolute()
     home = path if source["kind"] == "datasets" else path.parent
     return {name: _absolute(value, home) for name, value in row.items()}
@@ -106,7 +107,7 @@ def _absolute(value: Any, home: Path) -> Any:
 
 
 class PromptDatasetVL(Dataset[PromptItem]):
-    """Prompts with their images, for `PPOTrainerVL.fit`. `strategy.args` says which columns hold what."""
+    """Prompts with their images, for `PPOTrainerVL.fit`. `strategy.args` names the columns."""
 
     def __init__(
         self,
@@ -117,12 +118,11 @@ class PromptDatasetVL(Dataset[PromptItem]):
         strategy: Any,
         input_template: str | None = None,
     ) -> None:
-        """`dataset` has rows: a Hugging Face dataset, or a sequence of mappings. Without a processor no images are
-        read. `args`: `input_key`, `images_key`, `reference_key`, `label_key`, `system_prompt`,
-        `apply_chat_template`, `limit_mm_image_per_prompt`; each has the launcher's default. The trainer bounds the
-        length of prompts (`prompt_max_len`).
+        """`dataset` is a Hugging Face dataset or a sequence of mappings. Without a processor, images are not read.
 
-        Raises ConfigError for a template without a place for the prompt.
+        Reads `input_key`, `images_key`, `reference_key`, `label_key`, `system_prompt`, `apply_chat_template` and
+        `limit_mm_image_per_prompt` of `args`, with the launcher's defaults. The trainer limits the length of prompts
+        (`prompt_max_len`). Raises ConfigError for a template without a placeholder for the prompt.
         """
         super().__init__()
         args = getattr(strategy, "args", strategy)
@@ -143,9 +143,9 @@ class PromptDatasetVL(Dataset[PromptItem]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> PromptItem:
-        """(text of the prompt, its images as the row has them or None, reference, label).
+        """Returns (text of the prompt, its images or None, reference, label).
 
-        Raises DataError for a row that has no prompt, marks another number of images than it has, or has too many.
+        Raises DataError for a row without a prompt, with too many images, or whose image marks do not match its images.
         """
         row, where = self._dataset[index], f"row {index}"
         if self._videos and row.get(self._videos):
@@ -159,15 +159,15 @@ class PromptDatasetVL(Dataset[PromptItem]):
         return text, images or None, reference, label_of(row, _option(self._args, "label_key"))
 
     def collate_fn(self, items: Sequence[PromptItem]) -> tuple[list[Any], ...]:
-        """(prompts, images, references, labels), or (prompts, images, videos, references, labels) where `args` have a
-        `videos_key`: lists with an entry for each item."""
+        """Returns lists of (prompts, images, references, labels), or of (prompts, images, videos, references, labels)
+        if `args.videos_key` is set."""
         prompts, images, references, labels = (list(column) for column in zip(*items, strict=True))
         if self._videos:
             return prompts, images, [None] * len(prompts), references, labels
         return prompts, images, references, labels
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], list[Any]]:
-        """(the conversation, its images)."""
+        """Returns (the conversation, its images)."""
         key, images_key = _option(self._args, "input_key"), _option(self._args, "images_key") if self._sees else ""
         given = _listed(row.get(images_key)) if images_key else []
         located = [_located(image) for image in given]
@@ -191,12 +191,12 @@ class PromptDatasetVL(Dataset[PromptItem]):
 
 
 def _marked(message: Message) -> str:
-    """A message's text, with a mark for each of its images."""
+    """Returns a message's text with a mark for each of its images."""
     return message.content if IMAGE in message.content else IMAGE * len(message.media) + message.content
 
 
 def _images_of(tokenizer: Any) -> Images | None:
-    """How the model beside the tokenizer reads images; None where it reads text only."""
+    """Returns the image processor of the tokenizer's model, or None for a text-only model."""
     return images_of(tokenizer.name_or_path)
 
 
@@ -207,20 +207,20 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _located(value: Any) -> Any:
-    """An image, a path of it absolute."""
+    """Makes the path of an image absolute."""
     if isinstance(value, str) and len(value) < 4096 and not value.startswith("data:") and Path(value).is_file():
         return str(Path(value).resolve())
     return value
 
 
 def _option(args: object, name: str) -> Any:
-    """A value of `args`, or the launcher's default."""
+    """Returns a value of `args`, or the launcher's default."""
     value = getattr(args, name, None)
     return TABLE.default_of(name) if value is None else value
 
 
 class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
-    """Supervised text, whose loss PPOTrainerVL adds to the policy's (`ptx_coef`). Rows with images are not read."""
+    """Supervised text, whose loss PPOTrainerVL adds to the policy loss (`ptx_coef`). Images are not supported."""
 
     def __init__(
         self,
@@ -232,8 +232,11 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         input_template: str | None = None,
         pretrain_mode: bool = True,
     ) -> None:
-        """Rows have a text or messages in `args.input_key`, and the completion in `args.output_key`, if any. Every
-        token is trained, as in pretraining: `pretrain_mode` false is refused. Longer texts are cut at `max_length`."""
+        """Rows have a text or messages in `args.input_key`, and optionally the completion in `args.output_key`.
+
+        Every token is trained, as in pretraining; `pretrain_mode` False raises ConfigError. Texts are truncated to
+        `max_length` tokens.
+        """
         super().__init__()
         if processor is not None:
             announce(["processor of SFTDatasetVL: supervised rows are text here, images are not read"])
@@ -247,7 +250,7 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor, dict[str, Any]]:
-        """(tokens of the prompt, ids (1, S), mask (1, S), the texts)."""
+        """Returns (number of prompt tokens, ids (1, S), mask (1, S), the texts)."""
         prompt, completion = self._texts(self._dataset[index], index)
         ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         if ids[-1:] != [self._tokenizer.eos_token_id]:
@@ -257,7 +260,7 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         return min(before, tokens.shape[1]), tokens, torch.ones_like(tokens), {"input": prompt, "output": completion}
 
     def collate_fn(self, items: Sequence[tuple[int, Tensor, Tensor, dict[str, Any]]]) -> tuple[Any, ...]:
-        """(lengths of the prompts, ids (B, 1, S), mask (B, 1, S), None, None): padded on the right."""
+        """Returns (prompt lengths, ids (B, 1, S), mask (B, 1, S), None, None), padded on the right."""
         lengths, tokens, masks, _ = zip(*items, strict=True)
         longest = max(each.shape[1] for each in tokens)
         pad = self._tokenizer.pad_token_id or 0
@@ -266,7 +269,7 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         return list(lengths), torch.stack(ids), torch.stack(mask), None, None
 
     def _texts(self, row: Mapping[str, Any], index: int) -> tuple[str, str]:
-        """(what comes first, what follows) of a row."""
+        """Returns (prompt, completion) of a row; either may be empty."""
         key, output = _option(self._args, "input_key"), row.get(_option(self._args, "output_key"))
         value = row.get(key)
         if not value or not isinstance(value, str | list):
@@ -289,8 +292,11 @@ def get_tokenizer_processor_vl(
     strategy: Any = None,
     use_fast: bool = True,
 ) -> tuple[Any, Any]:
-    """(the tokenizer of a model directory, its processor). The processor is None for a model that reads text only, and
-    where `strategy.args.text_only` says so. A missing pad token becomes the end of sequence; `model` learns of it."""
+    """Returns (tokenizer, processor) of a model directory.
+
+    The processor is None for a text-only model and with `strategy.args.text_only`. A missing pad token is set to the
+    end-of-sequence token. The config of `model` gets the pad token.
+    """
     if not use_fast:
         announce(["use_fast=False: a tokenizer that has a fast form is opened in that form"])
     tokenizer = hf_tokenizer(pretrain)

@@ -1,4 +1,4 @@
-"""Prompts in, experiences out: completions, rewards, scores of the models, advantages over the rollout of all ranks."""
+"""Makes experiences from prompts: completions, rewards, model scores, and advantages over the rollout of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCORERS = {
 
 @dataclass(frozen=True)
 class Models:
-    """What scores experiences; the part of a train engine that `loops.add_scores` uses."""
+    """The models that score experiences, with the interface that `loops.add_scores` needs."""
 
     learners: dict[str, Learner]
 
@@ -42,26 +42,28 @@ class Models:
 
 @dataclass
 class ExperienceMaker:
-    """Makes the experiences of one rank; statistics of advantages and rewards are over all ranks."""
+    """Makes the experiences of one rank. Statistics of advantages and rewards are computed over all ranks."""
 
     rollouts: Callable[[], Rollouts]
-    """The engine, which is built when it is first needed."""
+    """Returns the rollout engine, created on first use."""
     models: Models
     scorer: RewardScorer
     tokenizer: Any
     ranks: Ranks
     algorithm: Callable[[], GroupAlgorithm]
-    """The algorithm with the KL coefficient of now."""
+    """Returns the algorithm with the current KL coefficient."""
     with_entropy: bool
-    """Whether the entropy of each token is wanted as well."""
+    """Whether to compute the entropy of each token."""
     metrics: Metrics = field(default_factory=dict[str, float])
-    """Of the last rollout of all ranks, by their names in the core: how far engine and trainer are apart, ..."""
+    """Metrics of the last rollout over all ranks, by the core's names, such as the engine-trainer mismatch."""
 
     def generate(
         self, loaded: Any, first: int, *, purpose: str, version: int, samples: int, sampling: Sampling
     ) -> list[Group]:
-        """The rewarded groups of a batch of the loader: of this rank. `first` is the number of its first prompt in the
-        run, which decides its randomness."""
+        """Returns the rewarded groups of this rank's batch of prompts.
+
+        `first` is the number of the batch's first prompt in the run. It seeds the sampling.
+        """
         batch = read_batch(loaded)
         names = [str(first + row) for row in range(len(batch.prompts))]
         groups = self.rollouts().groups(
@@ -103,8 +105,11 @@ class ExperienceMaker:
         )
 
     def make_experience_list(self, groups: Sequence[Group], micro_rollout_batch_size: int) -> list[ExperienceVL]:
-        """The experiences of these groups, `micro_rollout_batch_size` sequences each, in order: scored by the current
-        models, with advantages over the rollout of all ranks. All ranks must call; a rank may have no group."""
+        """Returns the experiences of these groups in order, `micro_rollout_batch_size` sequences each.
+
+        The current models score them. Advantages are computed over the rollout of all ranks. All ranks must call it; a
+        rank may have no groups.
+        """
         batch, self.metrics = self.judged(groups)
         images = self.rollouts().images if any(e.media for e in batch.experiences) else None
         info, tasks = _info(batch, groups), {group.group_id: group.task.columns for group in groups}
@@ -120,7 +125,7 @@ class ExperienceMaker:
         return made
 
     def judged(self, groups: Sequence[Group]) -> tuple[Batch, Metrics]:
-        """(the experiences of these groups with scores, advantages and returns as columns, metrics of all ranks)."""
+        """Returns (the experiences with scores, advantages and returns as columns, the metrics of all ranks)."""
         algorithm = self.algorithm()
         needs = set(algorithm.needs) | ({"entropy"} if self.with_entropy else set())
         if "reference" in self.models.learners:
@@ -141,17 +146,17 @@ class ExperienceMaker:
 
 
 def gathered(ranks: Ranks, value: Any) -> list[Any]:
-    """One value per data rank."""
+    """Returns the values of all data ranks, in order."""
     return list(cast("list[Any]", ranks.all_gather(value)))
 
 
 def _light(batch: Batch) -> Batch:
-    """The batch without the bytes of its images and what its tokens were sampled among."""
+    """Returns the batch without image bytes and `extra` data, to gather less data."""
     return replace(batch, experiences=tuple(replace(e, media=(), extra={}) for e in batch.experiences), metrics={})
 
 
 def together(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches; the columns are those that all of them with rows have."""
+    """Concatenates batches. Keeps the columns that all non-empty batches have."""
     filled = [batch for batch in batches if len(batch)]
     if not filled:
         return batches[0]
@@ -161,7 +166,7 @@ def together(batches: Sequence[Batch]) -> Batch:
 
 
 def _info(batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
-    """Numbers of each sequence, (B,): what the trainer reports of a rollout."""
+    """Returns the statistics of each sequence, (B,), that the trainer reports for a rollout."""
     experiences, kl = batch.experiences, batch.columns.get("kl")
     of = {(group.group_id, member.index): member.metrics for group in groups for member in group.alive}
     names = dict.fromkeys(name for each in of.values() for name in each)
@@ -178,7 +183,7 @@ def _info(batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _rows(info: dict[str, Any], rows: range) -> dict[str, Any]:
-    """The numbers of these rows as tensors."""
+    """Returns the statistics of these rows as tensors."""
     return {
         name: _rows(values, rows) if isinstance(values, dict) else torch.as_tensor(values[rows.start : rows.stop])
         for name, values in info.items()
@@ -190,7 +195,7 @@ def _mean(e: Experience, row: AnyArray) -> float:
 
 
 def _first(e: Experience, row: AnyArray) -> float:
-    """The return from the first action on."""
+    """Returns the return at the first action."""
     trained = np.flatnonzero(e.response_mask)
     return float(row[trained[0]]) if len(trained) else 0.0
 

@@ -1,4 +1,4 @@
-"""The reward of each sample of a rollout: by a user's function, by a recipe for its label, or by one reward model."""
+"""Computes the reward of each rollout sample by a user's function, a recipe for its label, or one reward model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trivium.types import AnyArray
 __all__ = ["RewardScorer", "Sample", "Scored"]
 
 _MODEL = "model"
-"""The type of a recipe's component that stands for a number in `model_reward_list`."""
+"""The type of a recipe's component that refers to a score in `model_reward_list`."""
 _BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What B samples earned."""
+    """The rewards and metrics of B samples."""
 
     rewards: AnyArray
     """(B,) float64."""
     metrics: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
-    """Name -> (B,); 0 where the recipe of a sample does not have the component."""
+    """Name -> (B,). The value is 0 if the sample's recipe lacks the component."""
 
 
 class _Component(NamedTuple):
@@ -41,21 +41,20 @@ class _Component(NamedTuple):
     type: str
     rule: Rule | None
     source: int
-    """Of a model: its place in `model_reward_list`."""
+    """Index of the model in `model_reward_list`; -1 for a rule."""
     weight: float
 
 
 class RewardScorer:
-    """Calls what the trainer was given for rewards, in the forms of LightRFT.
+    """Computes rewards from LightRFT's reward arguments.
 
-    With `reward_fn(model_reward_list, labels, queries, refs, label_map)`, that decides. `queries` are the whole
-    sequences, as in the original: prompt and special tokens included. Without it, `reward_recipe` does: {label: [(type,
-    key, weight), ...]}, where the type `model` is `model_reward_list[label_map[key]]`, and any other is a rule, which
-    reads the completion alone: a name of `reward_rules.RULES`, a function, or `package.module:name`. Without either,
-    there is one reward model.
+    `reward_fn(model_reward_list, labels, queries, refs, label_map)` takes precedence. `queries` are the whole sequences
+    with prompt and special tokens, as in the original. Otherwise `reward_recipe` applies: {label: [(type, key, weight),
+    ...]}. The type `model` refers to `model_reward_list[label_map[key]]`. Any other type is a rule on the completion: a
+    name in `reward_rules.RULES`, a function, or `package.module:name`. Without both, the only reward model is used.
 
-    `model_reward_list` has the reward models in their order, then what `remote_rm_url` names. A model gets the samples
-    whose recipe gives it a weight other than 0; those of labels that have no recipe go to every model.
+    `model_reward_list` holds the scores of the reward models in order, then those of `remote_rm_url`. A model scores
+    the samples whose recipe gives it a nonzero weight, and all samples whose label has no recipe.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class RewardScorer:
         tokenizer: Any = None,
         processor: Any = None,
     ) -> None:
-        """Raises ConfigError for a recipe that cannot be followed, and for several models that nothing combines."""
+        """Raises ConfigError for an invalid recipe, and for several models without a function or recipe."""
         if tokenizer is None and processor is not None:
             tokenizer = processor.tokenizer
         batch_size = getattr(getattr(strategy, "args", None), "micro_rollout_batch_size", None) or _BATCH_SIZE
         self._sources = sources_of(reward_model, remote_rm_url, tokenizer=tokenizer, batch_size=int(batch_size))
         self._reward_fn, self._label_map = reward_fn, reward_fn_label_map
-        parsed = _components if reward_fn is None else _models_of  # a function reads the rest as it likes
+        parsed = _components if reward_fn is None else _models_of  # reward_fn interprets the other components
         self._recipes = {
             label: parsed(f"the recipe of {label!r}", entries, self._label_map or {}, len(self._sources))
             for label, entries in (reward_recipe or {}).items()
@@ -89,8 +88,11 @@ class RewardScorer:
             )
 
     def score(self, samples: Sequence[Sample]) -> Scored:
-        """The reward of each sample. Raises RewardError for a label without a recipe, a number that is missing or not
-        finite, and whatever a reward raises: no sample is scored 0 instead."""
+        """Returns the reward of each sample.
+
+        Raises RewardError for a label without a recipe, a missing or non-finite score, and a reward that raises. A
+        failed reward is never replaced by 0.
+        """
         if self._reward_fn is None and not self._recipes and not self._sources:
             raise ConfigError(
                 "rewards of a rollout",
@@ -116,7 +118,7 @@ class RewardScorer:
             )
 
     def _source_scores(self, place: int, samples: Sequence[Sample]) -> AnyArray:
-        """(B,) numbers of a source; 0 for the samples whose recipe does not use it."""
+        """Returns the (B,) scores of a source, 0 for samples whose recipe does not use it."""
         wanted = [row for row, sample in enumerate(samples) if self._uses(sample.label, place)]
         scores = np.zeros(len(samples))
         if wanted:
@@ -141,7 +143,7 @@ class RewardScorer:
         return Scored(numbers_in(rewards, len(samples), "reward_fn"), by_name)
 
     def _mixed(self, samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
-        """The weighted sums of the components of each sample's recipe."""
+        """Returns the weighted sum of the components of each sample's recipe."""
         rewards, metrics = np.zeros(len(samples)), dict[str, AnyArray]()
 
         def add(name: str, row: int, value: float) -> None:
@@ -162,7 +164,7 @@ class RewardScorer:
 
 
 def _has(recipes: Mapping[Any, object], label: object) -> bool:
-    """Whether there is a recipe for a label, which may be unhashable."""
+    """Whether a label has a recipe. The label may be unhashable."""
     try:
         return label in recipes
     except TypeError:
@@ -173,7 +175,7 @@ def _has(recipes: Mapping[Any, object], label: object) -> bool:
 
 
 def _components(where: str, entries: Any, label_map: Mapping[Any, int], num_sources: int) -> list[_Component]:
-    """A label's recipe, without what has no weight. Raises ConfigError for an entry that cannot be followed."""
+    """Parses a label's recipe and drops components of weight 0. Raises ConfigError for an invalid entry."""
     if not isinstance(entries, list | tuple) or not entries:
         raise ConfigError(where, described(entries), "give a list of (type, key or None, weight), at least one")
     components: list[_Component] = []
@@ -191,7 +193,7 @@ def _components(where: str, entries: Any, label_map: Mapping[Any, int], num_sour
 
 
 def _models_of(where: str, entries: Any, label_map: Mapping[Any, int], num_sources: int) -> list[_Component]:
-    """The reward models of a label's recipe that a function follows."""
+    """Parses only the reward models of a label's recipe, for use with `reward_fn`."""
     models = [entry for entry in entries if _is_component(entry) and entry[0] == _MODEL]
     return _components(where, models, label_map, num_sources) if models else []
 
@@ -204,7 +206,7 @@ def _is_component(entry: Any) -> bool:
 
 
 def _place(where: str, key: Any, label_map: Mapping[Any, int], count: int) -> int:
-    """Which number of `model_reward_list` a key stands for; without a key, the only one."""
+    """Returns the index of a key in `model_reward_list`; 0 if the key is None and the list has one model."""
     if key is None and count == 1:
         return 0
     place = key if isinstance(key, int) and not isinstance(key, bool) else label_map.get(key)
@@ -234,7 +236,7 @@ def _rule(where: str, kind: Any) -> Rule:
 
 
 def _parameters_of(where: str, rule: Rule) -> Collection[str]:
-    """What to call a rule with. Raises ConfigError for a parameter that there is nothing for."""
+    """Returns the names of a rule's arguments. Raises ConfigError for an unknown required parameter."""
     known = _columns(Sample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
     parameters = inspect.signature(rule).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -264,7 +266,7 @@ def _columns(sample: Sample) -> dict[str, Any]:
 
 
 def _by_rule(kind: str, rule: Rule, sample: Sample) -> tuple[float, Mapping[str, float]]:
-    """What a rule gives a sample, and its metrics."""
+    """Returns (the rule's reward of a sample, its metrics)."""
     columns = _columns(sample)
     result = _called(kind, rule, **{name: columns[name] for name in _parameters_of(kind, rule)})
     parts: Mapping[str, Any] = result if isinstance(result, Mapping) else {"reward": result}

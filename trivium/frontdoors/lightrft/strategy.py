@@ -1,6 +1,6 @@
-"""Strategies: where models are trained. One process, or FSDP2 ranks that torchrun started; both over the core's parts.
+"""Strategies train models in one process, or on FSDP2 ranks that torchrun started, with the core's components.
 
-Every rank runs the same script with its share of the data. What all must agree on is agreed on by all.
+Every rank runs the same script with its share of the data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Wrapped = ActorVL | CriticVL
 
 
 class Strategy(ScriptCalls):
-    """Trains in this process alone."""
+    """Trains in a single process."""
 
     sharded = False
     """Whether parameters are sharded over the ranks that torchrun started."""
@@ -61,8 +61,11 @@ class Strategy(ScriptCalls):
         bf16: bool | None = None,
         args: Namespace | None = None,
     ) -> None:
-        """What is None comes from `args`, or else has the defaults 42, 1.0, 1, 1 and False. `max_norm` 0 does not clip
-        gradients. Joins the ranks and seeds torch, numpy and random. `Strategy(args)` is `Strategy(args=args)`."""
+        """Joins the ranks and seeds torch, numpy and random.
+
+        Arguments that are None come from `args`, else default to 42, 1.0, 1, 1 and False. `max_norm` 0 disables
+        gradient clipping. `Strategy(args)` is the same as `Strategy(args=args)`.
+        """
         if isinstance(seed, Namespace):
             seed, args = None, seed
         self.args = Namespace() if args is None else args
@@ -81,8 +84,8 @@ class Strategy(ScriptCalls):
         self.setup_distributed()
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """Joins the ranks, once; `timeout` is how long they wait for one another. Raises ConfigError where torchrun
-        started several and this strategy trains alone."""
+        """Joins the ranks, once. `timeout` limits how long they wait for one another. Raises ConfigError if torchrun
+        started several ranks and this strategy is not sharded."""
         deadline = COLLECTIVE_S if timeout is None else timeout.total_seconds()
         if not self.sharded and launched_ranks() > 1:
             raise ConfigError(
@@ -122,12 +125,14 @@ class Strategy(ScriptCalls):
             print(f"[{datetime.now().astimezone():%m-%d %H:%M:%S}]", *message, flush=True)
 
     def barrier(self) -> None:
-        """Returns once all ranks are here."""
+        """Waits until all ranks have called it."""
         self.ranks.all_reduce_max(0)
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """A number, a tensor, or each of a dict, reduced over the ranks (`mean`, `sum`, `max`, `min`), as what it was
-        given. The tensor that is given stays as it is."""
+        """Reduces a number, a tensor, or each value of a dict over the ranks (`mean`, `sum`, `max`, `min`).
+
+        Returns the same type and does not modify its argument.
+        """
         if op not in _OPS:
             raise ConfigError(f"all_reduce with op {op!r}", "no such operation", f"known: {', '.join(_OPS)}")
         if isinstance(data, Mapping):
@@ -142,7 +147,8 @@ class Strategy(ScriptCalls):
         return number.to(data.device) if isinstance(data, Tensor) else type(data)(number.item())
 
     def all_gather(self, data: Any) -> Any:
-        """A tensor of every rank, end to end, or each of a dict; a number becomes a tensor with one for each rank."""
+        """Concatenates a tensor, or each value of a dict, over the ranks. A number becomes a tensor with one entry per
+        rank."""
         if isinstance(data, Mapping):
             return {name: self.all_gather(value) for name, value in cast("Mapping[str, Any]", data).items()}
         tensor = data.detach() if isinstance(data, Tensor) else torch.tensor([data], dtype=torch.float64)
@@ -154,8 +160,7 @@ class Strategy(ScriptCalls):
         return torch.cat(parts).to(tensor.device)
 
     def totals(self, batch: Batch, max_response_length: int) -> LossDenominators:
-        """What the losses of an optimizer step are divided by: the counts over all ranks, of which `batch` is one's
-        share."""
+        """Returns the loss denominators of an optimizer step: counts over all ranks. `batch` is this rank's share."""
         own = count(batch, max_response_length)
         if self.world_size == 1:
             return own
@@ -168,8 +173,11 @@ class Strategy(ScriptCalls):
     # ------------------------------------------------------------------ models and optimizers
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
-        """Models, or tuples (model, optimizer) or (model, optimizer, scheduler), ready to be trained: on their device,
-        sharded over the ranks. One alone is returned as such, several as a list; None stays None."""
+        """Moves models to their device and shards them over the ranks.
+
+        Accepts models and tuples (model, optimizer) or (model, optimizer, scheduler). Returns a single argument by
+        itself, several as a list. None stays None.
+        """
         del is_rlhf
         prepared = [self._prepared(each) for each in models_or_tuples]
         return prepared[0] if len(prepared) == 1 else prepared
@@ -189,8 +197,11 @@ class Strategy(ScriptCalls):
     def prepare_model(
         self, model: Any, is_training: bool = False, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """One model on its device, sharded over the ranks; an `optimizer` that was built before keeps its parameters.
-        What is neither ActorVL nor CriticVL (a reward model) is moved to the device, whole."""
+        """Moves one model to its device and shards it over the ranks.
+
+        An existing `optimizer` gets the sharded parameters. A model that is neither ActorVL nor CriticVL (a reward
+        model) moves to the device unsharded.
+        """
         if not isinstance(model, Wrapped):
             return model.to(self.ranks.device).eval() if isinstance(model, nn.Module) else model
         if model.ranks.size > 1:
@@ -224,7 +235,7 @@ class Strategy(ScriptCalls):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
-        """AdamW over what is trained of a model; decay pulls on matrices only, not on embeddings."""
+        """Returns AdamW over the trainable parameters. Weight decay applies to matrices only, not to embeddings."""
         core = core_of(model)
         network = core if isinstance(core, ValueModel) else core.module
         first, second = betas
@@ -234,10 +245,13 @@ class Strategy(ScriptCalls):
     def prepare_models_and_optimizers(
         self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Namespace, max_steps: int
     ) -> tuple[Any, Any, Any, Any]:
-        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, reference), prepared: AdamW,
-        and a cosine to a tenth of the rate after `lr_warmup_ratio` of `max_steps` optimizer steps. `args` may have
-        `actor_learning_rate` (else 1e-6), `critic_learning_rate` (9e-6), `adam_betas` (0.9, 0.95), `l2` (0) and
-        `lr_warmup_ratio` (0.03)."""
+        """Prepares all models. Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
+        reference).
+
+        Uses AdamW, a warmup of `lr_warmup_ratio` of `max_steps` and a cosine schedule to a tenth of the learning rate.
+        `args` may have `actor_learning_rate` (default 1e-6), `critic_learning_rate` (9e-6), `adam_betas` (0.9, 0.95),
+        `l2` (0) and `lr_warmup_ratio` (0.03).
+        """
         trained: list[tuple[Any, Any, Any]] = []
         betas, decay = getattr(args, "adam_betas", (0.9, 0.95)), getattr(args, "l2", 0.0)
         warmup = math.ceil(max_steps * getattr(args, "lr_warmup_ratio", 0.03))
@@ -256,7 +270,7 @@ class Strategy(ScriptCalls):
         return trained[0], trained[1], self._prepared(reward_models), self._prepared(initial_model)
 
     def unwrap_model(self, model: Any) -> nn.Module:
-        """The transformers model of an ActorVL or CriticVL."""
+        """Returns the transformers model of an ActorVL or CriticVL."""
         return model.model if isinstance(model, Wrapped) else model
 
     def learner(
@@ -270,9 +284,11 @@ class Strategy(ScriptCalls):
         max_tokens: int = 1 << 30,
         max_sequences: int | None = None,
     ) -> Learner:
-        """The core's learner of a role (`policy`, `critic`, `reference`), which scores and updates. The scheduler takes
-        a step after each of the optimizer's. At most `max_sequences` sequences, and `max_tokens` tokens, go through the
-        model at once; that never changes a gradient."""
+        """Returns the core's learner of a role (`policy`, `critic`, `reference`), which scores and updates a model.
+
+        The scheduler steps after each optimizer step. A micro-batch has at most `max_sequences` sequences and
+        `max_tokens` tokens; the gradients do not depend on these limits.
+        """
         core = core_of(model)
         network = core if isinstance(core, ValueModel) else core.module
         if role not in _METRIC_NAME:
@@ -290,14 +306,15 @@ class Strategy(ScriptCalls):
         )
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:
-        """Accumulates the gradient of a loss that is a mean over this rank's share: the gradients of the ranks are
-        averaged."""
+        """Accumulates the gradient of a loss, which must be a mean over this rank's share. Gradients are averaged over
+        the ranks."""
         (loss / self.world_size).backward()
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, scheduler: Scheduler | None = None, name: str = "model"
     ) -> float:
-        """One optimizer step with what was accumulated, clipped to `max_norm`; returns the norm before."""
+        """Runs one optimizer step with the accumulated gradient, clipped to `max_norm`. Returns the norm before
+        clipping."""
         core = core_of(model)
         network = core if isinstance(core, ValueModel) else core.module
         stepper = Optimizer(network, optimizer, scheduler)
@@ -307,8 +324,10 @@ class Strategy(ScriptCalls):
 
     @torch.no_grad()
     def moving_average(self, model: Wrapped, ema_model: Wrapped, beta: float = 0.992, device: str = "cpu") -> None:
-        """What is trained of a model into its average: `beta` of the average and `1 - beta` of the model. To be called
-        once after each optimizer step; all ranks call it."""
+        """Updates `ema_model` to `beta` times itself plus `1 - beta` times the trainable parameters of `model`.
+
+        All ranks must call it once after each optimizer step.
+        """
         if device != "cpu":
             announce([f"device={device!r} of moving_average: the average stays where ema_model is"])
         average, current = dict(ema_model.model.named_parameters()), dict(model.model.named_parameters())
@@ -342,8 +361,11 @@ class Strategy(ScriptCalls):
         sampler: Any = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """This rank's share of a dataset, in batches of `batch_size` on each rank. Its sampler continues an epoch:
-        `loader.sampler.set_epoch(epoch, consumed_samples)`. Raises ConfigError where it would have no batch."""
+        """Returns a loader of this rank's share of a dataset, with `batch_size` samples per batch and rank.
+
+        `loader.sampler.set_epoch(epoch, consumed_samples)` resumes within an epoch. Raises ConfigError if the loader
+        would have no batch.
+        """
         if sampler is None:
             sampler = ShardedSampler(
                 dataset,
@@ -368,14 +390,17 @@ class Strategy(ScriptCalls):
             drop_last=drop_last,
             collate_fn=collate_fn,
             pin_memory=pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(self.seed),  # the seed of its workers, not ours to draw from
+            generator=torch.Generator().manual_seed(self.seed),  # seeds its workers without the global generator
         )
 
     # ------------------------------------------------------------------ checkpoints
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str | Path) -> None:
-        """A directory that transformers loads, with its tokenizer or processor: whole weights, an adapter added, on any
-        number of ranks. Of a critic, the head lies beside them. Other files that are there stay."""
+        """Writes a directory that transformers can load, with the tokenizer or processor.
+
+        The weights are unsharded, with the adapter merged. A critic's head goes into a separate file. Other files in
+        the directory stay.
+        """
         owner = self._owner(model)
 
         def companions(directory: Path) -> None:
@@ -402,12 +427,13 @@ class Strategy(ScriptCalls):
         scheduler: Any = None,
         ema_model: Wrapped | None = None,
     ) -> Path:
-        """Writes `<save_dir>/<tag>`: weights, optimizer, scheduler, the average and `client_state` (JSON values); then
-        removes all but the newest `max_num`, and the oldest beyond `max_mem` GiB in all (None: no limit). A checkpoint
-        is complete or absent; the newest is the latest, whatever `save_latest` says.
+        """Writes `<save_dir>/<tag>`: weights, optimizer, scheduler, moving average and `client_state` (JSON values).
 
-        Optimizer and scheduler are those that were prepared with the model, unless given. All ranks call it. Save the
-        actor last: `load_ckpt` of another role, by the actor's tag, then finds what belongs to it.
+        Then removes all but the newest `max_num` checkpoints, and the oldest beyond a total of `max_mem` GiB (None: no
+        limit). The write is atomic. The newest checkpoint is the latest; `save_latest` has no effect.
+
+        The optimizer and scheduler default to those that were prepared with the model. All ranks must call it. Save the
+        actor last, so that the other roles have a checkpoint for each tag of the actor.
         """
         if not save_latest:
             announce(["save_latest=False: the newest checkpoint is the latest"])
@@ -431,8 +457,10 @@ class Strategy(ScriptCalls):
         scheduler: Any = None,
         ema_model: Wrapped | None = None,
     ) -> tuple[Path, dict[str, Any]]:
-        """Opens the checkpoint of `tag`, or the newest: its path (`path.name` is the tag) and its `client_state`.
-        Raises RunDirError where there is none, or where it is not what was saved of such a model."""
+        """Loads the checkpoint `tag`, or the newest. Returns its path (`path.name` is the tag) and its `client_state`.
+
+        Raises RunDirError if the checkpoint is missing, damaged, or of a different model.
+        """
         if not load_module_strict:
             announce(["load_module_strict=False: a checkpoint must hold every weight of the model"])
         role = self._role(model, optimizer, scheduler, ema_model)
@@ -448,7 +476,7 @@ class Strategy(ScriptCalls):
             self._roles.append((model, Role(core_of(model), optimizer, scheduler)))
 
     def _owner(self, model: Any) -> Wrapped:
-        """The ActorVL or CriticVL that was prepared with this transformers model, or that it is itself."""
+        """Returns the ActorVL or CriticVL that holds this transformers model; a wrapper is returned unchanged."""
         if isinstance(model, Wrapped):
             return model
         for owner, _ in self._roles:
@@ -468,19 +496,19 @@ class Strategy(ScriptCalls):
 
 
 class FSDPV2Strategy(Strategy):
-    """Trains on the ranks that torchrun started, parameters sharded over all of them (FSDP2); also on CPUs."""
+    """Trains on the ranks that torchrun started, with parameters sharded over them by FSDP2. Also runs on CPUs."""
 
     sharded = True
 
 
 def get_strategy(args: Namespace) -> Strategy:
-    """The strategy that `args` asks for: FSDPV2Strategy with `fsdp`, or where torchrun started several ranks."""
+    """Returns an FSDPV2Strategy with `args.fsdp` or if torchrun started several ranks, else a Strategy."""
     sharded = bool(getattr(args, "fsdp", False)) or launched_ranks() > 1
     return (FSDPV2Strategy if sharded else Strategy)(args=args)
 
 
 def core_of(model: Any) -> LanguageModel | ValueModel:
-    """The core's model of an ActorVL or CriticVL."""
+    """Returns the core's model of an ActorVL or CriticVL."""
     if isinstance(model, ActorVL):
         return model.language_model
     if isinstance(model, CriticVL):
@@ -489,7 +517,7 @@ def core_of(model: Any) -> LanguageModel | ValueModel:
 
 
 def _follow(optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Lets an optimizer that has not taken a step have the parameters that took the place of its own."""
+    """Replaces an optimizer's parameters by their sharded versions. The optimizer must not have taken a step."""
     names = {id(parameter): name for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [after[names[id(p)]] if id(p) in names else p for p in group["params"]]

@@ -59,9 +59,9 @@ from trivium.types import Batch, Group, Metrics
 
 
 class PPOTrainerVL:
-    """Trains an actor, and a critic where there is one, by PPO or one of its relatives. Text-only models too.
+    """Trains an actor, and optionally a critic, by PPO or a related algorithm. Also trains text-only models.
 
-    Under torchrun every rank runs the same script: `rollout_batch_size` and `train_batch_size` are over all of them.
+    Under torchrun every rank runs the same script. `rollout_batch_size` and `train_batch_size` count over all ranks.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class PPOTrainerVL:
         disable_ds_ckpt: bool = False,
         **generate_kwargs: Any,
     ) -> None:
-        """As in LightRFT's document, `value_clip` None for no clip; `strategy.args` says the rest (`arguments`).
+        """Takes LightRFT's arguments. `value_clip` None disables clipping. `strategy.args` has more (see `arguments`).
 
-        `generate_kwargs`: `max_new_tokens`, `max_length`, `min_new_tokens`, `temperature`, `top_p`, `top_k`,
-        `do_sample`, `stop`, `eos_token_id`, `gamma`, `lambd`, and what `args` may say too. Raises ConfigError for any
-        other.
+        `generate_kwargs` accepts `max_new_tokens`, `max_length`, `min_new_tokens`, `temperature`, `top_p`, `top_k`,
+        `do_sample`, `stop`, `eos_token_id`, `gamma`, `lambd`, and overrides of `args`. Raises ConfigError for other
+        keywords.
         """
         given = sorted_arguments(generate_kwargs)
         if isinstance(reward_model, list | tuple) and len(reward_model) != 1 and not (reward_fn or reward_recipe):
@@ -116,7 +116,7 @@ class PPOTrainerVL:
         sizes = {"micro_train_batch_size": micro_train_batch_size, "micro_rollout_batch_size": micro_rollout_batch_size}
         coefs = {"ema_beta": ema_beta, "init_kl_coef": init_kl_coef, "ptx_coef": ptx_coef, "value_clip": value_clip}
         check_numbers(**sizes, **coefs, max_epochs=max_epochs, max_norm=max_norm, prompt_max_len=prompt_max_len)
-        core_of(actor)  # raises ConfigError for a model of transformers as it is
+        core_of(actor)  # raises ConfigError for an unwrapped transformers model
         if critic is not None and critic_optim is None:
             raise ConfigError("a critic", "no critic_optim", "give it an optimizer")
         if getattr(processor, "image_processor", None) is not None and actor.model_dir is not None:
@@ -154,9 +154,9 @@ class PPOTrainerVL:
             processor=processor,
         )
         self.policy_version = 0
-        """How often the actor's weights have changed in this process."""
+        """Number of updates of the actor's weights in this process."""
         self.pretrain_dataloader: Iterator[Any] | None = None
-        """An endless iterator over supervised batches; one goes into each step of the actor."""
+        """An endless iterator over supervised batches. Each step of the actor takes one."""
         self._rollouts: Rollouts | None = None
         self._logs: Logs | None = None
         self._state: dict[str, Any] = {}
@@ -173,15 +173,14 @@ class PPOTrainerVL:
     # ------------------------------------------------------------------ parts
 
     def _set_temperature(self) -> None:
-        """Scores are of the distribution that is sampled from."""
+        """Sets the sampling temperature in all models, so that log-probabilities match the sampled distribution."""
         temperature = self.sampling.temperature or 1.0
         for model in (self.actor, self.initial_model, self.ema_model):
             if model is not None:
                 model.temperature = temperature
 
     def _open_learners(self) -> dict[str, Learner]:
-        """Role -> what trains or scores it; `actor` and `critic` in micro-batches of training, the others of
-        rollouts."""
+        """Returns role -> learner. `actor` and `critic` use the training micro-batch size, others that of rollouts."""
         longest, train, rollout = (
             self.sampling.max_new_tokens,
             self.micro_train_batch_size,
@@ -203,7 +202,7 @@ class PPOTrainerVL:
         return learners
 
     def _read_args(self, args: Any) -> None:
-        """Builds what `args` decides; keyword arguments of the constructor count more."""
+        """Builds the algorithm and the experience maker from `args`. The constructor's keywords override `args`."""
         check_values(args)
         self.args = Namespace(**{**vars(args), **self._overrides})
         self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
@@ -237,7 +236,7 @@ class PPOTrainerVL:
         )
 
     def _engine(self) -> Rollouts:
-        """The rollout engine; made when it is first needed."""
+        """Returns the rollout engine, created on first use."""
         if self.tokenizer is None:
             raise ConfigError("rollouts", "the trainer has no tokenizer", "give it tokenizer, or a processor with one")
         if self._rollouts is None:
@@ -269,10 +268,10 @@ class PPOTrainerVL:
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int = 1,
     ) -> None:
-        """Rollouts and updates until `args.num_episodes` passes over the prompts are done.
+        """Alternates rollouts and updates for `args.num_episodes` passes over the prompts.
 
-        Of `args` it reads what `arguments.REQUIRED` lists, and `arguments.OPTIONAL` where it is there. It continues
-        behind `consumed_samples` prompts; together with `strategy.load_ckpt` of a checkpoint, bit for bit.
+        `args` must have the attributes in `arguments.REQUIRED` and may have those in `arguments.OPTIONAL`. Training
+        continues after `consumed_samples` prompts; after `strategy.load_ckpt`, it continues bit for bit.
         """
         check_args(args)
         self._read_args(args)
@@ -314,7 +313,7 @@ class PPOTrainerVL:
             self.save_logs_and_checkpoints(args, step, bar, status, client_states, episode)
 
     def _check_sizes(self, args: Any) -> None:
-        """Raises ConfigError for batches that cannot be cut as they must be."""
+        """Raises ConfigError for batch sizes that do not divide evenly."""
         size, sequences = self.strategy.ranks.data_size, args.rollout_batch_size * args.n_samples_per_prompt
         for name in ("rollout_batch_size", "train_batch_size"):
             if getattr(args, name) % size:
@@ -330,7 +329,7 @@ class PPOTrainerVL:
             )
 
     def _continue(self, args: Any, consumed_samples: int, per_episode: int) -> Position:
-        """Where to start; what a loaded checkpoint knows beside the weights is taken from it."""
+        """Returns the start position. Restores the algorithm, the KL coefficient and the moving average."""
         if consumed_samples == 0 and getattr(args, "load_checkpoint", False):
             consumed_samples = latest_position(args)
             self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
@@ -343,7 +342,7 @@ class PPOTrainerVL:
         return position(args, consumed_samples, per_episode, states.get("global_step"))
 
     def _client_states(self, step: int, consumed: int) -> dict[str, Any]:
-        """What a checkpoint must know beside weights and optimizers."""
+        """Returns the checkpoint state besides weights and optimizers."""
         return {
             "consumed_samples": consumed,
             "global_step": step,
@@ -356,8 +355,8 @@ class PPOTrainerVL:
     # ------------------------------------------------------------------ updates
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
-        """`max_epochs` passes over the replay buffer, in parts of `args.train_batch_size` sequences (over all ranks):
-        one `training_step` each. The means of what they returned, and statistics of the rollout."""
+        """Runs `max_epochs` passes over the replay buffer. Each `training_step` takes `args.train_batch_size` sequences
+        over all ranks. Returns the mean status and statistics of the rollout."""
         ranks, items = self.strategy.ranks, len(self.replay_buffer)
         share = int(getattr(self.args, "train_batch_size", 0)) // ranks.data_size or max(items, 1)
         parts = ranks.all_reduce_max(math.ceil(items / share))
@@ -371,7 +370,7 @@ class PPOTrainerVL:
         return {**mean_status(ranks, statuses), **buffer_status(ranks, self.replay_buffer.items)}
 
     def _entropy_mask(self, experience: ExperienceVL) -> torch.Tensor | None:
-        """The tokens of the policy loss, where it is about those of high entropy alone."""
+        """Returns the mask of high-entropy tokens, or None if the policy loss covers all tokens."""
         if experience.action_entropy is None or not 0 < self.high_entropy_token_ratio < 1:
             return None
         return high_entropy_mask(experience.action_entropy, experience.action_mask, self.high_entropy_token_ratio)
@@ -379,8 +378,8 @@ class PPOTrainerVL:
     def training_step(
         self, experience: ExperienceVL, global_steps: int, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """One optimizer step of the actor, once `global_steps` is beyond `freezing_actor_steps`, and one of the critic
-        where there is one. All ranks must call, each with its share of the sequences."""
+        """Runs one optimizer step of the actor, if `global_steps` exceeds `freezing_actor_steps`, and one of the
+        critic, if any. All ranks must call it, each with its share of the sequences."""
         self._global_steps, status = global_steps, dict[str, float]()
         if global_steps > self.freezing_actor_steps:
             how = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
@@ -392,10 +391,11 @@ class PPOTrainerVL:
     def training_step_actor(
         self, experience: ExperienceVL, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """One optimizer step of the actor: policy loss, over the tokens of `entropy_mask` (B, A) where it is given, KL
-        loss over all, and with `pretrain_dataloader` the supervised loss; then one of the moving average.
+        """Runs one optimizer step of the actor, then updates the moving average.
 
-        Raises TriviumError, weights untouched, where the gradient is not finite.
+        Adds up the policy loss (over the tokens of `entropy_mask` (B, A), if given), the KL loss over all tokens, and,
+        with `pretrain_dataloader`, the supervised loss. Raises TriviumError for a non-finite gradient, before any
+        weight changes.
         """
         learner = self._learners["actor"]
         objective: Any = policy_objective(self.algorithm, self.kl_ctl.value, masked=entropy_mask is not None)
@@ -415,14 +415,15 @@ class PPOTrainerVL:
         return status | ({"kl": status["kl_loss"]} if "kl_loss" in status else {})
 
     def training_step_critic(self, experience: ExperienceVL) -> dict[str, float]:
-        """One optimizer step of the critic: half the squared error, clipped within `value_clip` of the old values."""
+        """Runs one optimizer step of the critic. The loss is half the squared error, with values clipped to within
+        `value_clip` of the old values."""
         learner, objective = self._learners["critic"], critic_objective(self.algorithm)
         batch = columns_of(experience, learner, objective.needs)
         metrics = self._update("critic", batch, objective)
         return renamed(metrics, CRITIC_NAMES)
 
     def _update(self, role: str, batch: Batch, objective: Any) -> Metrics:
-        """One optimizer step of a role over the shares of all ranks, at the rate that the scheduler left."""
+        """Runs one optimizer step of a role over the shares of all ranks, at the scheduler's learning rate."""
         learner = self._learners[role]
         totals = self.strategy.totals(batch, learner.max_response_length)
         who = f"the {role} in step {self._global_steps}"
@@ -432,12 +433,12 @@ class PPOTrainerVL:
     # ------------------------------------------------------------------ evaluation, logs, checkpoints
 
     def evaluate(self, eval_dataloader: Any, global_step: int) -> dict[str, float]:
-        """`reward_mean`, `format_reward_mean`, `accuracy_reward_mean`, `response_length_mean` and `num_samples` over
-        the held-out prompts of all ranks; {} for None. Training goes on as if it had not been called.
+        """Returns `reward_mean`, `format_reward_mean`, `accuracy_reward_mean`, `response_length_mean` and `num_samples`
+        over the held-out prompts of all ranks; {} without a loader. Does not affect training.
 
-        `args.eval_n_samples` completions of each prompt, sampled at `args.eval_temperature` (unset: as in training).
+        Samples `args.eval_n_samples` completions of each prompt at `args.eval_temperature` (unset: as in training).
         """
-        del global_step  # the weights are those of now
+        del global_step  # the evaluation always uses the current weights
         if eval_dataloader is None:
             return {}
         temperature = option(self.args, "eval_temperature")
@@ -455,15 +456,18 @@ class PPOTrainerVL:
         client_states: Mapping[str, Any] = {},
         episode: int = 0,
     ) -> None:
-        """Every `args.logging_steps` a row of logs, every `eval_steps` an evaluation, every `save_steps` a checkpoint
-        `global_step{N}` in `args.ckpt_path`: `_actor`, `_critic`, `_ema`; with `save_hf_ckpt` `global_step{N}_hf`."""
+        """Logs every `args.logging_steps` steps, evaluates every `eval_steps` and saves every `save_steps`.
+
+        A checkpoint is `global_step{N}` in `_actor` and `_critic` of `args.ckpt_path`. `save_hf_ckpt` adds
+        `global_step{N}_hf`.
+        """
         if step_bar is not None and hasattr(step_bar, "set_postfix"):
             shown = ("reward", "policy_loss", "kl", "response_length")
             step_bar.set_postfix({name: round(logs_dict[name], 4) for name in shown if name in logs_dict})
         evaluation: dict[str, float] = {}
         if self._eval_dataloader is not None and args.eval_steps > 0 and global_step % args.eval_steps == 0:
             evaluation = self.evaluate(self._eval_dataloader, global_step)
-        if self._logs is None:  # called by itself: `close` ends them
+        if self._logs is None:  # called outside `fit`: `close` closes the logs
             self._logs = Logs(args, self.strategy, global_step - 1)
         wanted = global_step % args.logging_steps == 0
         self._logs.log(global_step, logs_dict if wanted else {}, evaluation, episode)
@@ -471,7 +475,7 @@ class PPOTrainerVL:
             save(self, args, f"global_step{global_step}", dict(client_states))
 
     def _rollout_steps(self, args: Any, loader: Any, start: Position) -> Iterator[RolloutStep]:
-        """The groups of each step, generated under the weights of then."""
+        """The groups of each step, sampled with that step's weights."""
 
         def generate(loaded: Any, first: int) -> list[Group]:
             groups = self.experience_maker.generate(
@@ -487,7 +491,7 @@ class PPOTrainerVL:
         return rollout_steps(args, loader, start, generate, self.strategy.ranks)
 
     def close(self) -> None:
-        """Ends the rollout engine and the logs; another `fit` opens them again."""
+        """Closes the rollout engine and the logs. A further `fit` opens them again."""
         if self._rollouts is not None:
             self._rollouts.close()
             self._rollouts = None
@@ -497,4 +501,4 @@ class PPOTrainerVL:
 
 
 SPMDPPOTrainerVL = PPOTrainerVL
-"""The name that the original's scripts construct."""
+"""The class name that LightRFT's scripts use."""

@@ -1,6 +1,6 @@
-"""LightRFT's launch arguments as a RunConfig, by the flags of `config_table.TABLE`.
+"""Translates LightRFT's launch arguments to a RunConfig, by `config_table.TABLE`.
 
-Everything that cannot be translated is reported at once, by name, before anything is built.
+All problems are reported at once, before anything is built.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trivium.frontdoors.tables import Settings, Translation, refuse
 
 _VARIABLE = re.compile(r"[-_.]?\$\{\w+\}")
 _MIN_LR_RATIO = 0.1
-"""Where the original's cosine ends, as a part of the learning rate."""
+"""The final learning rate of the original's cosine schedule, as a fraction of the initial rate."""
 _HERE = "python -m trivium.frontdoors.lightrft"
 
 
 def settings_of(config: object) -> Settings:
-    """The values of launch arguments: a Namespace, a mapping, or a list of words.
+    """Reads launch arguments: a Namespace, a mapping, or a list of words.
 
-    Raises ConfigError with everything in it that cannot be translated.
+    Raises ConfigError that lists everything that cannot be translated.
     """
     flags = flags_of([str(word) for word in config]) if isinstance(config, list | tuple) else plain(config)
     lightrft = TABLE.read({flag: _without_variables(value) for flag, value in flags.items()})
@@ -46,7 +46,7 @@ def settings_of(config: object) -> Settings:
 
 
 def betas_of(value: Any) -> list[float] | None:
-    """The two decay rates of Adam; None where it is anything else."""
+    """Returns the two decay rates of Adam, or None for an invalid value."""
     try:
         betas = [float(part) for part in value]
     except (TypeError, ValueError):
@@ -55,15 +55,15 @@ def betas_of(value: Any) -> list[float] | None:
 
 
 def _named(problem: Problem) -> Problem:
-    """The problem of a flag that there is not, in the words of a command line."""
+    """Rewords the problem of an unknown flag for a command line."""
     if problem.found != "no key of that name is translated":
         return problem
     return problem._replace(found="no such flag")
 
 
 def _without_variables(value: object) -> object:
-    """Text with the variables that the shell would have replaced, or without those that are not set; text that is
-    nothing else stays as it is, and is refused."""
+    """Expands environment variables and removes unset ones. A text of only unset variables stays unchanged, so that it
+    is reported as an error."""
     if not isinstance(value, str) or "${" not in value:
         return value
     text = os.path.expandvars(value)
@@ -71,9 +71,9 @@ def _without_variables(value: object) -> object:
 
 
 def translate(config: object) -> Translation:
-    """Launch arguments of LightRFT as a Trivium config.
+    """Translates LightRFT's launch arguments to a Trivium config.
 
-    Raises ConfigError with everything in them that cannot be translated.
+    Raises ConfigError that lists everything that cannot be translated.
     """
     lightrft, problems = settings_of(config), list[Problem]()
     tasks, rewards, algorithm = (part(lightrft, problems) for part in (tasks_of, rewards_of, algorithm_of))
@@ -117,7 +117,7 @@ def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
 
 
 def _only_in_the_launcher(lightrft: Settings) -> Iterator[Problem]:
-    """What PPOTrainerVL does and `trivium run` does not, and what neither does."""
+    """Yields a problem for each option that only PPOTrainerVL supports, and for each invalid option."""
     if lightrft["pretrain_data"] and lightrft["ptx_coef"]:
         found = "a run learns from rollouts, or in a stage of its own from rows"
         yield Problem(
@@ -138,7 +138,7 @@ def _only_in_the_launcher(lightrft: Settings) -> Iterator[Problem]:
 
 
 def _rollouts_per_episode(lightrft: Settings, rows: int | None) -> int:
-    """Whole batches of prompts; what is left of an episode is dropped. 1 where the data are not on this machine."""
+    """Returns the number of full batches in an episode; a partial batch is dropped. Returns 1 if `rows` is unknown."""
     batch = lightrft["rollout_batch_size"]
     if rows is None:
         return 1
@@ -153,7 +153,7 @@ def _rollouts_per_episode(lightrft: Settings, rows: int | None) -> int:
 
 
 def freezes_vision(lightrft: Settings) -> bool | None:
-    """Whether freeze_prefix freezes the vision tower; None where it asks for something else."""
+    """Whether freeze_prefix freezes the vision tower. Returns None for any other prefix."""
     value = lightrft["freeze_prefix"]
     prefixes = value if isinstance(value, list) else [value]
     if value in (None, False, []):
@@ -162,7 +162,7 @@ def freezes_vision(lightrft: Settings) -> bool | None:
 
 
 def _sees(lightrft: Settings) -> bool:
-    """Whether the model reads images, as far as this machine knows."""
+    """Whether the model reads images. Without a local model directory, `text_only` decides."""
     from trivium.models.vision.encoder import family_in
 
     here = os.path.isfile(os.path.join(lightrft["pretrain"], "config.json"))
@@ -199,7 +199,7 @@ def _dtype(lightrft: Settings) -> str:
 
 
 def _longest(lightrft: Settings) -> int:
-    """The most tokens of a sequence, images apart."""
+    """Returns the maximum length of a sequence in tokens, without images."""
     return lightrft["prompt_max_len"] + lightrft["generate_max_len"]
 
 
@@ -241,7 +241,7 @@ def _optimizer(lightrft: Settings, rate: str, steps: int) -> dict[str, Any]:
 
 
 def _evaluation(lightrft: Settings, per_episode: int) -> dict[str, Any]:
-    """Sampled as in training, unless the flags say more."""
+    """Returns the section `evaluation`. Sampling is as in training, unless flags override it."""
     samples, every = lightrft["eval_n_samples"], lightrft["eval_steps"]
     return {
         "taskset": "eval",
@@ -264,7 +264,7 @@ def _monitors(lightrft: Settings) -> list[dict[str, Any]]:
 
 
 def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[str, Any]) -> Iterator[str]:
-    """What is left to do, and what is another way here."""
+    """Yields notes on steps that remain for the user, and on differences from LightRFT."""
     if lightrft[PROCESSES] > 1:
         number = lightrft[PROCESSES]
         yield f"torchrun: {number} processes: start `torchrun --nproc-per-node {number} -m trivium run FILE`"
