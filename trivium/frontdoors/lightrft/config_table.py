@@ -1,6 +1,6 @@
-"""The flags of LightRFT's launchers, and what each is translated to: the table of docs/lightrft.md.
+"""The flags of LightRFT's launchers and their translations: the table of docs/lightrft.md.
 
-A flag that is not in it is an error. So is a value that is not supported.
+Unknown flags and unsupported values are errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPENRLHF = {
     "logger": "logging_steps",
     "ds": "zero_stage zpg adam_offload overlap_comm grad_accum_dtype packing_samples load_in_4bit value_head_prefix",
 }
-"""Flags of OpenRLHF 0.11 by their section: those that have a name of LightRFT's. Those of 0.8 have no section."""
+"""Section of OpenRLHF 0.11 -> its flags with the same names as LightRFT's. Flags of OpenRLHF 0.8 have no section."""
 OPENRLHF: dict[str, Entry] = {
     f"{section}.{name}": Moved(name) for section, names in _OPENRLHF.items() for name in names.split()
 }

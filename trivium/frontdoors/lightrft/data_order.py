@@ -1,4 +1,4 @@
-"""The order of a loader's batches as a function of seed and pass, and where in it a resumed run continues."""
+"""Orders a loader's batches by seed and pass, and skips the consumed batches of a resumed run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from trivium.randomness import stream
 def in_order(
     loader: Any, seed: int, purpose: str, number: int, *, consumed: int = 0, batch_size: int = 1
 ) -> Iterator[Any]:
-    """The batches of pass `number` over a loader, without the first `consumed` samples, `batch_size` to a batch.
+    """Yields the batches of pass `number` over a loader, without the first `consumed` samples (`batch_size` per batch).
 
-    A sampler with `set_epoch` is told the pass (and what is consumed, where it asks); any other shuffles by a generator
-    that is seeded for the pass, and consumed batches are read and dropped.
+    Calls the sampler's `set_epoch` with the pass, and with `consumed` if it takes a second argument. Generators of the
+    loader and sampler are seeded for the pass. Unless `set_epoch` skips consumed samples, their batches are read and
+    dropped.
     """
     skip = consumed // batch_size
     sampler = getattr(loader, "sampler", None)
@@ -32,7 +33,7 @@ def in_order(
     for generator in (getattr(loader, "generator", None), getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
-    with torch.random.fork_rng(devices=[]):  # a sampler draws its seed when its first batch is asked for
+    with torch.random.fork_rng(devices=[]):  # a sampler draws its seed with its first batch
         torch.manual_seed(own)
         batches = iter(loader)
         first = list(next_of(batches))
@@ -43,13 +44,13 @@ def in_order(
 
 
 def next_of(batches: Iterator[Any]) -> Iterator[Any]:
-    """The next batch, or nothing at the end."""
+    """Yields the next batch, or nothing at the end."""
     for batch in batches:
         yield batch
         return
 
 
 def consumed_argument(set_epoch: Any) -> bool:
-    """Whether a sampler can start behind samples that are consumed."""
+    """Whether a sampler's `set_epoch` accepts the number of consumed samples."""
     code = getattr(set_epoch, "__code__", None)
     return code is not None and code.co_argcount > 2

@@ -1,4 +1,4 @@
-"""The task sources of LightRFT's data flags: sets of rows in files and folders, several of them in a mix."""
+"""Translates LightRFT's data flags to the section `tasks`: sets of rows in files and folders, alone or mixed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trivium.frontdoors.tables import Settings
 
 MIXED = "trivium.frontdoors.lightrft.mixed_tasks:mixed"
 _IMAGES = "images"
-"""The column that a task source reads images from where none is named and rows have it."""
+"""The default images column of a task source."""
 _FIRST = 100
-"""Rows that are looked at for a column."""
+"""Number of rows to search for a column."""
 
 
 def probabilities_of(value: object, sets: Sequence[str], where: str, problems: list[Problem]) -> list[float] | None:
-    """How often each set is drawn from, adding up to 1; None where nothing says it."""
+    """Returns the sampling probabilities of the sets, which sum to 1. Returns None for a single set, no value or an
+    invalid value, which is added to `problems`."""
     if value is None or len(sets) < 2:
         return None
     parts = value if isinstance(value, list | tuple) else str(value).split(",")
@@ -36,7 +37,7 @@ def probabilities_of(value: object, sets: Sequence[str], where: str, problems: l
 
 
 def has_split(name: str, split: str) -> bool | None:
-    """Whether a folder has a split; None where it is not on this machine, false for a file."""
+    """Whether a folder has a split. Returns None if the folder is not on this machine, and False for a file."""
     source = source_of(name, split)
     folder = Path(source["path"])
     if source["kind"] != "datasets":
@@ -50,7 +51,7 @@ def has_split(name: str, split: str) -> bool | None:
 
 
 def tasks_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
-    """The section `tasks`: `train`, and `eval` where there is something to evaluate."""
+    """Returns the section `tasks` with `train`, and with `eval` if the flags name evaluation data."""
     if not lightrft["prompt_data"]:
         problems.append(Problem("prompt_data", "prompts to train on", "nothing", "name a file or a folder"))
         return {}
@@ -66,7 +67,7 @@ def tasks_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
 
 
 def evaluated(lightrft: Settings) -> str | None:
-    """The sets to evaluate: `eval_data`, else those of `prompt_data` that have the split."""
+    """Returns the sets to evaluate: `eval_data`, else `prompt_data` if all its sets have the evaluation split."""
     if lightrft["eval_data"]:
         return lightrft["eval_data"]
     wanted = any(lightrft.has(name) for name in ("eval_split", "eval_steps", "max_eval_samples"))
@@ -76,7 +77,7 @@ def evaluated(lightrft: Settings) -> str | None:
 
 
 def _taskset(lightrft: Settings, which: str, named: str, limit: int | None, problems: list[Problem]) -> dict[str, Any]:
-    """The task source of the sets that a flag names."""
+    """Returns the task source of the sets in a flag."""
     sets = sets_of(named)
     sources = [_columns(lightrft, source_of(name, lightrft[f"{which}_split"])) for name in sets]
     key = f"{which}_data_probs"
@@ -90,7 +91,7 @@ def _taskset(lightrft: Settings, which: str, named: str, limit: int | None, prob
 
 
 def _columns(lightrft: Settings, source: Mapping[str, Any]) -> dict[str, Any]:
-    """How a row of a source becomes a task."""
+    """Returns the source with the columns of its tasks."""
     columns: dict[str, Any] = dict(source)
     template = lightrft["input_template"]
     if template and not lightrft["apply_chat_template"]:
@@ -109,7 +110,7 @@ def _columns(lightrft: Settings, source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images(lightrft: Settings, source: Mapping[str, Any]) -> str | None:
-    """The column with the images of a source's prompts, "" for none; None for `images`, where rows have it."""
+    """Returns the images column of a source: "" disables images, None uses the default column `images`."""
     key = lightrft["images_key"]
     if lightrft["text_only"]:
         return ""
@@ -119,7 +120,7 @@ def _images(lightrft: Settings, source: Mapping[str, Any]) -> str | None:
 
 
 def prompts(lightrft: Settings) -> int | None:
-    """The prompts of an episode; None where one of the sets is not on this machine."""
+    """Returns the number of prompts in an episode, or None if a set is not on this machine."""
     sets = sets_of(lightrft["prompt_data"])
     sources = [source_of(name, lightrft["prompt_split"]) for name in sets]
     if not all(map(is_here, sources)):

@@ -1,4 +1,4 @@
-"""Rewards on held-out prompts, over all ranks."""
+"""Evaluates the actor on held-out prompts, over all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _PARTS = ("format_reward", "accuracy_reward")
 def evaluated(
     maker: ExperienceMaker, loader: Any, *, version: int, samples: int, sampling: Sampling
 ) -> dict[str, float]:
-    """Means over the completions of every prompt of the loaders of all ranks. A prompt draws the same numbers in every
-    evaluation, and none of training's."""
+    """Returns means over the completions of all prompts of all ranks.
+
+    A prompt is sampled with the same random numbers in every evaluation, independent of training.
+    """
     maker.rollouts().adopt(version)
     rewards, lengths, parts = list[float](), list[int](), {name: list[float]() for name in _PARTS}
     first = 0
-    with torch.random.fork_rng(devices=[]):  # a loader may draw from it
+    with torch.random.fork_rng(devices=[]):  # a loader may draw from the global generator
         for loaded in loader:
             groups = maker.generate(
                 loaded,

@@ -1,7 +1,7 @@
-"""Experiences as LightRFT's users hold them, padded tensors, and as the core trains on them.
+"""Converts between LightRFT's experiences (padded tensors) and the core's batches.
 
 Legend: B sequences; S = P + A tokens of one: the longest prompt, padded on the left, and the longest response, padded
-on the right. The last A columns are the actions; `action_mask` says which of them are trained.
+on the right. The last A columns are the actions; `action_mask` marks the trained ones.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ COLUMNS = {
     "kl": "kl",
     "action_entropy": "entropy",
 }
-"""Field with a number for each action -> the column of a core batch that it is."""
+"""Per-action field -> the corresponding column of a core batch."""
 
 
 @dataclass
 class ExperienceVL:
-    """Rollouts with what was computed for them. Text-only ones have no pixels."""
+    """Rollouts with their scores, advantages and returns. Text-only rollouts have no pixels."""
 
     sequences: Tensor
     """(B, S) int64."""
     pixel_values: Tensor | None = None
-    """The patches of all images end to end; of LLaVA (images, 3, H, W), of Idefics (B, tiles, 3, H, W)."""
+    """The concatenated patches of all images; for LLaVA (images, 3, H, W), for Idefics (B, tiles, 3, H, W)."""
     image_grid_thws: Tensor | None = None
-    """(images, 3), of models that cut images into patches; a list with those of each row becomes one tensor."""
+    """(images, 3), for models that split images into patches. A list with a tensor per row is concatenated."""
     raw_images: list[Any] | None = None
     """The images of each row, as PIL images."""
     pixel_values_videos: Tensor | None = None
     video_grid_thws: Tensor | None = None
     action_log_probs: Tensor | None = None
-    """(B, A) float: under the policy before the update."""
+    """(B, A) float, of the policy before the update."""
     base_action_log_probs: Tensor | None = None
-    """(B, A) float: under the reference."""
+    """(B, A) float, of the reference."""
     values: Tensor | None = None
     returns: Tensor | None = None
     advantages: Tensor | None = None
     attention_mask: Tensor | None = None
-    """(B, S): 0 on padding. None: nothing is padded."""
+    """(B, S): 0 on padding. None means no padding."""
     action_mask: Tensor | None = None
-    """(B, A) bool: the tokens that are trained on. None: all actions that are not padding."""
+    """(B, A) bool: the trained tokens. None means all actions except padding."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`reward`, `response_length`, `total_length` (B,) and whatever else is known of each row."""
+    """`reward`, `response_length`, `total_length` (B,) and other values per row."""
     kl: Tensor | None = None
     action_entropy: Tensor | None = None
     """(B, A) float, in nats."""
     labels: list[Any] | None = None
     references: list[Any] | None = None
     image_num: list[int] | None = None
-    """Images of each row; None: as the placeholders say."""
+    """Number of images per row. None: determined by the placeholders."""
     group_ids: list[str] | None = None
-    """Which rows are rollouts of one prompt; None: each is of its own."""
+    """Group of each row; rollouts of one prompt share a group. None: each row is its own group."""
     further: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Other columns of a core batch, (B, A, ...)."""
     pixel_inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """What else some families' towers read: `pixel_attention_mask`, `image_sizes`."""
+    """Further inputs of some vision towers: `pixel_attention_mask`, `image_sizes`."""
     origin: tuple[types.Experience, ...] | None = None
-    """What the rows were made of: it knows media, groups, versions and rewards by name, which tensors do not."""
+    """The core's experiences of the rows, with media, groups, versions and named rewards."""
 
     def __post_init__(self) -> None:
         grids: Any = self.image_grid_thws
@@ -91,7 +91,7 @@ class ExperienceVL:
 
     @property
     def num_actions(self) -> int:
-        """A. Raises DataError where nothing says it."""
+        """A. Raises DataError if no field determines it."""
         known = (self.action_mask, *(getattr(self, name) for name in COLUMNS))
         width = next((tensor.shape[1] for tensor in known if tensor is not None), None)
         if width is None:
@@ -105,7 +105,7 @@ class ExperienceVL:
         return self._on_all(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> Self:
-        """Moves every tensor into page-locked memory, in place; nothing to do where torch sees no GPU."""
+        """Moves every tensor into page-locked memory, in place. Does nothing without a GPU."""
         return self._on_all(Tensor.pin_memory) if torch.cuda.is_available() else self
 
     def _on_all(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -117,7 +117,7 @@ class ExperienceVL:
     # ------------------------------------------------------------------ rows
 
     def split(self) -> list[ExperienceVL]:
-        """The rows, each without padding."""
+        """Returns the rows as separate experiences without padding."""
         pixels = self._pixels_of_rows()
         return [self._row(row, pixels[row]) for row in range(len(self))]
 
@@ -146,9 +146,9 @@ class ExperienceVL:
 
     @classmethod
     def join(cls, experiences: Sequence[ExperienceVL]) -> ExperienceVL:
-        """All rows as one, in order, with no more padding than they need.
+        """Joins all rows in order, with minimal padding.
 
-        Raises DataError where only some have a field.
+        Raises DataError if only some experiences have a field.
         """
         rows = [row for experience in experiences for row in experience.split()]
         if not rows:
@@ -192,12 +192,12 @@ class ExperienceVL:
         return {name: tensor for name, tensor in entries.items() if tensor is not None}
 
     def _attention(self) -> npt.NDArray[np.bool_]:
-        """(B, S): the tokens that are no padding."""
+        """Returns (B, S): False on padding."""
         mask = torch.ones_like(self.sequences) if self.attention_mask is None else self.attention_mask
         return mask.detach().cpu().numpy() != 0
 
     def _pixels_of_rows(self) -> list[dict[str, Any]]:
-        """The pixel fields of each row."""
+        """Returns the pixel fields of each row."""
         size = len(self)
         if self.pixel_values is None:
             raw: list[Any] = [None] * size if self.raw_images is None else [[images] for images in self.raw_images]
@@ -239,7 +239,7 @@ class ExperienceVL:
 
     @classmethod
     def from_batch(cls, batch: Batch, *, processor: Any | None = None, pad_token_id: int = 0) -> ExperienceVL:
-        """The experience of a core batch. A `processor` (of transformers, or Images) gives it pixels and raw images."""
+        """Converts a core batch. With a `processor` (of transformers, or Images), adds pixels and raw images."""
         images = processor if processor is None or isinstance(processor, Images) else Images(processor)
         experiences = batch.experiences
         starts = [_start(each) for each in experiences]
@@ -285,10 +285,10 @@ class ExperienceVL:
         )
 
     def to_batch(self, vision: Vision | None = None) -> Batch:
-        """The core batch that is trained on: its columns are the fields as they are now.
+        """Converts to a core batch with the current fields as columns.
 
-        `vision` is the image side of the model, which says where images belong; needed for pixels that no core batch
-        came with. Raises DataError where fields do not fit one another.
+        `vision` is the vision part of the model, which locates images. It is required for pixels without `origin`.
+        Raises DataError for inconsistent fields.
         """
         if self.pixel_values_videos is not None or self.video_grid_thws is not None:
             raise DataError("train on videos", "pixel_values_videos", "models read text and images here")
@@ -352,7 +352,7 @@ class ExperienceVL:
         )
 
     def _media(self, vision: Vision | None, rows: Sequence[AnyArray]) -> list[tuple[Media, ...]]:
-        """The images of rows that have no origin."""
+        """Returns the images of rows without `origin`."""
         if self.pixel_values is None or self.origin is not None:
             return [()] * len(rows)
         if vision is None:
@@ -363,7 +363,7 @@ class ExperienceVL:
 
 @dataclass
 class SamplesVL:
-    """What an engine sampled, before anything is computed for it: see `ExperienceVL` for shapes."""
+    """The raw samples of an engine. `ExperienceVL` documents the shapes."""
 
     sequences: Tensor
     attention_mask: Tensor | None = None
@@ -389,14 +389,14 @@ class SamplesVL:
 
 
 def _start(experience: types.Experience) -> int:
-    """Where its response begins: at its first trained token, or that of its first turn."""
+    """Returns where the response begins: at the first trained token, or at the first turn."""
     trained = np.flatnonzero(experience.response_mask)
     first = int(trained[0]) if len(trained) else experience.turns[0].start if experience.turns else len(experience)
     return max(1, min(first, len(experience) - 1))
 
 
 def _action_places(attended: npt.NDArray[np.bool_], actions: int) -> tuple[AnyArray, AnyArray]:
-    """Of one row: the columns among its actions that are tokens, and their places in the row without padding."""
+    """Returns the action columns of a row that are tokens, and their positions in the row without padding."""
     columns = np.flatnonzero(attended[len(attended) - actions :])
     return columns, (np.cumsum(attended) - 1)[len(attended) - actions :][columns]
 
@@ -411,7 +411,7 @@ def _on_cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value with every tensor in it changed."""
+    """Applies `change` to every tensor in a value."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -429,7 +429,7 @@ def _only(values: list[Any] | None, row: int) -> list[Any] | None:
 
 
 def _row_of(info: dict[str, Any], row: int, size: int) -> dict[str, Any]:
-    """What is known of one row; what has no row is known of each."""
+    """Returns the info of one row. Values without a row dimension apply to every row."""
 
     def only(value: Any) -> Any:
         if isinstance(value, dict):
@@ -460,7 +460,7 @@ def _concatenated(lists: Sequence[list[Any]]) -> list[Any]:
 
 
 def _together(rows: Sequence[ExperienceVL], name: str, join: Callable[[Sequence[Any]], Any]) -> Any:
-    """A field of all rows; None where none has it."""
+    """Joins a field of all rows; None if no row has it."""
     values = [value for row in rows if (value := getattr(row, name)) is not None]
     if values and len(values) < len(rows):
         raise DataError("join experiences", f"{len(values)} of {len(rows)} have {name}", "give it to all of them")
@@ -490,7 +490,7 @@ def _joined_pixels(rows: Sequence[ExperienceVL]) -> dict[str, Any]:
 
 
 def _read_pixels(experiences: Sequence[types.Experience], images: Images) -> dict[str, Any]:
-    """The pixel fields of these experiences."""
+    """Returns the pixel fields of the experiences."""
     rows: list[ExperienceVL] = []
     for experience in experiences:
         pixels: Pixels = images.pixels(experience.media)

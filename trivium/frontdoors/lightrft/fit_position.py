@@ -1,4 +1,4 @@
-"""Where a run of `fit` stands: the arithmetic of rollouts, episodes and consumed prompts."""
+"""Computes the position of `fit` in rollouts, episodes and consumed prompts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from trivium.frontdoors.lightrft.data_order import consumed_argument
 
 @dataclass(frozen=True)
 class Position:
-    """What is done at the start of `fit`."""
+    """The progress at the start of `fit`."""
 
     step: int
-    """Rollouts that are done."""
+    """Completed rollouts."""
     episode: int
-    """Passes over the prompts that are done."""
+    """Completed passes over the prompts."""
     consumed: int
-    """Prompts of the current pass that are consumed, over all ranks."""
+    """Prompts consumed in the current pass, over all ranks."""
     prompts: int
-    """Prompts that are consumed at all."""
+    """Prompts consumed in total."""
 
 
 def rollouts_per_episode(args: Any, max_epochs: int, num_update_steps: int, loader: Any) -> int:
-    """How many rollouts a pass over the prompts has: the loader's own length, or, of a loader without one, as many as
-    have `num_update_steps` optimizer steps."""
+    """Returns the number of rollouts in a pass over the prompts: the loader's length, or, for a loader without a
+    length, the number of rollouts for `num_update_steps` optimizer steps."""
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
     if set_epoch is not None and consumed_argument(set_epoch):
-        set_epoch(0, 0)  # or its length would be what is left of a pass
+        set_epoch(0, 0)  # else its length would be that of the remaining pass
     try:
         length = len(loader)
     except TypeError:
@@ -42,7 +42,8 @@ def rollouts_per_episode(args: Any, max_epochs: int, num_update_steps: int, load
 
 
 def position(args: Any, consumed_samples: int, per_episode: int, step: int | None = None) -> Position:
-    """The place behind `consumed_samples` prompts; `step` is what a checkpoint says, where prompts were replaced."""
+    """Returns the position after `consumed_samples` prompts. `step` is the checkpoint's number of rollouts, which is
+    smaller than the prompts suggest if prompts were replaced."""
     batch = int(args.rollout_batch_size)
     if consumed_samples < 0 or consumed_samples % batch:
         raise ConfigError(

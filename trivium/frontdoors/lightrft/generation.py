@@ -1,4 +1,4 @@
-"""`ActorVL.generate`: its arguments, and the core's torch engine that samples."""
+"""The arguments of `ActorVL.generate`, and its sampler over the core's torch engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KNOWN = (
 
 
 class Policy(Protocol):
-    """What is sampled."""
+    """A policy that a Sampler can sample from."""
 
     @property
     def language_model(self) -> LanguageModel: ...
@@ -57,7 +57,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call."""
+    """The arguments of one call of `generate`."""
 
     sampling: Sampling
     attention_mask: Tensor
@@ -69,7 +69,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: dict[str, Any], model: PreTrainedModel, input_ids: Tensor, temperature: float) -> Self:
-        """Raises ConfigError for arguments that are unknown or cannot be done, and without a limit of new tokens."""
+        """Parses keyword arguments. Raises ConfigError for unknown or unsupported ones, and without a token limit."""
         values = {name: value for name, value in given.items() if value is not None}
         unknown = sorted(values.keys() - {*_KNOWN, *_PIXEL_INPUTS, *_NO_EFFECT})
         if unknown or values.get("num_beams", 1) != 1:
@@ -92,14 +92,14 @@ class Arguments:
             min_new_tokens=min(longest, int(values.get("min_new_tokens", 1))),
         )
         mask = values.get("attention_mask")
-        if mask is None:  # what precedes the first token that is no padding
+        if mask is None:  # masks the padding before the first token
             named = "pad_token_id" in values and pad not in stops
             mask = ((input_ids != pad).cumsum(1) > 0).to(input_ids) if named else torch.ones_like(input_ids)
         inputs = {name: values[name] for name in _PIXEL_INPUTS if name in values}
         return cls(sampling, mask, stops, pad, int(values.get("seed", torch.initial_seed())), inputs)
 
     def prompts(self, input_ids: Tensor, pieces: Sequence[Pixels], vision: Vision | None) -> list[Prompt]:
-        """Each row without padding, with its images."""
+        """Returns each row without padding, with its images."""
         if pieces and vision is None:
             raise ConfigError("generate from images", "the model reads text only, here", "leave pixel_values out")
         rows = [
@@ -111,7 +111,7 @@ class Arguments:
 
 
 class Sampler:
-    """An engine that follows the weights of a policy."""
+    """An engine that samples from the current weights of a policy."""
 
     def __init__(self) -> None:
         self._engine: TorchEngine | None = None
@@ -122,14 +122,14 @@ class Sampler:
         return Sampler()
 
     async def adopt(self, policy: Policy, eos_token_ids: frozenset[int]) -> None:
-        """Gives the engine the policy's weights as they are now."""
+        """Loads the policy's current weights into the engine."""
         if self._engine is None or self._eos != eos_token_ids:
             await self._close()
             self._engine, self._eos = self._built(policy, eos_token_ids), eos_token_ids
         await self._engine.load(self._calls, list(policy.export_weights()))
 
     async def completions(self, prompts: Sequence[Prompt], arguments: Arguments, rank: int) -> list[Completion]:
-        """One for each prompt. Every call draws other numbers of the seed."""
+        """Samples one completion per prompt. Every call uses new random numbers of the seed."""
         assert self._engine is not None
         engine = self._engine
         self._calls += 1
@@ -158,7 +158,7 @@ class Sampler:
             directory = Path(tempfile.mkdtemp(prefix="trivium-actor-"))
             weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
             weights = {name: tensor.cpu().contiguous() for name, tensor in policy.export_weights()}
-            # Every rank writes one of its own, which `save_pretrained` of a sharded model would not do.
+            # Every rank writes its own copy; `save_pretrained` of a sharded model would not.
             save_file(TensorFile("model", weights, core.module).converted(weights), directory / "model.safetensors")
             core.module.config.save_pretrained(directory)
         config = TorchEngine.Config(
@@ -171,7 +171,7 @@ class Sampler:
 
 
 def stops_of(given: int | Sequence[int] | None, model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a completion: those given, or the model's own. Raises ConfigError where there is none."""
+    """Returns the end-of-sequence tokens: those given, else the model's. Raises ConfigError if there are neither."""
     own: Any = getattr(model.generation_config, "eos_token_id", None)
     named: Any = next(
         (each for each in (given, own, model.config.get_text_config().eos_token_id) if each is not None), None

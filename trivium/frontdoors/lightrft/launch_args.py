@@ -1,4 +1,4 @@
-"""How a launcher of LightRFT is called, as a mapping from flag to value: words, a line of a shell script, a file."""
+"""Parses calls of LightRFT's launchers into a mapping from flag to value: words, shell scripts and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Ignored, Restricted
 
 PROCESSES = "torchrun"
-"""The key of a mapping that says how many processes the command line starts."""
+"""The key for the number of processes that the command line starts."""
 _LAUNCHERS = ("torchrun", "python", "python3", "deepspeed", "accelerate", "env", "nohup", "bash", "sh")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -29,11 +29,10 @@ _DO = "write the flags of train_colocate.py: --pretrain MODEL --prompt_data DATA
 
 
 def read(words: Sequence[str]) -> dict[str, Any]:
-    """The flags of a call as a mapping: `--flag value ...`, a whole command line, or a file with flags or overrides
-    (`flag=value`) after it.
+    """Parses `--flag value ...`, a whole command line, or a file followed by flags or overrides (`flag=value`).
 
     A file is a list of words (.json), a mapping from flag to value (.json, .yaml), or a shell script. Raises
-    ConfigError for what cannot be read.
+    ConfigError if parsing fails.
     """
     first, *rest = words
     if first.startswith("-") or Path(first).name in _LAUNCHERS or _ASSIGNMENT.fullmatch(first):
@@ -69,9 +68,10 @@ def _flags_in(path: Path) -> dict[str, Any]:
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """The flags of a command line, which may begin with `torchrun ... train_colocate.py`; of two equal ones the last.
+    """Parses a command line, which may begin with `torchrun ... train_colocate.py`. The last of repeated flags counts.
 
-    A flag without a value is True, one with several is a list. Raises ConfigError for words that no flag comes before.
+    A flag without a value is True; a flag with several values is a list. Raises ConfigError for a word before the first
+    flag.
     """
     launcher, arguments = _separated([word for word in words if word.strip()])
     flags: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _separated(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the launcher's own words, the script's)."""
+    """Returns (the launcher's words, the script's words)."""
     if words and words[0].startswith("--"):
         return [], words
     for place, word in enumerate(words):
@@ -106,7 +106,7 @@ def _is_launcher_module(names: Sequence[str]) -> bool:
 
 
 def _processes(launcher: Sequence[str]) -> int:
-    """The processes that a launcher starts on all machines; 1 where it does not say."""
+    """Returns the number of processes that a launcher starts on all machines; 1 by default."""
     product, words = 1, list(launcher)
     for place, word in enumerate(words):
         name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
@@ -117,7 +117,7 @@ def _processes(launcher: Sequence[str]) -> int:
 
 
 def _value(flag: str, words: list[str]) -> Any:
-    """What a flag is given; for entries without a type a number where it is written as one."""
+    """Returns the value of a flag. For entries without a type, text that looks like a number is converted."""
     values = [_number(word) if isinstance(TABLE.entry_of(flag), Restricted | Ignored) else word for word in words]
     return True if not values else values[0] if len(values) == 1 else values
 
@@ -130,7 +130,7 @@ def _number(word: str) -> str | float:
 
 
 def _command(text: str, path: Path) -> list[str]:
-    """The words of the launcher's command in a shell script, with the variables that the script sets."""
+    """Returns the words of the launcher's command in a shell script, with the script's variables expanded."""
     variables: dict[str, str] = {}
     commands: list[list[str]] = []
     for statement in _statements(text, path):
@@ -152,7 +152,7 @@ def _command(text: str, path: Path) -> list[str]:
 
 
 def _statements(text: str, path: Path) -> Iterator[list[str]]:
-    """The words of each command, without redirections."""
+    """Yields the words of each command, without redirections."""
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
     lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -171,7 +171,7 @@ def _statements(text: str, path: Path) -> Iterator[list[str]]:
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """The text with `$NAME`, `${NAME}` and `${NAME:-default}` replaced where the name, or a default, is known."""
+    """Expands `$NAME`, `${NAME}` and `${NAME:-default}`. A variable without a value or default stays unchanged."""
 
     def known(match: re.Match[str]) -> str:
         name, default = match.group(1) or match.group(3), match.group(2)

@@ -1,4 +1,4 @@
-"""What LightRFT's launcher of gsm8k and geometry3k does: builds every part that the flags ask for, and runs `fit`."""
+"""LightRFT's launcher of gsm8k and geometry3k: builds models, data and trainer from the flags, and runs `fit`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from trivium.frontdoors.tables import Settings, announce, refuse
 from trivium.models.vision.encoder import freeze_vision
 
 _NOT_HERE = ("sp_size",)
-"""Flags that `trivium run` alone follows."""
+"""Flags that only `trivium run` supports."""
 
 
 def train(config: object) -> PPOTrainerVL:
-    """Trains what launch arguments describe (a Namespace, a mapping or a list of words); the trainer, after `fit`.
+    """Trains by launch arguments (a Namespace, a mapping or a list of words) and returns the trainer.
 
-    Under torchrun every rank calls it. Writes the actor to `save_path`, or its average with `enable_ema`. Raises
-    ConfigError with everything in the arguments that cannot be had.
+    Under torchrun every rank must call it. Writes the actor to `save_path`, or its moving average with `enable_ema`.
+    Raises ConfigError that lists all unsupported arguments.
     """
     lightrft, problems = settings_of(config), list[Problem]()
     models = reward_models(lightrft, problems)
@@ -92,11 +92,11 @@ _OF_THE_SAME_NAME = (
     *("micro_rollout_batch_size", "gradient_checkpointing", "max_epochs", "prompt_max_len", "save_hf_ckpt"),
     *("disable_ds_ckpt", "temperature", "top_p", "gamma", "lambd"),
 )
-"""Arguments of the trainer that are flags."""
+"""Arguments of the trainer with the same name as their flag."""
 
 
 def _problems(lightrft: Settings) -> Iterator[Problem]:
-    """What the flags ask of PPOTrainerVL in vain."""
+    """Yields a problem for each flag that PPOTrainerVL does not support, and for missing or invalid values."""
     for flag in _NOT_HERE:
         if lightrft[flag] != lightrft.table.default_of(flag):
             do = "leave it out, or translate the flags (trivium translate) and use trivium run"
@@ -129,7 +129,8 @@ def _actor(lightrft: Settings, args: Namespace) -> ActorVL:
 
 
 def _critic(args: Namespace) -> CriticVL | None:
-    """The critic, where the estimator reads values: from `critic_pretrain`, or else from the actor's model."""
+    """Builds the critic from `critic_pretrain`, else from the actor's model. Returns None unless the estimator is
+    gae."""
     if args.advantage_estimator != "gae":
         return None
     critic = get_vlm_for_sequence_regression(
@@ -148,7 +149,7 @@ def _critic(args: Namespace) -> CriticVL | None:
 
 
 class _Loaders:
-    """The loaders of prompts, supervised text and held-out prompts; each rank's share of them."""
+    """This rank's loaders of prompts, supervised text and held-out prompts."""
 
     def __init__(self, lightrft: Settings, args: Namespace, strategy: Strategy, tokenizer: Any, processor: Any) -> None:
         ranks = strategy.ranks.data_size
@@ -188,7 +189,7 @@ class _Loaders:
     def _loader(
         self, dataset: Any, batch: int, collate_fn: Callable[[Any], Any], *, drop_last: bool
     ) -> DataLoader[Any]:
-        """Batches of so many rows on each rank; shuffled, unless the last one counts."""
+        """Returns a loader with `batch` rows per rank. It shuffles if it drops the last partial batch."""
         return self._strategy.setup_dataloader(
             dataset, batch, shuffle=drop_last, collate_fn=collate_fn, drop_last=drop_last
         )
