@@ -1,4 +1,4 @@
-"""Prompts as the data loader gives them: texts that a chat template has been applied to, with their images."""
+"""Reads prompts from the data loader: texts with the chat template already applied, and their images."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ class PromptBatch(NamedTuple):
 
     prompts: Sequence[str]
     images: Sequence[Any]
-    """Of each prompt: None, an image, or several."""
+    """Per prompt: None, an image, or several."""
     references: Sequence[Any]
     labels: Sequence[Any]
 
 
 def read_batch(loaded: Any) -> PromptBatch:
-    """A batch (prompts, images, videos, references, labels), or the same without videos. Raises DataError for another
-    form, for videos, and for columns of different lengths."""
+    """Reads a batch (prompts, images, videos, references, labels), or the same without videos.
+
+    Raises DataError for any other form, for videos, and for columns of different lengths.
+    """
     if not isinstance(loaded, tuple | list) or len(loaded) not in (4, 5):
         what = f"{len(loaded)} columns" if isinstance(loaded, tuple | list) else f"a {type(loaded).__name__}"
         raise DataError("a batch (prompts, images, [videos], references, labels)", what, "collate prompts so")
@@ -54,7 +56,7 @@ def read_batch(loaded: Any) -> PromptBatch:
 
 
 def task_of(batch: PromptBatch, row: int, name: str, images: Images | None) -> Task:
-    """A prompt of the batch as a task of this name."""
+    """Converts a prompt of the batch to a task with this name."""
     text, where = str(batch.prompts[row]), f"image of prompt {name}"
     media = tuple(_image(image, where) for image in _listed(batch.images[row]))
     if media and images is not None:
@@ -64,7 +66,7 @@ def task_of(batch: PromptBatch, row: int, name: str, images: Images | None) -> T
 
 
 def _listed(value: Any) -> list[Any]:
-    """The images of one prompt, however they are nested; none for None."""
+    """Returns the flat list of a prompt's images, [] for None."""
     if value is None:
         return []
     if isinstance(value, list | tuple):
@@ -79,8 +81,11 @@ def _image(value: Any, where: str) -> Media:
 
 
 class PromptRenderer(ChatRenderer):
-    """Encodes a text as it is. A longer one than `longest` tokens is cut where the tokenizer truncates, unless images
-    are in it."""
+    """Encodes text without a chat template.
+
+    Truncates prompts to `longest` tokens on the tokenizer's truncation side. Raises PromptTooLong for a longer prompt
+    with images.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: Images | None, longest: int) -> None:
         template = _TEMPLATE.replace("IMAGE", images.token) if images is not None else _TEXT

@@ -1,4 +1,4 @@
-"""Several sets of prompts as one, for a trainer that reads one."""
+"""A task source that mixes several sets of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trivium.types import Task
 def mixed(
     sources: Sequence[Mapping[str, Any]], seed: int, probabilities: Sequence[float] | None = None
 ) -> Iterator[Task]:
-    """The tasks of all sources, each the section of a task source: see `prompt_sets.mixed_places`."""
+    """Yields the tasks of all sources in the order of `prompt_sets.mixed_places`. A source is a section of `tasks`."""
     sets: list[Any] = []
     for number, section in enumerate(sources):
         config: Any = plugin("tasks")(dict(section))

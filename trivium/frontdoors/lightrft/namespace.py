@@ -1,4 +1,4 @@
-"""Launch arguments as the Namespace that PPOTrainerVL reads."""
+"""Converts launch arguments to the Namespace that PPOTrainerVL reads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trivium.frontdoors.tables import Settings
 
 
 def namespace_of(config: object) -> Namespace:
-    """Every flag of the table by its name, with LightRFT's default where it is not set: a Namespace, a mapping or a
-    list of words as what `fit`, the strategy and the data sets read.
+    """Converts a Namespace, a mapping or a list of words to a Namespace for `fit`, the strategy and the data sets.
 
-    Raises ConfigError with everything in it that cannot be had.
+    The result has every flag of the table; unset flags have LightRFT's defaults. Raises ConfigError that lists
+    everything unsupported.
     """
     return of_settings(settings_of(config))
 
 
 def of_settings(lightrft: Settings) -> Namespace:
-    """The same of settings that were read."""
+    """Converts settings to a Namespace, as `namespace_of`."""
     values = {flag: lightrft[flag] for flag in lightrft.table.entries}
     return Namespace(**values | {"adam_betas": betas_of(values["adam_betas"])})

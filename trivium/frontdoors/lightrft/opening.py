@@ -1,4 +1,4 @@
-"""What ActorVL and CriticVL open: a directory or a model that is there already, with the options of both classes."""
+"""Opens the models of ActorVL and CriticVL from a directory or an existing model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.weights.lora import LoraConfig, attach
 
 _SAME_ANYWAY = ("use_flash_attention_2", "packing_samples", "disable_logprobs_flashattn", "fused_linear_logprob")
-"""Options that choose a kernel in the original. Here sequences are always packed and log-probabilities always made in
-chunks, with the same numbers."""
+"""Options that select a kernel in the original. They have no effect: sequences are always packed, and log-probabilities
+are always computed in chunks."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is opened."""
+    """Options for opening a model."""
 
     bf16: bool = False
     load_in_4bit: bool = False
@@ -39,7 +39,7 @@ class Options:
     seed: int = 0
 
     def check(self, further: Mapping[str, Any]) -> None:
-        """Raises ConfigError for what cannot be done here, all of it at once."""
+        """Raises a ConfigError that lists all unsupported and unknown options."""
         refused = {
             "load_in_4bit": (self.load_in_4bit, "4-bit base weights are not supported: leave it out"),
             "lora_dropout": (self.lora_dropout > 0, "dropout makes two passes over the same tokens disagree: leave it"),
@@ -56,7 +56,7 @@ class Options:
             )
 
     def device(self) -> torch.device:
-        """Raises ConfigError for a map over several devices."""
+        """Returns the device of `device_map`. Raises ConfigError for a map over several devices."""
         where: object = self.device_map
         if isinstance(where, Mapping) and len(cast("Mapping[str, object]", where)) == 1:
             where = next(iter(cast("Mapping[str, object]", where).values()))
@@ -71,7 +71,7 @@ class Options:
         return device
 
     def adapted(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model with its LoRA adapter, where it gets one."""
+        """Attaches the LoRA adapter, if `lora_rank` is set."""
         if not self.lora_rank:
             return model
         named = [self.target_modules] if isinstance(self.target_modules, str) else [*(self.target_modules or ())]
@@ -81,20 +81,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model, ready to be wrapped."""
+    """An open model."""
 
     model: PreTrainedModel
     directory: Path | None
-    """Where its files are; None for a model that was given."""
+    """The model's directory; None for an existing model."""
     autocast: bool
-    """Whether its backbone computes in bfloat16; its weights are float32 at least."""
+    """Whether the backbone computes in bfloat16. The weights are at least float32."""
 
 
 def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bool = False) -> Opened:
-    """The model of a directory (or an id in the local Hugging Face cache), or the one that is given, with its adapter.
+    """Opens a directory, an id in the local Hugging Face cache, or an existing model, and attaches the adapter.
 
-    A given model of 16 bits is brought to float32, in place: the optimizer needs master weights. Raises DataError where
-    there is no such model.
+    Converts an existing 16-bit model to float32 in place, because the optimizer needs master weights. Raises DataError
+    for a missing model.
     """
     if isinstance(source, nn.Module):
         model = source if isinstance(source, PreTrainedModel) else getattr(source, "model", source)
@@ -115,7 +115,7 @@ def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bo
 
 
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
-    """The model again, over the same parameters and buffers: what is replaced in its modules (attention, linear layers)
-    leaves those of the first as they are."""
+    """Copies the modules of a model and shares its parameters and buffers. Replacing modules of the copy (attention,
+    linear layers) does not affect the original."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,6 +1,6 @@
-"""Numbers of a model for the actions of padded sequences, with gradient: what `forward` of ActorVL and CriticVL is.
+"""Computes a model's outputs for the actions of padded sequences, for `forward` of ActorVL and CriticVL.
 
-Legend: B sequences of S tokens, padding included; A actions, the last A columns; N of them that are tokens.
+Legend: B sequences of S tokens, padding included; A actions, the last A columns.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def per_action(
     pixels: dict[str, Any],
     ranks: Ranks,
 ) -> Tensor:
-    """(B, A) log-probabilities of a language model, or values of a value model; 0 on padding, and on a first token.
+    """Returns (B, A) log-probabilities of a language model or values of a value model, with gradient.
 
-    `pixels` are the pixel fields of an ExperienceVL. Where the model is sharded, all ranks call it. Raises ConfigError
-    unless 0 < A < S.
+    Padding and the first token of a sequence have 0. `pixels` are the pixel fields of an ExperienceVL. If the model is
+    sharded, all ranks must call it. Raises ConfigError unless 0 < A < S.
     """
     if not 0 < actions < sequences.shape[1]:
         raise ConfigError(
@@ -41,7 +41,7 @@ def per_action(
             "give num_actions between 1 and the length less one",
         )
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask != 0
-    mask[:, -1] |= ~mask.any(1)  # a row of padding alone is one token, which is no action
+    mask[:, -1] |= ~mask.any(1)  # an all-padding row gets one token, which is not an action
     first = mask.cumsum(1) == 1
     trained = (mask & ~first)[:, -actions:]
     experience = ExperienceVL(sequences, attention_mask=mask, action_mask=trained, **pixels)

@@ -1,4 +1,4 @@
-"""Pixel tensors of a padded batch as the images of its rows: which of them stands for which placeholders.
+"""Assigns the pixel tensors of a padded batch to the image placeholders of its rows.
 
 Legend: B rows; L tokens of one row without padding.
 """
@@ -19,9 +19,9 @@ from trivium.types import IntArray, Media
 
 
 def pieces_of(pixel_values: Tensor, grids: Tensor | None, further: Mapping[str, Tensor]) -> list[Pixels]:
-    """Each image by itself (of Idefics and SmolVLM each tile, of all rows, what fills up a row left out).
+    """Splits pixel tensors into images; for Idefics and SmolVLM into tiles, without padding tiles.
 
-    Patches of all images (N, width) with `grids` (images, 3); or (images, 3, H, W); or (B, tiles, 3, H, W).
+    Takes patches of all images (N, width) with `grids` (images, 3), or (images, 3, H, W), or (B, tiles, 3, H, W).
     """
     if grids is not None:
         sizes = [int(size) for size in grids.prod(1)]
@@ -43,10 +43,10 @@ def pieces_of(pixel_values: Tensor, grids: Tensor | None, further: Mapping[str, 
 
 
 def media_of_rows(vision: Vision, rows: Sequence[IntArray], pieces: Sequence[Pixels]) -> list[tuple[Media, ...]]:
-    """The images of each row with their spans. They take the placeholders of the rows in order; a run of placeholders
-    that is too short for the next image is ordinary tokens: the policy may sample them.
+    """Returns the images of each row with their spans.
 
-    Raises DataError where images are left over, or placeholders of a prompt are.
+    Assigns images to the placeholders of the rows in order. A run of placeholders that is too short for the next image
+    counts as ordinary tokens, because the policy may sample them. Raises DataError if images are left over.
     """
     left, media = deque(pieces), list[tuple[Media, ...]]()
     for tokens in rows:
@@ -68,12 +68,12 @@ def media_of_rows(vision: Vision, rows: Sequence[IntArray], pieces: Sequence[Pix
 
 
 def stacked_tiles(parts: Sequence[Tensor]) -> Tensor:
-    """(1, tiles, ...) of each row as (B, most tiles, ...), filled up with zeros."""
+    """Stacks (1, tiles, ...) of each row into (B, most tiles, ...), padded with zeros."""
     most = max(part.shape[1] for part in parts)
     return torch.cat([torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts])
 
 
 def _runs(shown: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
-    """[start, end) of each run of true entries."""
+    """Returns [start, end) of each run of true entries."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in list(pairwise(edges))[::2]]

@@ -1,4 +1,4 @@
-"""The trainer's arguments as an algorithm of the core: estimator, losses, shapings, filters."""
+"""Builds the core's algorithm from the trainer's arguments: estimator, losses, shapings, filters."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from trivium.registry import suggest
 from trivium.types import AnyArray, Batch, Metrics
 
 ADVANTAGE_BOUND = 10.0
-"""The largest advantage, of either sign, that the policy's update sees."""
+"""The bound on the absolute advantages in the policy update."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the trainer's constructor says of the objective."""
+    """The constructor's settings of the objective."""
 
     eps_clip: float
     value_clip: float | None
@@ -44,10 +44,10 @@ class Settings:
 
 
 def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
-    """The algorithm that `args` and the constructor describe. Its KL coefficients are 1: the trainer puts in those that
-    its controller holds (`with_kl`).
+    """Builds the algorithm from `args` and the constructor's settings.
 
-    Raises ConfigError for what cannot be trained.
+    Its KL coefficients are 1; the trainer sets the controller's coefficient later (`with_kl`, `policy_objective`).
+    Raises ConfigError for invalid or contradicting settings.
     """
     name = str(getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm"))
     _check(name, args, settings)
@@ -114,7 +114,7 @@ def _kl_estimator(args: object) -> dict[str, Any]:
 
 
 def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:
-    """The algorithm with this KL coefficient in the rewards, where it has a penalty there."""
+    """Returns the algorithm with this coefficient of the KL penalty in the rewards, if it has one."""
     estimator = algorithm.estimator
     if estimator is None or estimator.kl_controller is None:
         return algorithm
@@ -122,8 +122,10 @@ def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:
 
 
 def policy_objective(algorithm: GroupAlgorithm, kl_coef: float, *, masked: bool) -> PolicyObjective:
-    """The policy's objective with this KL coefficient in the loss, where it has such a term; `masked`: over the tokens
-    of an entropy mask (the columns of `with_mask`)."""
+    """Returns the policy's objective with this coefficient of the KL loss, if it has one.
+
+    With `masked`, the policy loss covers the tokens of an entropy mask (the columns of `with_mask`).
+    """
     objective = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
     if objective.kl is not None:
         objective = replace(objective, kl=Term(kl_coef, objective.kl.function, objective.kl.metadata))
@@ -133,7 +135,7 @@ def policy_objective(algorithm: GroupAlgorithm, kl_coef: float, *, masked: bool)
 
 
 def critic_objective(algorithm: GroupAlgorithm) -> ValueObjective:
-    """The critic's objective."""
+    """Returns the critic's objective."""
     return next(each for each in algorithm.objectives if isinstance(each, ValueObjective))
 
 
@@ -143,8 +145,11 @@ def _highest_entropies(ratio: float) -> TokenWeight:
 
 
 def high_entropy_mask(entropy: torch.Tensor, action_mask: torch.Tensor | None, ratio: float) -> torch.Tensor:
-    """(B, A) bool: of each sequence's valid tokens the `ratio` part with the highest entropies, at least one; all of
-    them for a ratio that is not between 0 and 1. `entropy` (B, A); no `action_mask` stands for ones."""
+    """Returns a (B, A) mask of the fraction `ratio` of each sequence's valid tokens with the highest entropies.
+
+    Selects at least one token per sequence, and all valid tokens for a ratio outside (0, 1). `entropy` is (B, A).
+    Without `action_mask`, all tokens are valid.
+    """
     mask = torch.ones_like(entropy, dtype=torch.bool) if action_mask is None else action_mask.bool()
     if not 0 < ratio < 1:
         return mask
@@ -154,13 +159,13 @@ def high_entropy_mask(entropy: torch.Tensor, action_mask: torch.Tensor | None, r
 
 
 def with_mask(batch: Batch, masks: list[AnyArray]) -> Batch:
-    """The batch with the columns that narrow the policy loss to these tokens, (L,) bool for each row."""
+    """Adds the columns that restrict the policy loss to these tokens, (L,) bool for each row."""
     numbers = [np.asarray(mask, np.float32) for mask in masks]
     return batch.with_columns(counted=numbers, token_weight=numbers)
 
 
 def approximate_kl(algorithm: GroupAlgorithm, batch: Batch) -> list[AnyArray]:
-    """The KL estimate of each token against the reference, 0 outside the mask."""
+    """Returns the KL estimate of each token against the reference, 0 outside the mask."""
     assert algorithm.estimator is not None
     mask = padded([e.response_mask for e in batch.experiences]).bool()
     old, ref = (padded(batch.columns[name]) for name in ("old_log_prob", "ref_log_prob"))
@@ -170,8 +175,10 @@ def approximate_kl(algorithm: GroupAlgorithm, batch: Batch) -> list[AnyArray]:
 
 @dataclass(frozen=True)
 class WithPretraining:
-    """The policy's objective plus `coef` times the mean next-token loss of supervised rows: one loss, one optimizer
-    step. Supervised rows are an expert's (`types.EXPERT_VERSION`)."""
+    """Adds `coef` times the mean next-token loss of supervised rows to the policy's objective, in one optimizer step.
+
+    Supervised rows have the version `types.EXPERT_VERSION`.
+    """
 
     policy: PolicyObjective
     coef: float
@@ -199,7 +206,7 @@ class WithPretraining:
         return self.policy.derived(means)
 
     def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
-        """This micro-batch's part of both losses; metrics are means over the tokens that each is about."""
+        """Returns this micro-batch's part of both losses. Each metric is a mean over the tokens of its loss."""
         assert inputs.log_prob is not None
         mask = inputs.response_mask.bool()
         given = mask & (inputs.policy_version < 0)

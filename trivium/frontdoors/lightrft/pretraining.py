@@ -1,4 +1,4 @@
-"""Supervised rows beside the rollouts (PTX): batches of the pretraining loader as rows of the policy's update."""
+"""Adds supervised rows (PTX) from the pretraining loader to the policy's update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trivium.types import EXPERT_VERSION, Batch, Experience, Media
 
 
 class PretrainingBatches:
-    """An endless iterator over a loader, pass after pass, that knows how many batches it has given."""
+    """An endless iterator over a loader. `given` counts its batches."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, given: int = 0) -> None:
-        """Continues behind `given` batches."""
+        """Skips the first `given` batches."""
         self._loader, self._seed, self.given = loader, seed, 0
         self._batches = self._endless()
         while self.given < given:
@@ -47,11 +47,10 @@ class PretrainingBatches:
 
 
 def supervised_batch(loaded: Any, vision: Vision | None) -> Batch:
-    """The rows of one batch of the loader: (_, input_ids, attention_mask, pixel_values, image_grid_thw, ...), ids and
-    mask (B, S) or (B, 1, S), the last two None for text. Every token but the first is trained, and no placeholder of an
-    image. `vision` is the image side of the model.
+    """Converts a loader's batch (_, input_ids, attention_mask, pixel_values, image_grid_thw, ...) to a core batch.
 
-    Raises DataError for anything else.
+    Ids and mask are (B, S) or (B, 1, S); the pixel entries are None for text. All tokens except the first and the image
+    placeholders are trained. `vision` is the vision part of the model. Raises DataError for any other form.
     """
     if not isinstance(loaded, tuple | list) or len(loaded) < 3:
         raise DataError(
@@ -79,8 +78,8 @@ def _row(tokens: Any, media: tuple[Media, ...], number: int) -> Experience:
 
 
 def joined(rollouts: Batch, supervised: Batch) -> Batch:
-    """The rows of both; the columns of the rollouts are 0 on supervised rows, and the policy's loss counts none of
-    them."""
+    """Concatenates rollouts and supervised rows. The rollouts' columns are 0 on supervised rows, which the policy loss
+    excludes."""
     columns = {
         name: [*arrays, *(np.zeros(len(e), np.float32) for e in supervised.experiences)]
         for name, arrays in rollouts.columns.items()

@@ -1,4 +1,4 @@
-"""Rows of the sets that LightRFT's data flags name, as they are: in files and folders, alone or mixed."""
+"""Reads the rows of the sets in LightRFT's data flags, from files and folders, alone or mixed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 def sets_of(text: str | None) -> list[str]:
-    """The sets that a flag names, separated by commas."""
+    """Splits a comma-separated list of sets."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def source_of(name: str, split: str) -> dict[str, Any]:
-    """The task source of one set: `file`, `folder` or `folder@subfolder`. Raises ConfigError for other files."""
+    """Returns the task source of a set: `file`, `folder` or `folder@subfolder`. Raises ConfigError for other files."""
     path, at, inner = name.partition("@")
     where = Path(path.strip()).expanduser()
     where = where / inner.strip() if at else where
@@ -30,14 +30,14 @@ def source_of(name: str, split: str) -> dict[str, Any]:
         return {"kind": _KINDS[where.suffix], "path": str(where)}
     if where.suffix in (".csv", ".arrow", ".py"):
         raise ConfigError(f"the data {name}", f"no reader for {where.suffix}", "save it as Parquet or JSON lines")
-    whole = (where / "state.json").exists()  # a dataset of its own, which has no splits
+    whole = (where / "state.json").exists()  # a single dataset without splits
     return {"kind": "datasets", "path": str(where)} | ({} if whole else {"split": split})
 
 
 def rows_of(source: Mapping[str, Any], most: int | None = None) -> list[Row]:
-    """The rows of a task source as they are, or the first of them.
+    """Returns the raw rows of a task source, at most `most` of them.
 
-    Raises DataError for a source that cannot be read, MissingPackage without the package that reads it.
+    Raises DataError for an unreadable source, and MissingPackage if the reader's package is not installed.
     """
     path = source["path"]
     if source["kind"] == "datasets":
@@ -48,14 +48,15 @@ def rows_of(source: Mapping[str, Any], most: int | None = None) -> list[Row]:
 
 
 def is_here(source: Mapping[str, Any]) -> bool:
-    """Whether a task source is on this machine."""
+    """Whether a task source exists on this machine."""
     return Path(source["path"]).exists()
 
 
 def mixed_places(lengths: Sequence[int], probabilities: Sequence[float] | None, seed: int) -> Iterator[tuple[int, int]]:
-    """(set, row) of a mix: each set's rows in order, the sets drawn by their probabilities until one is exhausted.
+    """Yields (set, row) of a mix. Draws sets by their probabilities until one is exhausted; each set's rows are in
+    order.
 
-    Without probabilities, one set after the other.
+    Without probabilities, concatenates the sets.
     """
     if probabilities is None:
         yield from ((number, row) for number, length in enumerate(lengths) for row in range(length))

@@ -1,4 +1,4 @@
-"""The rollouts that wait to be trained on, one sequence each."""
+"""The replay buffer: rollouts before training, one sequence per item."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trivium.frontdoors.lightrft.experience import ExperienceVL
 
 
 class ReplayBuffer:
-    """Sequences in the order in which they came; with a limit, the newest alone."""
+    """Holds sequences in arrival order. With a limit, keeps only the newest."""
 
     def __init__(self, limit: int = 0, cpu_offload: bool = True, pin_memory: bool = False) -> None:
-        """`limit` of 0 or less holds any number. With `cpu_offload` tensors wait in host memory, pinned for a GPU with
-        `pin_memory`."""
+        """`limit` of 0 or less is unlimited. `cpu_offload` stores tensors in host memory. `pin_memory` pins them if a
+        GPU is available."""
         self.limit, self.cpu_offload, self.pin_memory = limit, cpu_offload, pin_memory and torch.cuda.is_available()
         self.items: list[ExperienceVL] = []
 
     def append(self, experience: ExperienceVL) -> None:
-        """Takes the sequences of an experience."""
+        """Adds the sequences of an experience."""
         items = experience.split()
         if self.cpu_offload:
             items = [item.to_device(torch.device("cpu")) for item in items]
@@ -30,14 +30,13 @@ class ReplayBuffer:
             del self.items[: -self.limit]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all sequences."""
         self.items.clear()
 
     def __len__(self) -> int:
         return len(self.items)
 
     def parts(self, number: int) -> Iterator[list[ExperienceVL]]:
-        """The sequences in `number` consecutive parts, as equal as they can be; some are empty where there are too
-        few."""
+        """Yields the sequences in `number` consecutive parts of nearly equal size. Parts may be empty."""
         for part in range(number):
             yield self.items[part * len(self.items) // number : (part + 1) * len(self.items) // number]

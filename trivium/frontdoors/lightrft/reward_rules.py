@@ -1,4 +1,4 @@
-"""The rules of LightRFT's reward recipes, by the names that recipes use. A rule reads the completion alone."""
+"""The rules of LightRFT's reward recipes by name. The built-in rules score the completion and read no other text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trivium.rewards.graders.mathematics import last_boxed, same_math
 RuleScore = float | Mapping[str, float]
 """A number, or a mapping whose `reward` is the number and whose other entries are metrics."""
 Rule = Callable[..., Any]
-"""Gives a RuleScore. Its signature names what it is called with: `prompt`, `completion`, `query`, `reference` (also as
-`answer`), `label`, `images`, `truncated`."""
+"""Returns a RuleScore. Its parameters may be `prompt`, `completion`, `query`, `reference` (also `answer`), `label`,
+`images` and `truncated`."""
 
 _ACCURACY, _FORMAT = 0.9, 0.1
 _VERDICTS = {
@@ -23,26 +23,27 @@ _VERDICTS = {
     "B": ("Image 2 is better", "Video 2 is better"),
     "C": ("Both are equally good",),
 }
-"""What a judge of two answers with these preferences writes."""
+"""Preference -> the verdicts that match it."""
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _tagged = Format(Format.Config())
 
 
 def boxed_rule(completion: str, reference: object) -> RuleScore:
-    """0.9 for the right answer in the last `\\boxed{}`, 0.1 for a `<think>...</think>` that ends before the first."""
+    """Gives 0.9 for the right answer in the last `\\boxed{}`, and 0.1 for a `<think>...</think>` before the first
+    box."""
     accuracy, form = float(_boxed_is(completion, str(reference))), float(_thinks_before_box(completion))
     reward = _ACCURACY * accuracy + _FORMAT * form
     return {"reward": reward, "accuracy_reward": accuracy, "format_reward": form}
 
 
 def format_rule(completion: str) -> RuleScore:
-    """1 where the completion is `<think>...</think> <answer>...</answer>`, else 0."""
+    """Gives 1 if the completion is `<think>...</think> <answer>...</answer>`, else 0."""
     score = _tagged("", completion)
     return {"reward": score, "format_reward": score}
 
 
 def accuracy_rule(completion: str, reference: object) -> RuleScore:
-    """1 where the last `<answer>` is the reference, or the verdict that a preference A, B or C stands for; else 0."""
+    """Gives 1 if the last `<answer>` is the reference, or a verdict of the reference's preference A, B or C; else 0."""
     expected = str(reference).strip()
     score = float(last_tag(completion, "answer") in (expected, *_VERDICTS.get(expected, ())))
     return {"reward": score, "accuracy_reward": score}
@@ -54,11 +55,11 @@ RULES: dict[str, Rule] = {
     "format_rule": format_rule,
     "accuracy_rule": accuracy_rule,
 }
-"""Type of a recipe's component -> its rule."""
+"""Component type -> rule."""
 
 
 def register_rule(name: str) -> Callable[[Rule], Rule]:
-    """Lets recipes name the decorated function. Raises ConfigError for a name that is taken."""
+    """Registers the decorated function as a rule for recipes. Raises ConfigError for a name that is taken."""
 
     def register(rule: Rule) -> Rule:
         if RULES.get(name, rule) is not rule or name == "model":
@@ -76,12 +77,13 @@ def _boxed_is(completion: str, reference: str) -> bool:
     numbers = _number(boxed), _number(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    # What is written in another way is computed: math-verify, in a process of its own.
+    # math-verify, in a separate process, compares expressions that differ in form.
     return same_math(boxed, answer) or grader_of("math_verify")(f"\\boxed{{{boxed}}}", answer, GraderLimits()) == 1
 
 
 def _final(reference: str) -> str:
-    """The final answer of a reference that may be a whole solution: after `####` (GSM8K), or in a box."""
+    """Returns the final answer of a reference: the last box, else the text after `####` (GSM8K), else the whole
+    text."""
     boxed = last_boxed(reference)
     return reference.rpartition("####")[2].strip() if boxed is None else boxed
 

@@ -1,4 +1,4 @@
-"""The rewards of LightRFT's flags: reward models, services, and else the rule of each row's label."""
+"""Translates LightRFT's flags to the section `rewards`: reward models, services, or else a rule per label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HERE = "use PPOTrainerVL with a reward_fn, or rewards with weights in a Trivium
 
 
 def rewards_of(lightrft: Settings, problems: list[Problem]) -> list[dict[str, Any]]:
-    """The section `rewards`; what cannot be had goes to `problems`."""
+    """Returns the section `rewards`. Adds unsupported settings to `problems`."""
     models, urls = reward_models(lightrft, problems), remote_urls(lightrft)
     if len(models) + len(urls) > 1:
         named = ", ".join([*models.values(), *urls])
@@ -34,7 +34,7 @@ def rewards_of(lightrft: Settings, problems: list[Problem]) -> list[dict[str, An
 
 
 def reward_models(lightrft: Settings, problems: list[Problem]) -> dict[str, str]:
-    """Name -> path of each reward model: `{name: path}` as JSON, `name:path,...`, or one path."""
+    """Parses name -> path of the reward models from JSON `{name: path}`, `name:path,...`, or one path."""
     value = lightrft["reward_pretrain"]
     if isinstance(value, str) and value.strip().startswith("{"):
         try:
@@ -53,7 +53,7 @@ def reward_models(lightrft: Settings, problems: list[Problem]) -> dict[str, str]
 
 
 def remote_urls(lightrft: Settings) -> list[str]:
-    """The addresses of reward services, or a file with a `reward_func`."""
+    """Returns the URLs of reward services and the files with a `reward_func`."""
     value = lightrft["remote_rm_url"]
     parts = value if isinstance(value, list | tuple) else str(value or "").split(",")
     return [str(part).strip() for part in parts if str(part).strip()]

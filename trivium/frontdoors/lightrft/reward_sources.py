@@ -1,4 +1,4 @@
-"""Where the numbers in a reward function's `model_reward_list` come from: modules, functions, directories, files."""
+"""The sources of a reward function's `model_reward_list`: modules, functions, directories, files and services."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from trivium.types import AnyArray, IntArray, Media
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout, as rewards see it."""
+    """The input of a reward: one rollout."""
 
     prompt: str
-    """Text of the prompt, as it was rendered."""
+    """The rendered text of the prompt."""
     completion: str
     """Text of the response, without special tokens."""
     query: str
@@ -43,27 +43,27 @@ class Sample:
     """(L,) prompt and response."""
     response_tokens: IntArray
     label: Any = None
-    """Which recipe scores it."""
+    """The label that selects the recipe."""
     reference: Any = None
     """The right answer."""
     images: tuple[Media, ...] = ()
-    """In order, each with its span in `tokens`."""
+    """The images in order, each with its span in `tokens`."""
     truncated: bool = False
     """Whether the response ended at its length limit."""
 
 
 class RewardSource(Protocol):
-    """Gives each sample a number."""
+    """Scores samples."""
 
     label: str
 
     def score(self, samples: Sequence[Sample]) -> AnyArray:
-        """(B,) finite numbers. Raises RewardError for anything else."""
+        """Returns (B,) finite scores, or raises RewardError."""
         ...
 
 
 def sources_of(reward_model: object, remote_rm_url: object, *, tokenizer: Any, batch_size: int) -> list[RewardSource]:
-    """One source for each reward model, then one for each address, in order."""
+    """Returns one source per reward model, then one per address, in order."""
     models = _listed(list(reward_model.values()) if isinstance(reward_model, Mapping) else reward_model)
     addresses = _listed(remote_rm_url)
     sources = [_model_source(model, i, tokenizer, batch_size) for i, model in enumerate(models)]
@@ -107,20 +107,20 @@ def _address_source(address: object, number: int) -> RewardSource:
 # --------------------------------------------------------------------------- modules and functions
 
 _OF_LIGHTRFT = ("sequences", "attention_mask", "prompt_and_output", "raw_images", "img_num", "extra")
-"""What the original calls a reward model with."""
+"""The arguments that the original passes to a reward model."""
 
 
 class CallSource:
-    """A module or a function, called with what its signature names of the samples' tensors and texts.
+    """Calls a module or a function with the tensors and texts that its parameters name.
 
-    Sequences are padded as in the original, prompts on the left and responses on the right; on the right alone for a
-    model of transformers, which is called with tokens and mask.
+    Prompts are padded on the left and responses on the right, as in the original. A transformers model gets only tokens
+    and mask, padded on the right.
     """
 
     def __init__(self, label: str, function: Callable[..., Any], tokenizer: Any, batch_size: int) -> None:
-        """`batch_size` samples at a time; 0 gives it all of them."""
+        """`batch_size` is the number of samples per call; 0 means all."""
         self.label, self._function, self._batch_size = label, function, batch_size
-        module: Any = function  # whichever of the two it is
+        module: Any = function  # a module or a function
         self._is_huggingface = isinstance(function, PreTrainedModel)
         self._device, self._pad = torch.device("cpu"), getattr(tokenizer, "pad_token_id", None) or 0
         if isinstance(function, nn.Module):
@@ -133,7 +133,7 @@ class CallSource:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> AnyArray:
-        """(B,) finite numbers. Raises RewardError for anything else."""
+        """Returns (B,) finite scores, or raises RewardError."""
         step = self._batch_size or max(1, len(samples))
         parts = [self._scored(samples[at : at + step]) for at in range(0, len(samples), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
@@ -158,7 +158,7 @@ class CallSource:
 
 
 def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
-    """The parameters that a call fills in; one that takes any gets what the original's models get as well."""
+    """Returns the names of the arguments to pass. A function with `**kwargs` also gets the original's arguments."""
     target = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(target).parameters.values()
     known = _known((), 0, torch.device("cpu"))
@@ -173,7 +173,7 @@ def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
         )
     if isinstance(function, PreTrainedModel):
         return "input_ids", "attention_mask"
-    # An optional parameter of a module may mean something else, as `labels` does where a loss is computed.
+    # An optional parameter of a module may have another meaning, such as `labels` for a loss.
     optional = {*_OF_LIGHTRFT, "input_ids"} if isinstance(function, nn.Module) else known.keys()
     chosen = [p.name for p in parameters if p.name in known and (p.default is p.empty or p.name in optional)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -186,7 +186,7 @@ def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
 def _known(
     samples: Sequence[Sample], pad: int, device: torch.device, *, aligned: bool = True
 ) -> dict[str, Callable[[], Any]]:
-    """Everything that a module or a function may ask for, by the names it has in LightRFT, OpenRLHF and here."""
+    """Returns argument name -> function that computes it, for the names in LightRFT, OpenRLHF and Trivium."""
 
     def tokens() -> torch.Tensor:
         return _padded(samples, pad, aligned)[0].to(device)
@@ -216,7 +216,8 @@ def _known(
 
 
 def _padded(samples: Sequence[Sample], pad: int, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """((B, S) tokens, (B, S) mask), on the right; where they are aligned, responses begin in one column."""
+    """Returns ((B, S) tokens, (B, S) mask), padded on the right. With `aligned`, pads prompts on the left, so that all
+    responses begin in one column."""
     prompts = [len(sample.tokens) - len(sample.response_tokens) if aligned else 0 for sample in samples]
     width = max(prompts) + max(len(s.tokens) - prompt for s, prompt in zip(samples, prompts, strict=True))
     tokens, mask = torch.full((len(samples), width), pad), torch.zeros(len(samples), width, dtype=torch.int64)
@@ -231,10 +232,10 @@ def _padded(samples: Sequence[Sample], pad: int, aligned: bool) -> tuple[torch.T
 
 
 class DirectorySource:
-    """A reward model in a directory: its backbone, head and processor, over the tokens of the rollout."""
+    """Scores the rollout's tokens with a reward model from a directory: its backbone, head and processor."""
 
     def __init__(self, label: str, model: Path | ScoreModel, tokenizer: Any) -> None:
-        """Raises DataError for a directory without a reward model, ConfigError for one with another tokenizer."""
+        """Raises DataError for a directory without a reward model, and ConfigError if its tokenizer differs."""
         self.label, self._eos = label, getattr(tokenizer, "eos_token_id", None)
         if isinstance(model, Path) and tokenizer is not None:
             own = hf_tokenizer(model, correct_pad_token=False)
@@ -251,7 +252,7 @@ class DirectorySource:
             self._scorer = SequenceScorer(model)
 
     def score(self, samples: Sequence[Sample]) -> AnyArray:
-        """(B,) scores of the last tokens; a response that was cut off is ended first."""
+        """Returns (B,) scores of the last tokens. Appends an end-of-sequence token to truncated responses first."""
         scores = self._scorer.scores([self._ended(sample) for sample in samples])
         return numbers_in(scores, len(samples), self.label)
 
@@ -266,13 +267,13 @@ class DirectorySource:
 
 
 class RemoteSource:
-    """A reward service: requests of several samples, side by side."""
+    """Scores samples by concurrent requests to a reward service."""
 
     def __init__(self, label: str, reward: RemoteReward) -> None:
         self.label, self._reward = label, reward
 
     def score(self, samples: Sequence[Sample]) -> AnyArray:
-        """(B,) finite numbers. Raises the service's error where a sample has none."""
+        """Returns (B,) finite scores. Raises RewardError if the service fails for a sample."""
         results = run_here(self._reward.score_batch([_remote_sample(sample) for sample in samples]))
         for row, result in enumerate(results):
             if isinstance(result, EndpointError):
@@ -288,7 +289,7 @@ def _remote_sample(sample: Sample) -> RemoteSample:
         sample.prompt,
         sample.completion,
         query=sample.query,
-        label=sample.reference,  # what OpenRLHF calls labels are the right answers
+        label=sample.reference,  # OpenRLHF's labels are the right answers
         reference=sample.reference,
         images=sample.images,
         columns={"label": sample.label, "reference": sample.reference},
@@ -299,9 +300,10 @@ def _remote_sample(sample: Sample) -> RemoteSample:
 
 
 def numbers_in(result: object, count: int, label: str) -> AnyArray:
-    """(B,) float64 of a tensor, an array, a list, or what holds one as `score`, `scores`, `rewards` or `logits`.
+    """Converts a reward's result to (B,) float64.
 
-    Raises RewardError where it is not one finite number for each of `count` samples.
+    Accepts a tensor, an array, a list, or a mapping with one under `score`, `scores`, `rewards` or `logits`. Raises
+    RewardError unless it is one finite number for each of `count` samples.
     """
     values = _held(result)
     if isinstance(values, torch.Tensor):
