@@ -1,4 +1,4 @@
-"""Flags of LightRFT's launchers about models, the rollout engine and the ranks that share the work."""
+"""Flags of LightRFT's launchers about models, the rollout engine and the ranks."""
 
 from __future__ import annotations
 

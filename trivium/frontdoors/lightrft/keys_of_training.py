@@ -1,4 +1,4 @@
-"""Flags of LightRFT's launchers about the algorithm, the optimizers and the run itself."""
+"""Flags of LightRFT's launchers about the algorithm, the optimizers and the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of LightRFT's reward recipes by name. The built-in rules score the completion and read no other text."""
+"""The rules of LightRFT's reward recipes by name. The built-in rules score only the completion."""
 
 from __future__ import annotations
 

@@ -302,8 +302,8 @@ def _remote_sample(sample: Sample) -> RemoteSample:
 def numbers_in(result: object, count: int, label: str) -> AnyArray:
     """Converts a reward's result to (B,) float64.
 
-    Accepts a tensor, an array, a list, or a mapping with one under `score`, `scores`, `rewards` or `logits`. Raises
-    RewardError unless it is one finite number for each of `count` samples.
+    Accepts a tensor, an array, a list, a mapping with one under `score`, `scores`, `rewards` or `logits`, or an object
+    with the attribute `logits`. Raises RewardError unless it has one finite number for each of `count` samples.
     """
     values = _held(result)
     if isinstance(values, torch.Tensor):

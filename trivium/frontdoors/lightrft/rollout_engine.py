@@ -1,4 +1,4 @@
-"""Completions of prompts: the core's engine and explorer, under the trainer's current weights."""
+"""Samples completions with the core's engine and explorer from the trainer's current weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
-    """How training completions are sampled. Where a token cannot be any of the vocabulary, what it was sampled among is
-    recorded, and log-probabilities are over the same tokens. Raises ConfigError for values that make no sense."""
+    """Returns the sampling settings of training completions. Raises ConfigError for invalid values.
+
+    If sampling is restricted to a part of the vocabulary (top_p, top_k, ...), the engine records the candidate tokens,
+    and log-probabilities are computed over them.
+    """
     limit = given.get("max_new_tokens")
     if limit is None and given.get("max_length") is not None:
         limit = int(given["max_length"]) - prompt_max_len
@@ -60,7 +63,7 @@ def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
 
 
 class _NoJudge:
-    """Rewards are computed for a whole rollout, when it is complete."""
+    """Gives no rewards. The experience maker computes them for the whole rollout."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
         return {}
@@ -70,7 +73,7 @@ class _NoJudge:
 
 
 class Rollouts:
-    """An engine that samples from the actor, in this process."""
+    """Samples from the actor with an engine in this process."""
 
     def __init__(
         self,
@@ -87,8 +90,8 @@ class Rollouts:
         deadline_s: float,
         max_failed_fraction: float,
     ) -> None:
-        """`model_dir` is what the actor was loaded from; None for a model that was built in memory: `save_model` writes
-        it into a directory. `weights` are the current ones, gathered by all ranks."""
+        """`model_dir` is the actor's model directory. If it is None, `save_model` writes the actor to a temporary
+        directory. `weights` yields the current weights, gathered by all ranks."""
         self._own_dir = Path(tempfile.mkdtemp(prefix="trivium-actor-")) if model_dir is None else None
         if self._own_dir is not None:
             save_model(self._own_dir)
@@ -106,15 +109,16 @@ class Rollouts:
         self._engine: TorchEngine | None = None
 
     def decode(self, tokens: Any) -> str:
-        """Text without special tokens."""
+        """Decodes tokens to text without special tokens."""
         return self._renderer.decode(tokens)
 
     def groups(
         self, batch: PromptBatch, names: Sequence[str], *, purpose: str, version: int, samples: int, sampling: Sampling
     ) -> list[Group]:
-        """`samples` completions of each prompt under the weights of `version`; a prompt's name decides its randomness.
+        """Samples `samples` completions of each prompt with the weights of `version`. A prompt's name seeds its
+        sampling.
 
-        Raises RolloutsFailing where too many failed. All ranks must call: weights are gathered.
+        Raises RolloutsFailing if too many rollouts fail. All ranks must call it, because it gathers weights.
         """
         return run_here(self._groups(batch, names, purpose, version, samples, sampling))
 
@@ -148,11 +152,11 @@ class Rollouts:
         return list(groups)
 
     def adopt(self, version: int) -> None:
-        """Takes the weights of this version over. All ranks must call."""
+        """Loads the weights of this version into the engine. All ranks must call it."""
         run_here(self._loaded(version))
 
     async def _loaded(self, version: int) -> TorchEngine:
-        """The engine with the weights of this version."""
+        """Returns the engine with the weights of this version."""
         if self._engine is None:
             assert self._model_dir is not None
             self._engine = TorchEngine(
@@ -164,13 +168,13 @@ class Rollouts:
             )
         elif self._engine.version == version:
             return self._engine
-        # Gathered from all ranks one by one; the engine wants them together, in no more bytes than it keeps.
+        # Gathers the tensors one by one and narrows each to the engine's dtype, because the engine loads them together.
         weights = [(name, narrowed(tensor, self._engine.config.dtype)) for name, tensor in self._weights()]
         await self._engine.load(version, weights)
         return self._engine
 
     def close(self) -> None:
-        """Ends the engine, and deletes what was written for it."""
+        """Closes the engine and deletes its temporary directory."""
         engine, self._engine = self._engine, None
         if engine is not None:
             run_here(engine.close())

@@ -1,4 +1,4 @@
-"""From the prompts of a loader to the groups of each step."""
+"""Generates the groups of each step from the prompts of a loader."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trivium.types import Group
 
 
 class RolloutStep(NamedTuple):
-    """What one step trains on."""
+    """The training data of one step."""
 
     episode: int
     groups: list[Group]
-    """Of this rank."""
+    """The groups of this rank."""
     consumed: int
     """Prompts consumed so far, over all ranks."""
 
@@ -26,11 +26,11 @@ class RolloutStep(NamedTuple):
 def rollout_steps(
     args: Any, loader: Any, start: Position, generate: Callable[[Any, int], list[Group]], ranks: Ranks
 ) -> Iterator[RolloutStep]:
-    """One step for each batch of the loader, in every pass. `generate(batch, number of its first prompt)` gives the
-    groups that are worth training on.
+    """Yields one step for each batch of the loader, in every pass.
 
-    With `dynamic_sampling` prompts that gave none are replaced by those of further batches, at most
-    `dynamic_sampling_refills` of them, until each rank has its share; what has been accepted is trained on in any case.
+    `generate(batch, number of its first prompt)` returns the groups that pass the filters. With `dynamic_sampling`, up
+    to `dynamic_sampling_refills` further batches replace filtered groups until each rank has its share. The accepted
+    groups are trained on even if there are fewer.
     """
     share = args.rollout_batch_size // ranks.data_size
     refills = int(option(args, "dynamic_sampling_refills")) if option(args, "dynamic_sampling") else 0
@@ -49,7 +49,7 @@ def rollout_steps(
 
 
 def _batches(args: Any, loader: Any, start: Position, size: int) -> Iterator[tuple[int, Any]]:
-    """(episode, batch of the loader): this rank's share of the prompts of each rollout."""
+    """Yields (episode, batch of the loader). A batch is this rank's share of a rollout's prompts."""
     of_loader = getattr(loader, "batch_size", None)
     if of_loader is not None and of_loader != size:
         raise ConfigError(

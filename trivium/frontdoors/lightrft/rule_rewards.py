@@ -1,4 +1,4 @@
-"""LightRFT's rules as rewards of `trivium run`, and how rows say label and reference."""
+"""LightRFT's rules as rewards of `trivium run`, and the label and reference of a row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from trivium.frontdoors.lightrft.reward_rules import RULES
 from trivium.registry import suggest
 
 EXAMPLES_RECIPE: dict[Any, Any] = {name: [(name, None, 1.0)] for name in ("geo3k_rule", "gsm8k_rule")}
-"""Label -> what rewards it, as in LightRFT's launcher of gsm8k and geometry3k."""
+"""Label -> recipe, as in LightRFT's launcher of gsm8k and geometry3k."""
 
 
 def reference_of(row: Mapping[str, Any], key: str) -> Any:
-    """A row's reference: its column, else `reward_model.ground_truth`, `ground_truth` or `extra_info.constraints`."""
+    """Returns a row's reference: the column `key`, else `reward_model.ground_truth`, `ground_truth` or
+    `extra_info.constraints`."""
     judged, extra = (row.get(name) for name in ("reward_model", "extra_info"))
     places = (
         row.get(key),
@@ -28,7 +29,7 @@ def reference_of(row: Mapping[str, Any], key: str) -> Any:
 
 
 def label_of(row: Mapping[str, Any], key: str) -> Any:
-    """A row's label: its column, else that of `extra_info`, or `extra_info` itself where it is text."""
+    """Returns a row's label: the column `key`, else that key of `extra_info`, or `extra_info` itself if it is text."""
     extra, own = row.get("extra_info"), row.get(key)
     return own if own is not None else extra.get(key) if isinstance(extra, Mapping) else extra
 

@@ -1,4 +1,4 @@
-"""Which samples of a dataset each rank reads, epoch after epoch, from any place on."""
+"""A resumable sampler that divides a dataset among ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trivium.randomness import permutation
 
 
 class ShardedSampler(Sampler[int]):
-    """Deals the samples of an epoch, in an order that follows from `seed` and the epoch, to the ranks in turn.
+    """Distributes the samples of an epoch to the ranks in turn. `seed` and the epoch determine their order.
 
-    Sample number n of an epoch is the same whatever the number of ranks, so a run continues by the number of samples
-    that all ranks consumed. With `drop_last` every rank has as many; else the last samples are given out again until
-    every rank has as many, because ranks take every step together.
+    The order does not depend on the number of ranks, so a run resumes by the number of samples that all ranks consumed.
+    All ranks get equally many samples: `drop_last` drops the remainder, otherwise the first remaining samples are
+    repeated.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class ShardedSampler(Sampler[int]):
         drop_last: bool = True,
         consumed_samples: int = 0,
     ) -> None:
-        """`consumed_samples` of the first epoch are left out, over all ranks."""
+        """Skips `consumed_samples` of the first epoch, counted over all ranks."""
         self._dataset, self._rank, self._size = dataset, rank, size
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch = self.consumed_samples = 0
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Begins an epoch after `consumed_samples` of it, over all ranks."""
+        """Starts an epoch after its first `consumed_samples`, counted over all ranks."""
         if not 0 <= consumed_samples <= len(self._dataset):
             raise ConfigError(
                 f"continue epoch {epoch} after {consumed_samples} samples",
@@ -46,7 +46,7 @@ class ShardedSampler(Sampler[int]):
         self.epoch, self.consumed_samples = epoch, consumed_samples
 
     def __len__(self) -> int:
-        """Samples of this rank that are left of the epoch."""
+        """Returns the number of remaining samples of this rank in the epoch."""
         left = len(self._dataset) - self.consumed_samples
         return left // self._size if self._drop_last else -(-left // self._size)
 

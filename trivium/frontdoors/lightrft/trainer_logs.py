@@ -1,4 +1,4 @@
-"""What a trainer logs, and where: Weights & Biases, else TensorBoard, by the core's monitors."""
+"""Logs a trainer's metrics to Weights & Biases, else TensorBoard, with the core's monitors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trivium.monitors.wandb import WandbMonitor
 from trivium.protocols import Monitor
 
 _UNLOGGED = ("reward", "response_length", "total_length", "num_actions", "return")
-"""Of a status: the same numbers are logged under `rollout/`."""
+"""Entries of a status that are already logged under `rollout/`."""
 
 
 def rows_of(status: Mapping[str, float], evaluation: Mapping[str, float]) -> dict[str, float]:
-    """A status and an evaluation by the names of their groups: `rollout/`, `train/`, `eval/`."""
+    """Merges a status and an evaluation, with names under `rollout/`, `train/` and `eval/`."""
     row: dict[str, float] = {}
     for name, value in status.items():
         if name.startswith("rollout_"):
@@ -28,7 +28,7 @@ def rows_of(status: Mapping[str, float], evaluation: Mapping[str, float]) -> dic
 
 
 class Logs:
-    """The monitor that `args` names; only the first rank has one."""
+    """Writes to the monitor that `args` selects. Only the first rank logs."""
 
     def __init__(self, args: Any, strategy: Any, step: int) -> None:
         self._monitor: Monitor | None = None
@@ -42,19 +42,19 @@ class Logs:
             self._monitor = TensorBoardMonitor(TensorBoardMonitor.Config(), run_dir=folder, resume_step=step)
 
     def log(self, step: int, status: Mapping[str, float], evaluation: Mapping[str, float], episode: int) -> None:
-        """One row, where there is anything to log."""
+        """Logs one row, unless it is empty."""
         row = rows_of(status, evaluation)
         if row and self._monitor is not None:
             self._monitor.log(step, {**row, "train/episode": float(episode)})
 
     def close(self) -> None:
-        """Ends the monitor."""
+        """Closes the monitor."""
         if self._monitor is not None:
             self._monitor.close()
 
 
 def _wandb(args: Any, key: Any, step: int) -> Monitor:
-    """The W&B run; a text is the API key, as in the original."""
+    """Opens the W&B run. If `key` is text other than `true` or `1`, it is the API key, as in the original."""
     if isinstance(key, str) and key.lower() not in ("true", "1"):
         os.environ.setdefault("WANDB_API_KEY", key)
     config = WandbMonitor.Config(

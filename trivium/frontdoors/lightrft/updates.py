@@ -1,4 +1,4 @@
-"""One optimizer step of actor or critic on an experience: the core's `Learner.update` with the trainer's objective."""
+"""Helpers for the trainer's updates: batches of experiences for the core's learner, and statuses from its metrics."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ACTOR_NAMES = {
     "train/lr/policy": "actor_lr",
     "train/grad_norm/policy": "actor_grad_norm",
     "train/loss/policy": "actor_loss",
-    "train/kl": "ppo_kl",  # of the old policy: `kl` is that of the reference
+    "train/kl": "ppo_kl",  # against the old policy; `kl` is against the reference
 }
-"""Metric of the core -> its name in a status; others lose their area."""
+"""Metric of the core -> its name in a status. Other metrics lose the prefix `train/`."""
 CRITIC_NAMES = {
     "train/loss/value": "critic_loss",
     "train/lr/value": "critic_lr",
@@ -34,8 +34,10 @@ CRITIC_NAMES = {
 
 
 def renamed(metrics: Metrics, names: Mapping[str, str]) -> dict[str, float]:
-    """The metrics as a status: names of the original where it has one. How far engine and trainer are apart is
-    measured once, before the first update."""
+    """Renames metrics for a status, with the original's names where they exist.
+
+    Drops `mismatch/` metrics, which the trainer measures once, before the first update.
+    """
     return {
         names.get(key, key.removeprefix("train/").replace("/", "_")): value
         for key, value in metrics.items()
@@ -44,13 +46,13 @@ def renamed(metrics: Metrics, names: Mapping[str, str]) -> dict[str, float]:
 
 
 def bounded(batch: Batch) -> Batch:
-    """The batch with advantages of at most `ADVANTAGE_BOUND`."""
+    """Clips the advantages to [-ADVANTAGE_BOUND, ADVANTAGE_BOUND]."""
     kept = [np.clip(row, -ADVANTAGE_BOUND, ADVANTAGE_BOUND) for row in batch.columns["advantages"]]
     return batch.with_columns(advantages=kept)
 
 
 def narrowed(batch: Batch, experience: ExperienceVL, entropy_mask: torch.Tensor) -> Batch:
-    """The batch whose policy loss is about the tokens of `entropy_mask`, (B, A) as the experience's action mask."""
+    """Restricts the policy loss to the tokens of `entropy_mask`, (B, A) like the experience's action mask."""
     actions = experience.action_mask
     if actions is None or entropy_mask.shape != actions.shape:
         shape = f"{tuple(entropy_mask.shape)}"
@@ -64,7 +66,10 @@ def narrowed(batch: Batch, experience: ExperienceVL, entropy_mask: torch.Tensor)
 
 
 def rollout_status(experience: ExperienceVL) -> dict[str, float]:
-    """Means over the sequences of an experience, from its `info`: `reward`, `kl`, `return`, `response_length`, ..."""
+    """Returns the means of an experience's `info` over its sequences: `reward`, `kl`, `return`, `response_length`, ...
+
+    The mean `kl` is weighted by the response lengths.
+    """
     status: dict[str, float] = {}
     for name, value in _flat(experience.info):
         numbers = value.float()
@@ -80,7 +85,7 @@ def rollout_status(experience: ExperienceVL) -> dict[str, float]:
 
 
 def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors with a number for each row; nested ones by the name of their mapping."""
+    """Returns (name, tensor) of all per-row tensors. The names of nested entries are `mapping/name`."""
     flat: list[tuple[str, torch.Tensor]] = []
     for name, value in info.items():
         if isinstance(value, Mapping):
@@ -91,7 +96,7 @@ def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def mean_status(ranks: Ranks, statuses: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The weighted mean of each name over the statuses of all ranks: (weight, status) of each update."""
+    """Returns the weighted mean of each name over the (weight, status) pairs of all ranks."""
     everyone = [each for part in gathered(ranks, list(statuses)) for each in part]
     names = dict.fromkeys(name for _, status in everyone for name in status)
     return {name: _weighted(everyone, name) for name in names}
@@ -106,7 +111,7 @@ def _weighted(statuses: Sequence[tuple[float, Mapping[str, float]]], name: str) 
 
 
 def columns_of(experience: ExperienceVL, learner: Learner, needs: Collection[str]) -> Batch:
-    """The core batch of an experience. Raises DataError, which lists them all, where it lacks fields of `needs`."""
+    """Converts an experience to a core batch. Raises a DataError that lists all missing fields of `needs`."""
     batch = experience.to_batch(learner.model.backbone.vision)
     names = {column: field for field, column in COLUMNS.items()}
     missing = sorted(names.get(name, name) for name in needs if name not in batch.columns and name != "entropy")
@@ -120,7 +125,7 @@ def columns_of(experience: ExperienceVL, learner: Learner, needs: Collection[str
 
 
 def blank_experience() -> ExperienceVL:
-    """One sequence without a trained token: the share of a rank that has no other."""
+    """Returns an experience of one sequence without trained tokens, for a rank without sequences."""
     numbers: dict[str, Any] = {name: torch.zeros(1, 1) for name in COLUMNS}
     return ExperienceVL(
         torch.zeros(1, 2, dtype=torch.int64),
@@ -131,7 +136,8 @@ def blank_experience() -> ExperienceVL:
 
 
 def rollout_summary(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
-    """`rollout_*`: means and spread over the sequences of all ranks before they are trained on."""
+    """Returns `rollout_*`: means and the reward's standard deviation over the sequences of all ranks, before
+    training."""
     numbers = _numbers_of(ranks, items)
     if not len(numbers["reward"]):
         return {"rollout_samples": 0.0}
@@ -147,7 +153,8 @@ def rollout_summary(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, fl
 
 
 def buffer_status(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
-    """`step_reward_*`, `advantages_*`, `returns_*` over the sequences, or trained tokens, of all ranks."""
+    """Returns `step_reward_*` over the sequences of all ranks, and `advantages_*` and `returns_*` over trained
+    tokens."""
     status: dict[str, float] = {}
     numbers = _numbers_of(ranks, items)
     for name in ("advantages", "returns"):
@@ -163,7 +170,7 @@ def buffer_status(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, floa
 
 
 def _numbers_of(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, AnyArray]:
-    """Number of each sequence of all ranks, by its name in `info`."""
+    """Returns the per-sequence values of all ranks, by their name in `info`."""
     mine: dict[str, list[float]] = {"reward": []}
     for item in items:
         for name, value in _flat(item.info):
