@@ -14,7 +14,7 @@ _WORDS: Mapping[str, object] = {"null": None, "true": True, "false": False}
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the config with the overrides applied in order. Raises ConfigError that lists all invalid overrides."""
+    """Returns the config with the overrides applied in order. Raises a ConfigError that lists all invalid overrides."""
     result, problems = _copied(config), list[Problem]()
     for text in overrides:
         key, equals, value = text.lstrip("+~").partition("=")

@@ -15,7 +15,7 @@ from trivium.frontdoors.tables import Translation
 def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
     """Translates a config file, with overrides, by `translation.translate` of the front door `origin`.
 
-    The file is YAML, unless the front door has its own reader (`translation.read`). Raises ConfigError that lists
+    The file is YAML, unless the front door has its own reader (`translation.read`). Raises a ConfigError that lists
     everything that cannot be translated.
     """
     door = import_module(f"trivium.frontdoors.{origin}.translation")

@@ -180,8 +180,8 @@ def _batch_conflicts(lightrft: Settings) -> list[Problem]:
 
 
 def _uneven(lightrft: Settings) -> list[Problem]:
-    """Returns a problem for batch sizes that only PPOTrainerVL supports: mini-batches of a run are equally many
-    groups."""
+    """Returns a problem for batch sizes that only PPOTrainerVL supports: a run splits groups into equal
+    mini-batches."""
     whole, batch = sequences_per_step(lightrft), lightrft["train_batch_size"]
     where = f"a rollout batch has {whole} (rollout_batch_size * n_samples_per_prompt)"
     if whole % batch:

@@ -1,4 +1,4 @@
-"""Checkpoints of a role, and model directories. Writes are atomic, and the files do not depend on the number of ranks.
+"""Checkpoints of a role, and model directories. Checkpoint writes are atomic; files do not depend on the rank count.
 
 `<directory>/<tag>/` holds `weights.safetensors` (or several numbered files), `optimizer`, `ema`, and `state.json` with
 the scheduler, the optimizer's settings and the client state. `manifest.json` has the checkpoint's number and file
@@ -59,7 +59,7 @@ class Role:
 
 
 def trained_tensors(model: LanguageModel | ValueModel) -> dict[str, Tensor]:
-    """Returns the tensors to save, possibly sharded: all weights, or only the adapter and the head if there is one."""
+    """Returns the tensors to save, possibly sharded: all weights; only adapter and head if the model has an adapter."""
     if not has_adapter(model.module):
         state = (model if isinstance(model, ValueModel) else model.module).state_dict()
         return {name: state[name] for name in model.names}

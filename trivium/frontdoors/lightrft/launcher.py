@@ -37,7 +37,7 @@ def train(config: object) -> PPOTrainerVL:
     """Trains by launch arguments (a Namespace, a mapping or a list of words) and returns the trainer.
 
     Under torchrun every rank must call it. Writes the actor to `save_path`, or its moving average with `enable_ema`.
-    Raises ConfigError that lists all unsupported arguments.
+    Raises a ConfigError that lists all unsupported arguments.
     """
     lightrft, problems = settings_of(config), list[Problem]()
     models = reward_models(lightrft, problems)
@@ -129,8 +129,7 @@ def _actor(lightrft: Settings, args: Namespace) -> ActorVL:
 
 
 def _critic(args: Namespace) -> CriticVL | None:
-    """Builds the critic from `critic_pretrain`, else from the actor's model. Returns None unless the estimator is
-    gae."""
+    """Builds the critic from `critic_pretrain`, else from the actor's model. Only the estimator gae has one."""
     if args.advantage_estimator != "gae":
         return None
     critic = get_vlm_for_sequence_regression(

@@ -11,7 +11,7 @@ from trivium.frontdoors.tables import Settings
 def namespace_of(config: object) -> Namespace:
     """Converts a Namespace, a mapping or a list of words to a Namespace for `fit`, the strategy and the data sets.
 
-    The result has every flag of the table; unset flags have LightRFT's defaults. Raises ConfigError that lists
+    The result has every flag of the table; unset flags have LightRFT's defaults. Raises a ConfigError that lists
     everything unsupported.
     """
     return of_settings(settings_of(config))

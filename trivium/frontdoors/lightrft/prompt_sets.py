@@ -53,10 +53,9 @@ def is_here(source: Mapping[str, Any]) -> bool:
 
 
 def mixed_places(lengths: Sequence[int], probabilities: Sequence[float] | None, seed: int) -> Iterator[tuple[int, int]]:
-    """Yields (set, row) of a mix. Draws sets by their probabilities until one is exhausted; each set's rows are in
-    order.
+    """Yields (set, row) of a mix, with the rows of each set in order.
 
-    Without probabilities, concatenates the sets.
+    Draws sets by their probabilities until one is exhausted. Without probabilities, concatenates the sets.
     """
     if probabilities is None:
         yield from ((number, row) for number, length in enumerate(lengths) for row in range(length))

@@ -29,8 +29,7 @@ _tagged = Format(Format.Config())
 
 
 def boxed_rule(completion: str, reference: object) -> RuleScore:
-    """Gives 0.9 for the right answer in the last `\\boxed{}`, and 0.1 for a `<think>...</think>` before the first
-    box."""
+    """Gives 0.9 for the right answer in the last `\\boxed{}`, and 0.1 for `<think>...</think>` before the first box."""
     accuracy, form = float(_boxed_is(completion, str(reference))), float(_thinks_before_box(completion))
     reward = _ACCURACY * accuracy + _FORMAT * form
     return {"reward": reward, "accuracy_reward": accuracy, "format_reward": form}
@@ -82,8 +81,7 @@ def _boxed_is(completion: str, reference: str) -> bool:
 
 
 def _final(reference: str) -> str:
-    """Returns the final answer of a reference: the last box, else the text after `####` (GSM8K), else the whole
-    text."""
+    """Returns the final answer of a reference: its last box, its text after `####` (GSM8K), or all of it."""
     boxed = last_boxed(reference)
     return reference.rpartition("####")[2].strip() if boxed is None else boxed
 

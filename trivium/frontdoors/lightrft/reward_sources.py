@@ -216,8 +216,8 @@ def _known(
 
 
 def _padded(samples: Sequence[Sample], pad: int, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ((B, S) tokens, (B, S) mask), padded on the right. With `aligned`, pads prompts on the left, so that all
-    responses begin in one column."""
+    """Returns ((B, S) tokens, (B, S) mask), padded on the right. `aligned` also pads on the left, so that all responses
+    begin in one column."""
     prompts = [len(sample.tokens) - len(sample.response_tokens) if aligned else 0 for sample in samples]
     width = max(prompts) + max(len(s.tokens) - prompt for s, prompt in zip(samples, prompts, strict=True))
     tokens, mask = torch.full((len(samples), width), pad), torch.zeros(len(samples), width, dtype=torch.int64)

@@ -115,10 +115,10 @@ class Rollouts:
     def groups(
         self, batch: PromptBatch, names: Sequence[str], *, purpose: str, version: int, samples: int, sampling: Sampling
     ) -> list[Group]:
-        """Samples `samples` completions of each prompt with the weights of `version`. A prompt's name seeds its
-        sampling.
+        """Samples `samples` completions of each prompt with the weights of `version`.
 
-        Raises RolloutsFailing if too many rollouts fail. All ranks must call it, because it gathers weights.
+        A prompt's name seeds its sampling. Raises RolloutsFailing if too many rollouts fail. All ranks must call it,
+        because it gathers weights.
         """
         return run_here(self._groups(batch, names, purpose, version, samples, sampling))
 

@@ -35,7 +35,7 @@ def label_of(row: Mapping[str, Any], key: str) -> Any:
 
 
 class RuleReward:
-    """A rule of `reward_rules.RULES`, on the completion alone."""
+    """Scores the completion with a rule of `reward_rules.RULES`."""
 
     class Config(RewardConfig):
         rule: str

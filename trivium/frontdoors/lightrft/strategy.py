@@ -245,12 +245,12 @@ class Strategy(ScriptCalls):
     def prepare_models_and_optimizers(
         self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Namespace, max_steps: int
     ) -> tuple[Any, Any, Any, Any]:
-        """Prepares all models. Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
-        reference).
+        """Prepares all models, optimizers and schedulers.
 
-        Uses AdamW, a warmup of `lr_warmup_ratio` of `max_steps` and a cosine schedule to a tenth of the learning rate.
-        `args` may have `actor_learning_rate` (default 1e-6), `critic_learning_rate` (9e-6), `adam_betas` (0.9, 0.95),
-        `l2` (0) and `lr_warmup_ratio` (0.03).
+        Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, reference). Uses AdamW, a
+        warmup of `lr_warmup_ratio` of `max_steps` and a cosine schedule to a tenth of the learning rate. `args` may
+        have `actor_learning_rate` (default 1e-6), `critic_learning_rate` (9e-6), `adam_betas` (0.9, 0.95), `l2` (0) and
+        `lr_warmup_ratio` (0.03).
         """
         trained: list[tuple[Any, Any, Any]] = []
         betas, decay = getattr(args, "adam_betas", (0.9, 0.95)), getattr(args, "l2", 0.0)
@@ -306,15 +306,13 @@ class Strategy(ScriptCalls):
         )
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:
-        """Accumulates the gradient of a loss, which must be a mean over this rank's share. Gradients are averaged over
-        the ranks."""
+        """Accumulates the gradient of a mean loss over this rank's share. Gradients are averaged over the ranks."""
         (loss / self.world_size).backward()
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, scheduler: Scheduler | None = None, name: str = "model"
     ) -> float:
-        """Runs one optimizer step with the accumulated gradient, clipped to `max_norm`. Returns the norm before
-        clipping."""
+        """Runs one optimizer step with the gradient clipped to `max_norm`. Returns the norm before clipping."""
         core = core_of(model)
         network = core if isinstance(core, ValueModel) else core.module
         stepper = Optimizer(network, optimizer, scheduler)

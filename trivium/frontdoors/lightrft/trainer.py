@@ -268,7 +268,7 @@ class PPOTrainerVL:
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int = 1,
     ) -> None:
-        """Alternates rollouts and updates for `args.num_episodes` passes over the prompts.
+        """Runs rollouts and updates for `args.num_episodes` passes over the prompts.
 
         `args` must have the attributes in `arguments.REQUIRED` and may have those in `arguments.OPTIONAL`. Training
         continues after `consumed_samples` prompts; after `strategy.load_ckpt`, it continues bit for bit.

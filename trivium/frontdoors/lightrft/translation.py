@@ -31,7 +31,7 @@ _HERE = "python -m trivium.frontdoors.lightrft"
 def settings_of(config: object) -> Settings:
     """Reads launch arguments: a Namespace, a mapping, or a list of words.
 
-    Raises ConfigError that lists everything that cannot be translated.
+    Raises a ConfigError that lists everything that cannot be translated.
     """
     flags = flags_of([str(word) for word in config]) if isinstance(config, list | tuple) else plain(config)
     lightrft = TABLE.read({flag: _without_variables(value) for flag, value in flags.items()})
@@ -73,7 +73,7 @@ def _without_variables(value: object) -> object:
 def translate(config: object) -> Translation:
     """Translates LightRFT's launch arguments to a Trivium config.
 
-    Raises ConfigError that lists everything that cannot be translated.
+    Raises a ConfigError that lists everything that cannot be translated.
     """
     lightrft, problems = settings_of(config), list[Problem]()
     tasks, rewards, algorithm = (part(lightrft, problems) for part in (tasks_of, rewards_of, algorithm_of))

@@ -136,8 +136,7 @@ def blank_experience() -> ExperienceVL:
 
 
 def rollout_summary(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
-    """Returns `rollout_*`: means and the reward's standard deviation over the sequences of all ranks, before
-    training."""
+    """Returns `rollout_*`: means, and the reward's standard deviation, over the sequences of all ranks."""
     numbers = _numbers_of(ranks, items)
     if not len(numbers["reward"]):
         return {"rollout_samples": 0.0}
@@ -153,7 +152,7 @@ def rollout_summary(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, fl
 
 
 def buffer_status(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
-    """Returns `step_reward_*` over the sequences of all ranks, and `advantages_*` and `returns_*` over trained
+    """Returns `step_reward_*` over all ranks' sequences, and `advantages_*` and `returns_*` over their trained
     tokens."""
     status: dict[str, float] = {}
     numbers = _numbers_of(ranks, items)
