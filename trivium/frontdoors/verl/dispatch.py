@@ -1,7 +1,7 @@
-"""What a worker class declares of its methods: which rank gets which arguments, and how results are collected.
+"""Dispatch rules of worker methods: which rank receives which arguments, and how results are collected.
 
-A user's own rule is a pair of functions: `dispatch_fn(group, *args, **kwargs)` returns `(args, kwargs)` in which each
-argument is a list with one entry per rank, `collect_fn(group, results)` makes one thing of the results, one per rank.
+A user's rule is a pair of functions. `dispatch_fn(group, *args, **kwargs)` returns `(args, kwargs)`, in which each
+argument is a list with one entry per rank. `collect_fn(group, results)` combines the results, one per rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """Which rank gets which arguments, and how results are collected."""
+    """A rule that assigns arguments to ranks and collects their results."""
 
     ONE_TO_ALL = "the same arguments for every rank; one result per rank"
     ALL_TO_ALL = "arguments that are lists with an entry per rank are distributed, else as ONE_TO_ALL"
@@ -35,7 +35,7 @@ SPLITS = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, Dispat
 
 
 class Execute(Enum):
-    """Which ranks run it."""
+    """The ranks that run a method."""
 
     ALL = "every rank"
     RANK_ZERO = "rank 0 alone"
@@ -43,7 +43,7 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class OwnRule:
-    """A user's own pair of functions."""
+    """A user's rule as a pair of functions."""
 
     dispatch_fn: Callable[..., tuple[Any, Any]]
     collect_fn: Callable[..., Any]
@@ -51,7 +51,7 @@ class OwnRule:
 
 @dataclass(frozen=True)
 class Registered:
-    """What is known about a method."""
+    """The dispatch settings of a method."""
 
     dispatch_mode: Dispatch | OwnRule
     execute_mode: Execute
@@ -65,11 +65,11 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[_Method], _Method]:
-    """Makes a method of a worker class one that its groups have.
+    """Registers a method of a worker class, so that groups of the class have it.
 
-    `dispatch_mode` is a rule, or a mapping with the functions `dispatch_fn` and `collect_fn`. Without `blocking` the
-    group's method returns a DataFuture at once. A DataFuture among the arguments is replaced by its value in the
-    worker; without `materialize_futures` the method is given something with a `get()` instead.
+    `dispatch_mode` is a rule, or a mapping with the functions `dispatch_fn` and `collect_fn`. Without `blocking`, the
+    group's method returns a DataFuture immediately. The worker replaces a DataFuture among the arguments by its value.
+    Without `materialize_futures`, the method receives an object with `get()` instead.
     """
     rule = dispatch_mode if isinstance(dispatch_mode, Dispatch) else _own_rule(dispatch_mode)
     if rule in SPLITS and not (execute_mode is Execute.ALL and materialize_futures):
@@ -88,7 +88,7 @@ def register(
 
 
 def registered_methods(worker: type) -> dict[str, Registered]:
-    """The registered methods of a class. A method that overrides one is registered as that one was."""
+    """Returns the registered methods of a class. An override keeps the registration of the method it overrides."""
     methods: dict[str, Registered] = {}
     for kind in reversed(inspect.getmro(worker)):
         marked = {name: getattr(attribute, _MARK, None) for name, attribute in vars(kind).items()}

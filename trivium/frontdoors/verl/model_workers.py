@@ -1,7 +1,7 @@
-"""The worker classes that `RayPPOTrainer` maps roles to, and the engines that the driver makes of their groups.
+"""The worker classes that `RayPPOTrainer` maps roles to, and the driver's engines over groups of them.
 
-A user may derive from them: the driver calls their methods, and whatever overrides one is what is called. A method that
-takes `Work` gets its rank's share of a batch; the driver joins the results.
+Users may derive from these classes: the driver calls the methods and their overrides. A method that takes `Work`
+receives its rank's share of a batch. The driver joins the results.
 """
 
 from __future__ import annotations
@@ -47,58 +47,58 @@ _SCORING = {"policy": "compute_log_prob", "reference": "compute_ref_log_prob", "
 _UPDATING = {"policy": "update_actor", "critic": "update_critic"}
 """Model -> the worker method that scores it, or trains it."""
 _POLICY_PHASES = {"update/policy": "actor", "score/old": "actor_infer"}
-"""Phase of the policy -> what verl calls the use that it makes of the hardware."""
+"""Phase of the policy -> verl's name for its hardware utilisation."""
 _GATHER_S = 0.002
-"""How long the first request of a batch waits for others to go with it."""
+"""Seconds that the first request of a batch waits for further requests."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What every worker is built with, beside the name of its role."""
+    """The settings of every worker, apart from the name of its role."""
 
     spec: StageSpec
-    """The stage it works for."""
+    """The stage of the run."""
     reward_model: Path | None = None
-    """The directory of the reward model, where there is one."""
+    """Directory of the reward model, if the run has one."""
     reward_model_dtype: str = "auto"
-    """The type that it is loaded in; `auto` is bfloat16 on a GPU that computes in it, else float32."""
+    """Dtype of the reward model; `auto` is bfloat16 on a GPU that computes in it, else float32."""
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
-    """What `registered.functions_here` gave on the driver."""
+    """Result of `registered.functions_here` on the driver."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's share of a batch, and what is to be done with it."""
+    """One rank's share of a batch, and the operation on it."""
 
     version: int
-    """Train steps behind the policy."""
+    """Number of train steps that the policy has taken."""
     batch: Batch
     what: str = ""
-    """A name of `types.SCORES`."""
+    """Name of the score to compute, from `types.SCORES`."""
     objective: Objective | None = None
-    """What an update minimises."""
+    """Objective that an update minimises."""
     denominators: LossDenominators | None = None
-    """Counts over the whole mini-batch, by which an update is normalised."""
+    """Counts over the whole mini-batch that normalise an update."""
 
 
 # --------------------------------------------------------------------------- in the processes of the ranks
 
 
 class ModelWorker(Worker):
-    """One rank's part of the models of a role: a train engine for them alone."""
+    """One rank of a role, with a train engine for the role's models."""
 
     engine: Any = None
-    """The rank's `TorchTrainEngine`, once `init_model` was called."""
+    """The rank's `TorchTrainEngine`; `init_model` sets it."""
 
     def __init__(self, config: WorkerConfig, role: str) -> None:
-        """`role` is a name of `HELD`."""
+        """`role` is a key of `HELD`."""
         for name, function in config.functions.items():
             give(name, function)
         self.config, self.role = config, role
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the models as they were before training. All ranks together."""
+        """Loads the initial models. All ranks must call it together."""
         stage = self.config.spec.stage()
         if self.engine is None:
             self.engine = build_rank_engine(stage, algorithm_of(stage.config), None, roles=HELD[self.role])
@@ -107,33 +107,33 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path, version: int) -> None:
-        """Writes models and optimizers of this role. All ranks together."""
+        """Writes models and optimizers of this role. All ranks must call it together."""
         self.engine.version = version
         self.engine.save(directory)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> int:
-        """Opens what `save_checkpoint` wrote, on whatever number of ranks; its version."""
+        """Loads a checkpoint that any number of ranks saved, and returns its version."""
         self.engine.load(directory)
         return self.engine.version
 
     def scored(self, data: Work) -> list[AnyArray]:
-        """A score of a model of this role: an array per experience, of its length."""
+        """Returns a score of a model of this role: for each experience, an array of its length."""
         self.engine.version = data.version
         return self.engine.score(data.batch, data.what)
 
     def updated(self, role: str, data: Work) -> Metrics:
-        """One optimizer step of a model of this role."""
+        """Takes one optimizer step with a model of this role."""
         self.engine.version = data.version
         return self.engine.update(role, data.batch, data.objective, data.denominators)
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """The policy, an engine that samples from it, and, for `actor_rollout_ref`, the frozen reference."""
+    """Holds the policy, a rollout engine, and, for `actor_rollout_ref`, the frozen reference."""
 
     rollout: RolloutEngine | None = None
     _published: Stored | None = None
-    """The weights that the first rank published last."""
+    """The last published weights; None on all ranks after the first."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -143,17 +143,17 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE)
     def compute_log_prob(self, data: Work) -> list[AnyArray]:
-        """A score of the current policy (`data.what`: `old`, `log_prob`, `entropy`, ...), per token."""
+        """Returns a score of the current policy (`data.what`: `old`, `log_prob`, `entropy`, ...) per token."""
         return self.scored(data)
 
     @register(Dispatch.DP_COMPUTE)
     def compute_ref_log_prob(self, data: Work) -> list[AnyArray]:
-        """The reference's log-probabilities, per token."""
+        """Returns the reference's log-probabilities per token."""
         return self.scored(data)
 
     @register(Dispatch.DP_COMPUTE)
     def update_actor(self, data: Work) -> Metrics:
-        """One optimizer step of the policy on a mini-batch."""
+        """Takes one optimizer step with the policy on a mini-batch."""
         return self.updated("policy", data)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -163,20 +163,20 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:
-        """Writes the policy alone, as a plain Hugging Face directory. All ranks together."""
+        """Writes only the policy, as a plain Hugging Face directory. All ranks must call it together."""
         self.engine.save_weights(directory)
 
     @register(Dispatch.ONE_TO_ALL)
     def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """The policy's tensors by name; of the first rank alone. All ranks together."""
+        """Returns the policy's tensors by name, on the first rank only. All ranks must call it together."""
         exported = [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
         return exported if self.rank == 0 else []
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> None:
-        """Publishes the policy's weights for the rollout engines: the first rank puts them into Ray's object store, a
-        part at a time, where they are once for each machine. All ranks together."""
-        self._published = None  # before there are others
+        """Publishes the policy's weights for the rollout engines. The first rank puts them into Ray's object store in
+        parts; each machine holds one copy. All ranks must call it together."""
+        self._published = None  # frees the old weights before new ones are stored
         weights = self.engine.offered_weights()
         if self.rank == 0:
             self._published = store(version, weights)
@@ -185,23 +185,23 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def published_weights(self) -> Stored | None:
-        """Where the weights are that `update_weights` published last; of the first rank alone."""
+        """Returns a reference to the weights that `update_weights` published last, on the first rank only."""
         return self._published
 
     @register(Dispatch.ONE_TO_ALL)
     async def adopt_weights(self, weights: WeightHandle, in_flight: str = "finish") -> None:
-        """Has this rank's engine load published weights."""
+        """Loads published weights into this rank's rollout engine."""
         await self._engine().load(weights.version, weights, in_flight=in_flight)
 
     @register(Dispatch.ONE_TO_ALL)
     async def rest(self) -> None:
-        """Has this rank's engine free its device until the next completion or weights, where it can."""
+        """Frees the device of this rank's rollout engine until the next request or weights, if the engine can."""
         if isinstance(self.rollout, RestingEngine):
             await self.rollout.rest()
 
     @register(Dispatch.DP_COMPUTE)
     async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:
-        """A completion of each request, or its error. Any number of calls at a time."""
+        """Returns a completion or an error for each request. Calls may run concurrently."""
         results: list[Completion | RolloutError] = []
         for result in await asyncio.gather(*map(self._engine().generate, requests), return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RolloutError):
@@ -211,7 +211,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_facts(self) -> tuple[int, Capabilities]:
-        """(longest context, capabilities) of the engine."""
+        """Returns (longest context, capabilities) of the rollout engine."""
         return self._engine().max_context, capabilities_of(self._engine())
 
     def _engine(self) -> RolloutEngine:
@@ -225,21 +225,21 @@ class ActorRolloutRefWorker(ModelWorker):
 
 
 class CriticWorker(ModelWorker):
-    """The critic."""
+    """Holds the critic."""
 
     @register(Dispatch.DP_COMPUTE)
     def compute_values(self, data: Work) -> list[AnyArray]:
-        """The value of the state before each trained token."""
+        """Returns the value of the state before each trained token."""
         return self.scored(data)
 
     @register(Dispatch.DP_COMPUTE)
     def update_critic(self, data: Work) -> Metrics:
-        """One optimizer step of the critic on a mini-batch."""
+        """Takes one optimizer step with the critic on a mini-batch."""
         return self.updated("critic", data)
 
 
 class RewardModelWorker(Worker):
-    """A frozen reward model, whole on every rank."""
+    """Holds a frozen reward model. Every rank has the whole model."""
 
     def __init__(self, config: WorkerConfig, role: str) -> None:
         self.config, self.role = config, role
@@ -261,7 +261,7 @@ class RewardModelWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE)
     def compute_rm_score(self, data: Work) -> list[float]:
-        """What each experience is worth: the score at its last trained token, 0 where it has none."""
+        """Returns the score at the last trained token of each experience, or 0 without trained tokens."""
         assert self._learner is not None, "init_model() comes first"
         scores = self._learner.score(data.batch, "values")
         return [
@@ -274,7 +274,7 @@ class RewardModelWorker(Worker):
 
 
 class RoleRanks:
-    """The `RankGroup` of one role: the verbs of train engines in the words of its workers."""
+    """The `RankGroup` of one role. It maps the methods of train engines to methods of the workers."""
 
     def __init__(self, group: RayWorkerGroup, sequence: int) -> None:
         """`sequence` ranks share each sequence."""
@@ -310,11 +310,11 @@ class RoleRanks:
         return getattr(self.group, name)(by_rank)[:: self._sequence]
 
     def close(self) -> None:
-        """Nothing: the trainer that started the workers ends them."""
+        """Does nothing: the trainer that started the workers stops them."""
 
 
 class RoleTrainEngine(DistributedTrainEngine):
-    """The train engine over worker groups: each verb goes to the group that holds the model."""
+    """A train engine over worker groups. Each method runs on the group that holds the model."""
 
     def __init__(
         self,
@@ -326,16 +326,16 @@ class RoleTrainEngine(DistributedTrainEngine):
         share_prefix: bool = False,
         measures_use: bool = False,
     ) -> None:
-        """`groups` is by model: `policy`, and `critic` and `reference` where the algorithm has them; one group may hold
-        two. `longest` is the limit of one completion, in tokens; `share_prefix` as in the ranks. `measures_use` says
-        that a rank's peak is its own."""
+        """`groups` maps `policy`, and `critic` and `reference` if the algorithm has them, to groups; a group may hold
+        two models. `longest` is the maximum length of a completion in tokens. `share_prefix` equals the setting of the
+        ranks. `measures_use` enables `utilisation`."""
         self._measures_use = measures_use
         ranks = {id(group): RoleRanks(group, sequence) for group in groups.values()}
         by_role = {role: ranks[id(group)] for role, group in groups.items()}
         how: dict[str, Any] = {"max_response_length": longest, "share_prefix": share_prefix}
         super().__init__(by_role["policy"], algorithm, groups=by_role, **how)
         self._is_initial = False
-        """Whether the workers hold the models as they were before training."""
+        """Whether the workers hold the initial models."""
 
     def prepare(self) -> None:
         if not self._is_initial:
@@ -353,24 +353,24 @@ class RoleTrainEngine(DistributedTrainEngine):
         super().load(directory)
 
     def resume(self, directory: Path) -> None:
-        """The workers were built with the models as they were before training."""
+        """Loads the initial models, then the checkpoint."""
         self.prepare()
         self.load(directory)
 
     def sync_weight(self) -> bool:
-        """The workers publish the weights: none of them passes through here."""
+        """Has the workers publish the weights. No weights pass through the driver."""
         return self.channel.offer(self.version, ())
 
     def offered_hash(self) -> str:
         return TrainEngine.offered_hash(self)
 
     def begin_saving(self, directory: Path) -> None:
-        """Workers save while training waits."""
+        """Does nothing: workers save while training waits."""
         del directory
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """That of the policy's group by verl's names, and of all its phases. Not measured where processes share a CPU:
-        what each could do alone says nothing."""
+        """Returns the utilisation of the policy's group, in total and per phase under verl's names. Returns an empty
+        mapping without `measures_use`: processes that share a CPU have no peak of their own."""
         if not self._measures_use:
             return {}
         own = {name: each for name, each in phases.items() if name in _POLICY_PHASES}
@@ -382,9 +382,9 @@ class RoleTrainEngine(DistributedTrainEngine):
 
 
 class WorkerChannel:
-    """Carries weights from the policy to the rollout engine of every rank; one version at a time.
+    """Transfers weights from the policy to the rollout engine of every rank, and holds one version at a time.
 
-    What travels through the driver is where they are.
+    Only references to the weights pass through the driver.
     """
 
     capabilities = Capabilities(local=True, uses_directory=False)
@@ -394,7 +394,7 @@ class WorkerChannel:
         self._weights: Stored | None = None
 
     def offer(self, version: int, weights: Weights) -> bool:
-        del weights  # the workers have them
+        del weights  # the workers hold them
         self._weights = None
         self._group.update_weights(version)
         self._weights = self._group.published_weights()[0]
@@ -425,11 +425,11 @@ class WorkerChannel:
             )
 
     def restore(self, directory: Path) -> None:
-        """Nothing was saved: the current weights are offered when training goes on."""
+        """Does nothing: training offers the current weights when it resumes."""
 
 
 class _WorkerReplica(Replica):
-    """The rollout engine of one rank's worker. Requests that come together go out together."""
+    """The rollout engine of one rank's worker. Requests that arrive within `_GATHER_S` share a call."""
 
     def __init__(self, group: RayWorkerGroup, rank: int) -> None:
         self._group, self._rank = group, rank
@@ -437,7 +437,7 @@ class _WorkerReplica(Replica):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: Request) -> Completion:
-        """One completion. A request whose caller is cancelled is completed all the same, and its result dropped."""
+        """Returns one completion. If the caller is cancelled after the request is sent, the result is dropped."""
         loop = asyncio.get_running_loop()
         completion: asyncio.Future[Completion] = loop.create_future()
         self._waiting.append((request, completion))
@@ -446,7 +446,7 @@ class _WorkerReplica(Replica):
         return await completion
 
     def cancel(self) -> None:
-        """Ends the calls in progress."""
+        """Cancels the calls in progress."""
         for call in self._calls:
             call.cancel()
 
@@ -477,7 +477,7 @@ class _WorkerReplica(Replica):
 
 
 class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
-    """The rollout engines of a group's workers as one."""
+    """Combines the rollout engines of a group's workers into one engine."""
 
     def __init__(self, group: RayWorkerGroup) -> None:
         super().__init__([_WorkerReplica(group, rank) for rank in range(group.world_size)])
@@ -488,13 +488,13 @@ class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
         await asyncio.to_thread(self._group.adopt_weights, weights, in_flight)
 
     async def close(self) -> None:
-        """Ends the calls in progress; the trainer that started the workers ends them."""
+        """Cancels the calls in progress. The trainer that started the workers stops them."""
         for replica in self.replicas:
             replica.cancel()
 
 
 def rm_scores(group: RayWorkerGroup, batch: Batch) -> list[float]:
-    """What a group of reward model workers gives each experience of a batch, in order."""
+    """Returns the score of each experience of a batch from a group of reward model workers, in order."""
     size, count = group.world_size, len(batch)
     cuts = [count * part // size for part in range(size + 1)]
     works = [Work(0, batch.select(range(cuts[rank], cuts[rank + 1]))) for rank in range(size)]

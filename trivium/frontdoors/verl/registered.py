@@ -1,9 +1,9 @@
 """Advantage estimators and policy losses with verl's signatures, registered by verl's decorators.
 
-An estimator is called with `token_level_rewards, response_mask, config, index`; it returns (advantages, returns). A
-loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights`; it
-returns the loss of these sequences, averaged as `loss_agg_mode` says, alone or with metrics. Tensors are (B, R): B
-sequences, R tokens from the first sampled one on.
+An estimator is called with `token_level_rewards, response_mask, config, index` and returns (advantages, returns). A
+loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights`. It
+returns the loss of these sequences, averaged by `loss_agg_mode`, alone or with metrics. Tensors are (B, R): B
+sequences, R tokens from the first sampled token on.
 """
 
 from __future__ import annotations
@@ -32,41 +32,42 @@ FunctionT = TypeVar("FunctionT", bound=Function)
 _ADVANTAGES: dict[str, Function] = {}
 _LOSSES: dict[str, Function] = {}
 _METRICS = ("train/clip_fraction", "train/kl", "train/clip_fraction_lower")
-"""What the numbers behind the loss are, where it returns four."""
+"""Names of the numbers that follow the loss if a function returns four values."""
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[FunctionT], FunctionT]:
-    """Lets `algorithm.adv_estimator` name the decorated function. Raises ConfigError for a name that is taken."""
+    """Registers a function as a value of `algorithm.adv_estimator`. Raises ConfigError for a name in use."""
     return _registering(_ADVANTAGES, "advantages", name_or_enum)
 
 
 def register_policy_loss(name: str | Enum) -> Callable[[FunctionT], FunctionT]:
-    """Lets `actor.policy_loss.loss_mode` name the decorated function. Raises ConfigError for a name that is taken."""
+    """Registers a function as a value of `actor.policy_loss.loss_mode`. Raises ConfigError for a name in use."""
     return _registering(_LOSSES, "policy_losses", name)
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> Function:
-    """The registered estimator of a name. Raises ConfigError where there is none."""
+    """Returns the registered estimator of a name. Raises ConfigError for an unknown name."""
     return _registered(_ADVANTAGES, "register_adv_est", name_or_enum)
 
 
 def get_policy_loss_fn(name: str | Enum) -> Function:
-    """The registered policy loss of a name. Raises ConfigError where there is none."""
+    """Returns the registered policy loss of a name. Raises ConfigError for an unknown name."""
     return _registered(_LOSSES, "register_policy_loss", name)
 
 
 def advantage_address(name: str) -> str | None:
-    """Where the user's estimator of a name is, as `module:function`; None for a name that is not the user's."""
+    """Returns the address `module:function` of a user's estimator, or None for a name that is not the user's."""
     return _address(_ADVANTAGES, "advantages", "register_adv_est", name)
 
 
 def loss_address(name: str) -> str | None:
-    """Where the user's policy loss of a name is, as `module:function`; None for a name that is not the user's."""
+    """Returns the address `module:function` of a user's policy loss, or None for a name that is not the user's."""
     return _address(_LOSSES, "policy_losses", "register_policy_loss", name)
 
 
 def functions_here() -> dict[str, Function]:
-    """The registered functions that other processes cannot import, by address: a script's own, and inner ones."""
+    """Returns the registered functions that other processes cannot import, by address: those of the main script, and
+    nested functions."""
     named = {name_of(function): function for function in (*_ADVANTAGES.values(), *_LOSSES.values())}
     return {name: function for name, function in named.items() if is_only_here(name)}
 
@@ -106,7 +107,7 @@ def _address(functions: Mapping[str, Function], kind: str, decorator: str, name:
         return None
     function = resolve(kind, name)
     if hasattr(function, "metadata"):
-        return None  # one with the signature and the decorator of trivium.algorithms
+        return None  # a function with the signature and the decorator of trivium.algorithms
     if function not in functions.values():
         raise ConfigError(f"use {name!r} here", "it is not decorated", f"decorate it with @{decorator}('a_name')")
     file, _, attribute = name.rpartition(":")
@@ -118,7 +119,7 @@ def _key(name: str | Enum) -> str:
 
 
 class Section(dict[str, Any]):
-    """A section of a config: `section.key`, `section["key"]`, `section.get("key", default)`."""
+    """A config section that supports `section.key`, `section["key"]` and `section.get("key", default)`."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -127,7 +128,7 @@ class Section(dict[str, Any]):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The value, its mappings as sections."""
+        """Returns the value with its mappings converted to sections."""
         if isinstance(value, Mapping):
             return cls({str(name): cls.of(part) for name, part in value.items()})
         return [cls.of(part) for part in value] if isinstance(value, list) else value
@@ -196,15 +197,15 @@ def computed(
 
 
 def _share(mask: Tensor, width: int, mode: str) -> Tensor:
-    """(B, L): the loss of each token for which the aggregation of these sequences alone is 1; `width` is what the
-    function's own `agg_loss` divides by in the mode that divides by a length."""
+    """Returns per-token losses (B, L) whose aggregation over these sequences is 1. `width` is the divisor of the
+    function's `agg_loss` in the mode that divides by a length."""
     if mode == "seq-mean-token-sum":
         return mask / mask.sum(-1, keepdim=True).clamp(min=1)
     return mask * (width * mask.any(-1).sum() / mask.sum() if mode == "seq-mean-token-sum-norm" else 1.0)
 
 
 def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
-    """(the loss, its metrics) of what a function returned."""
+    """Converts the return value of a function to (loss, metrics)."""
     loss, *rest = given if isinstance(given, tuple) else (given,)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -215,7 +216,7 @@ def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
 
 
 def _called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
-    """What a function returns for those of the arguments that it has parameters for."""
+    """Calls a function with the arguments that it has parameters for."""
     parameters, takes_all = _parameters(fn)
     required = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
     if required:
@@ -230,14 +231,15 @@ def _called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=32)
 def _parameters(fn: Function) -> tuple[tuple[inspect.Parameter, ...], bool]:
-    """(the named parameters, whether it takes any others too)"""
+    """Returns (the named parameters, whether the function accepts any keyword)."""
     every = inspect.signature(fn).parameters.values()
     named = tuple(p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     return named, any(p.kind is p.VAR_KEYWORD for p in every)
 
 
 def _cutting(mask: Tensor) -> tuple[Callable[[Tensor, Tensor, str], Tensor], Callable[[Tensor], Tensor]]:
-    """(the inverse of the next, a cut of (B, L) to the columns from each row's first trained token on)."""
+    """Returns (uncut, cut): `cut` keeps the columns of (B, L) from each row's first trained token on, `uncut` is its
+    inverse."""
     length = mask.shape[1]
     starts = torch.where(mask.any(-1), mask.int().argmax(-1), length)
     place = torch.arange(length, device=mask.device)

@@ -1,4 +1,4 @@
-"""RayPPOTrainer: verl's trainer object over Trivium's parts. It has no loop of its own: `loops.run` trains."""
+"""RayPPOTrainer: verl's trainer API on Trivium's components. `loops.run` runs the training loop."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ Keep = Callable[[int, Sequence[Group], Batch], None]
 
 
 class RayPPOTrainer(Attributes):
-    """Trains with PPO and its relatives: the driver of worker groups on Ray.
+    """Trains with PPO and related algorithms on Ray worker groups.
 
-    `init_workers()` starts the processes, `fit()` trains and returns what `summary.json` says. A subclass may override
-    the methods below "what users override"; one that overrides what nothing calls is refused.
+    `init_workers()` starts the processes. `fit()` trains and returns the run summary. A subclass may override the
+    methods below "what users override". An override of a method that is never called raises ConfigError.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class RayPPOTrainer(Attributes):
         train_sampler: Iterable[int] | None = None,
         device_name: str | None = None,
     ) -> None:
-        """`config` has verl's shape (`config_table.TABLE` says what each key becomes), or is a RunConfig.
+        """`config` is a RunConfig, or a config in verl's layout (`config_table.TABLE` maps its keys).
 
-        A dataset is anything sized and indexable whose rows have the RLHF schema; without one, `data.train_files` and
-        `data.val_files` are read. A reward function is a reward manager, `compute_score(data_source, solution_str,
-        ground_truth, extra_info)` or `f(prompt, completion, **columns)`; without one, the config names it, and
-        validation uses that of training. Raises ConfigError and DataError for everything that cannot work, before
-        anything starts.
+        A dataset is a sized, indexable object whose rows have the RLHF schema. Without one, the trainer reads
+        `data.train_files` and `data.val_files`. A reward function is a reward manager, `compute_score(data_source,
+        solution_str, ground_truth, extra_info)` or `f(prompt, completion, **columns)`. Without one, the config names
+        it. Validation uses `reward_fn` unless `val_reward_fn` is passed. Raises ConfigError and DataError for invalid
+        arguments before any process starts.
         """
         refuse_unused(type(self), RayPPOTrainer)
-        self.config: Any = config  # users read it in their own terms
+        self.config: Any = config  # user code reads verl's keys from it
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.ray_worker_group_cls = dict(role_worker_mapping), ray_worker_group_cls
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
@@ -140,7 +140,8 @@ class RayPPOTrainer(Attributes):
 
     def init_workers(self) -> None:
         """Reserves the pools, starts the worker groups and loads their models: critic, reference, reward model, actor
-        and its rollout engine. Raises ConfigError where the cluster has too few CPUs or GPUs, or a monitor no key."""
+        and its rollout engine. Raises ConfigError if the cluster has too few CPUs or GPUs, or if a monitor or engine
+        cannot run on this machine."""
         if self._groups:
             raise TriviumError("init_workers()", "the workers are there already", "call it once, or shutdown() first")
         self._setup.check_machine()
@@ -182,10 +183,10 @@ class RayPPOTrainer(Attributes):
             self._rollout = WorkerRolloutEngine(self._actor)
 
     def fit(self) -> dict[str, Any]:
-        """Trains to the end, from the latest checkpoint of `trainer.default_local_dir` where there is one. Returns the
-        summary, with the last validation's metrics under `validation`.
+        """Trains to the end, starting from the latest checkpoint in `trainer.default_local_dir` if one exists. Returns
+        the summary, with the metrics of the last validation under `validation`.
 
-        Raises the first cause of whatever stopped it.
+        Raises the first cause if training fails.
         """
         if not self._groups:
             raise TriviumError("fit()", "there are no workers", "call init_workers() first")
@@ -199,7 +200,7 @@ class RayPPOTrainer(Attributes):
         return summary | ({"validation": self._last} if self._last else {})
 
     def shutdown(self) -> None:
-        """Ends the workers and gives the pools back."""
+        """Stops the workers and releases the pools."""
         for group in self._groups:
             group.shutdown()
         self._groups, self._views = [], {}
@@ -208,11 +209,11 @@ class RayPPOTrainer(Attributes):
     # ------------------------------------------------------------------ what users override
 
     def _validate_config(self) -> None:
-        """Called when the config has been read and checked; an override may check more."""
+        """Called after the config is read and checked. An override may add checks."""
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
-        """Reads the data: sets `train_dataset`, `val_dataset`, `train_dataloader` and `val_dataloader`. An override may
-        pass other arguments on, or set DataLoaders of its own, whose dataset, sampler and collate_fn are then used."""
+        """Reads the data and sets `train_dataset`, `val_dataset`, `train_dataloader` and `val_dataloader`. An override
+        may pass other arguments, or set its own DataLoaders; the trainer uses their dataset, sampler and collate_fn."""
         self._set_up(Sources(train_dataset, val_dataset, collate_fn, train_sampler))
 
     def _balance_batch(
@@ -222,21 +223,21 @@ class RayPPOTrainer(Attributes):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> None:
-        """Called with the rollouts of a step before they are rewarded, where `trainer.balance_batch`; `metrics` are
-        logged. An override may `batch.reorder` them: mini-batches are cut in the order of their prompts.
+        """Called with the rollouts of a step before rewards are computed, if `trainer.balance_batch` is set. `metrics`
+        are logged. An override may call `batch.reorder`: mini-batches follow the order of the prompts.
 
-        The ranks share every mini-batch evenly whatever the order is, so this only measures how evenly."""
+        Every mini-batch is balanced over the ranks in any order, so this method only measures the balance."""
         del keep_minibatch
         ranks = self.actor_rollout_wg.world_size // getattr(self.run_config.train, "sequence_parallel", 1)
         metrics |= balance_metrics(batch, ranks, self._engine.algorithm.mini_batches, logging_prefix)
 
     def _compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
-        """Rewards (B, R) of rollouts, and the extra information by name: what training and validation use
-        (`batch.meta_info["validate"]` tells which)."""
+        """Returns the rewards (B, R) of rollouts and the extra information by name. Training and validation call it;
+        `batch.meta_info["validate"]` is true in validation."""
         return self.compute_reward(batch, reward_fn)
 
     def compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
-        """The same, by a reward manager: the one of the run, unless another is passed."""
+        """Returns the result of a reward manager: `reward_fn` if passed, else the manager of the run."""
         setup = self._setup
         if reward_fn is not None and reward_fn not in (self.reward_fn, self.val_reward_fn):
             return call_manager(batch, reward_fn)
@@ -246,15 +247,15 @@ class RayPPOTrainer(Attributes):
         return rewards.call_manager(batch)
 
     def _maybe_log_val_generations(self, inputs: list[str], outputs: list[str], scores: list[float]) -> None:
-        """Shows some samples of a validation, the same ones every time: `trainer.log_val_generations` of them."""
-        del inputs, outputs, scores  # for overrides; the table has more columns
+        """Logs `trainer.log_val_generations` samples of a validation; every validation logs the same choice."""
+        del inputs, outputs, scores  # for overrides: the logged table has more columns
         assert self._validating is not None, "validation calls it"
         _, validator, version = self._validating
         self._show_generations(version, validator.samples_seen)
 
     def _validate(self) -> Metrics:
-        """Generates and scores the validation set with the current policy; its metrics. Further ones that an override
-        returns are logged too."""
+        """Samples and scores the validation set with the current policy, and returns the metrics. Additional metrics
+        that an override returns are logged too."""
         assert self._validating is not None, "the training calls it"
         loop, validator, version = self._validating
         return asyncio.run_coroutine_threadsafe(validator.validate(version), loop).result()
@@ -266,7 +267,7 @@ class RayPPOTrainer(Attributes):
         asyncio.run_coroutine_threadsafe(self._trainer.save_now(), self._loop).result()
 
     def _load_checkpoint(self) -> int:
-        """Puts the workers where the run left off, or at its start; how many train steps that is."""
+        """Restores the workers from the latest checkpoint, or initializes them. Returns the number of train steps."""
         assert self._trainer is not None, "the training calls it"
         self._trainer.prepare()
         return self._trainer.train_step_num
@@ -277,7 +278,7 @@ class RayPPOTrainer(Attributes):
     def _session(
         self, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
     ) -> Generator[TrainStage]:
-        """Trains stages: the loops here, models and rollouts in the workers."""
+        """Yields the function that trains a stage. The loops run here, models and rollout engines in the workers."""
         monitor = self._dashboard = Dashboard(
             build_monitor(config, run_dir, latest),
             processes=self.resource_pool_manager.get_n_gpus(),
@@ -320,7 +321,7 @@ class RayPPOTrainer(Attributes):
         return trainer.run_record
 
     def _keep(self, keep: Keep | None, step: int, groups: Sequence[Group], batch: Batch) -> None:
-        """Looks at what a step trains on: for the metrics, and for a sampler that learns."""
+        """Passes a step's groups and batch to the dump, the metrics and a learning sampler."""
         if keep is not None:
             keep(step, groups, batch)
         self._dump("trainer.rollout_data_dir", step, [sample(g, m, m.metrics) for g, m in living(groups)])
@@ -333,7 +334,7 @@ class RayPPOTrainer(Attributes):
 
     @contextmanager
     def _within(self, step: int | None) -> Generator[None]:
-        """Calls of users' methods inside a train step."""
+        """Sets `global_steps` for user methods that are called inside a train step."""
         self._step = step
         try:
             yield
@@ -341,7 +342,7 @@ class RayPPOTrainer(Attributes):
             self._step = None
 
     def _rewarded(self, view: BatchView) -> object:
-        """What the overridable method gives for rollouts."""
+        """Returns the result of `_compute_reward` for rollouts."""
         validates, started = bool(view.meta_info.get("validate")), time.monotonic()
         with self._within(None if validates else view.meta_info.get("global_steps")):
             rewards = self._compute_reward(view)
@@ -362,7 +363,7 @@ class RayPPOTrainer(Attributes):
         await run_parts(parts)
 
     def _validate_alone(self) -> Metrics:
-        """Validates the latest checkpoint, or the model as it is, and trains nothing."""
+        """Validates the latest checkpoint, or the initial model without one, and does not train."""
         run_dir = Path(self.run_config.run.dir).resolve()
         stage, latest = self._rendered(self._stage(run_dir)), CheckpointStore(run_dir / "checkpoints").latest()
         endpoints = self._endpoints(stage, MemoryBoard())
@@ -383,7 +384,7 @@ class RayPPOTrainer(Attributes):
         return run_in_loop(validated(), stage.config.workflow.deadline_s)
 
     def _rendered(self, stage: Stage) -> Stage:
-        """The stage, rendering as the user's tokenizer does."""
+        """Returns the stage with the renderer of the user's tokenizer."""
         return TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
 
     def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: Mapping[str, str]) -> Endpoints:
@@ -391,7 +392,7 @@ class RayPPOTrainer(Attributes):
         return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, WorkerChannel(self._actor))
 
     def _build_parts(self, stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None) -> Parts:
-        """The half of a run that explores and validates: judged as one batch, reported per data source as in verl."""
+        """Builds the parts of a run. The validator scores rollouts as one batch and reports per data source."""
         explorer: Explorer = build_explorer(stage, engine=self._rollout)
         explorer.must_judge = explorer.must_judge and self._setup.rewards is None
         parts = build_parts(stage, endpoints, trainer, explorer)
@@ -403,7 +404,7 @@ class RayPPOTrainer(Attributes):
         return replace(parts, evaluator=validator)
 
     def _attached_engine(self, stage: Stage, algorithm: Algorithm, channel: WeightChannel) -> TrainEngine:
-        """The engine over the workers, as far as it had come."""
+        """Returns the engine over the workers, attached to the stage and the weight channel."""
         estimator = cast(GroupAlgorithm, algorithm).estimator
         if self._kl_controller is not None and estimator is not None:
             estimator = replace(estimator, kl_controller=self._kl_controller)
@@ -413,7 +414,7 @@ class RayPPOTrainer(Attributes):
         return attached(self._engine, stage, channel)
 
     def _show_generations(self, version: int, samples: list[dict[str, Any]]) -> None:
-        """A table of some samples of a validation, the same ones every time."""
+        """Logs a table of validation samples; every validation logs the same choice."""
         count = self._verl["trainer.log_val_generations"]
         if count and self._dashboard is not None:
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))

@@ -1,5 +1,6 @@
-"""Groups of workers as verl's users call them, over `cluster.actor_group`: a group has the registered methods of its
-worker class."""
+"""Worker groups with verl's API, over `cluster.actor_group`.
+
+A group has the registered methods of its worker class."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ T = TypeVar("T")
 
 
 class RayClassWithInitArgs:
-    """A worker class and what its instances are built with, on every rank."""
+    """A worker class and the constructor arguments of its instances on every rank."""
 
     def __init__(self, cls: object, *args: object, **kwargs: object) -> None:
-        """`cls` is a subclass of Worker, or what `ray.remote` makes of one."""
+        """`cls` is a subclass of Worker, or the result of `ray.remote` for one."""
         remote = getattr(cls, "__ray_metadata__", None)
         worker = remote.modified_class if remote is not None else cls
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
@@ -39,7 +40,7 @@ class RayClassWithInitArgs:
 
     @property
     def roles(self) -> dict[str, RayClassWithInitArgs]:
-        """What is built in each process, by role."""
+        """The workers to build in each process, by role."""
         return {"": self}
 
     @property
@@ -59,24 +60,24 @@ class ColocatedClasses:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[Any, RayClassWithInitArgs]) -> ColocatedClasses:
-    """Several roles (their names, or `Role`) in each process. `RayWorkerGroup.spawn` gives each its own view."""
+    """Puts several roles (names or `Role`) into each process. `RayWorkerGroup.spawn` returns a view per role."""
     return ColocatedClasses({str(role): made for role, made in class_dict.items()})
 
 
 class DataFuture:
-    """What a call will return. `get()` it, `await` it, or pass it on: a method of any group takes it in place of the
-    value, which then goes from rank to rank."""
+    """The pending result of a call. `get()` or `await` return the value. A method of any group accepts the future as
+    an argument in place of the value; the value then moves directly between ranks."""
 
     def __init__(self, ranks: ActorGroup, calls: Sequence[Call], plan: _Plan) -> None:
         self._ranks, self._calls, self._plan = ranks, tuple(calls), plan
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Waits for the value. Raises what a rank raised, ActorDied where one died, RoleFailed after `timeout_s`."""
+        """Waits for the value. Raises a rank's exception, ActorDied if a rank died, RoleFailed after `timeout_s`."""
         results = self._ranks.results(self._calls, timeout_s)
         return self._plan.collect([results[number] for number in self._plan.chosen])
 
     def done(self) -> bool:
-        """Whether every rank has answered, or died."""
+        """Returns whether every rank has answered or died."""
         refs = [call.ref for call in self._calls]
         return not ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
 
@@ -88,13 +89,13 @@ class DataFuture:
         return await asyncio.to_thread(self.get)
 
     def travelling(self) -> object:
-        """The value as it goes to other ranks: they get it from those who make it."""
+        """Returns the form of the value that is sent to other ranks, which fetch it from the ranks that compute it."""
         if self._plan.own:
-            return self.get()  # what a user's function makes of the answers, it makes here
+            return self.get()  # a user's collect function runs in this process
         return Pending(tuple(self._calls[number] for number in self._plan.chosen), self._plan.collect)
 
     def piece(self, part: int, parts: int) -> Piece | Pending:
-        """The share of data rank `part` of `parts`, as it goes there."""
+        """Returns the share of data rank `part` of `parts`, in the form that is sent to it."""
         whole = self.travelling()
         if not isinstance(whole, Pending):
             return share(whole, part, parts)
@@ -124,20 +125,20 @@ def _share_of(collect: Callable[[list[Any]], Any], part: int, parts: int, values
 
 @dataclass(frozen=True)
 class _Plan:
-    """One call of a group's method, as calls of its ranks."""
+    """One call of a group's method, as calls to its ranks."""
 
     inputs: Mapping[int, Any]
-    """References to the arguments in the object store, by rank that is called."""
+    """Called rank -> references to its arguments in the object store."""
     chosen: Sequence[int]
-    """The places, among the ranks that are called, of those whose results are collected."""
+    """Positions, among the called ranks, of the ranks whose results are collected."""
     collect: Callable[[list[Any]], Any]
     splits: bool = False
     own: bool = False
-    """Whether `collect` is a user's, and stays in this process."""
+    """Whether `collect` is a user's function, which runs in this process."""
 
 
 class RayWorkerGroup:
-    """A process per place of a pool, each with a worker; its methods are the registered ones of the worker class."""
+    """One process with a worker per place of a pool. The group has the registered methods of the worker class."""
 
     def __init__(
         self,
@@ -149,11 +150,11 @@ class RayWorkerGroup:
         threads: int = 1,
         deadline_s: float = 3600.0,
     ) -> None:
-        """Returns once every worker is built. Raises what building one raises, and RoleFailed where one does not come.
+        """Returns once every worker is built. Raises a constructor's exception, and RoleFailed if a rank is missing.
 
-        `name` is what errors and logs call the group (unsaid: its classes or roles); rank 1 is `<name>-rank-1`. Its
-        processes write to `log.txt` in `run_dir`, else to the terminal. `threads` are for model work of each; no call
-        takes longer than `deadline_s`.
+        `name` identifies the group in errors and logs (default: its classes or roles); rank 1 is `<name>-rank-1`. The
+        processes write to `log.txt` in `run_dir`, or to the terminal without one. `threads` is the number of threads
+        for model work in each process. `deadline_s` limits every call.
         """
         self._name = ray_cls_with_init.name if name is None else name
         self._classes, self._layout = dict(ray_cls_with_init.roles), None
@@ -173,12 +174,12 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self._ranks.names)
 
     @property
     def data_size(self) -> int:
-        """How many shares values with rows are split into."""
+        """Number of shares that values with rows are split into."""
         return self._places()[0].data_size
 
     @property
@@ -187,7 +188,7 @@ class RayWorkerGroup:
         return list(self._ranks.names)
 
     def spawn(self, prefix_set: Iterable[Any]) -> dict[str, Any]:
-        """A view of the group for each of these roles: the same processes, with the methods of that role's worker."""
+        """Returns a view of the group per role: the same processes, with the methods of that role's worker."""
         views: dict[str, Any] = {}
         for role in map(str, prefix_set):
             if role not in self._classes:
@@ -201,32 +202,32 @@ class RayWorkerGroup:
         return views
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
-        """What a method returns on each rank. Where all arguments are lists with an entry per rank, each rank gets its
-        entries; else every rank gets the same."""
+        """Returns the result of a method on each rank. If all arguments are lists with an entry per rank, each rank
+        receives its entries; otherwise every rank receives all arguments."""
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> DataFuture:
-        """The same, to come."""
+        """Like `execute_all_sync`, but returns a DataFuture."""
         return self._start(method_name, _Plan(self._distributed(args, kwargs), range(self.world_size), _listing))
 
     def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
-        """What a method returns on rank 0, which alone runs it."""
+        """Runs a method on rank 0 only, and returns its result."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> DataFuture:
-        """The same, to come."""
+        """Like `execute_rank_zero_sync`, but returns a DataFuture."""
         return self.execute_rank_async(0, method_name, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method_name: str, *args: object, **kwargs: object) -> DataFuture:
-        """What a method returns on one rank, which alone runs it, to come."""
+        """Runs a method on one rank only, and returns a DataFuture of its result."""
         return self._start(method_name, _Plan({rank: put_inputs(*args, **kwargs)}, [0], _first))
 
     async def watch(self) -> None:
-        """Waits until a rank dies, and raises ActorDied, which names it."""
+        """Waits until a rank dies, then raises ActorDied with the name of the rank."""
         await self._ranks.watch()
 
     def shutdown(self) -> None:
-        """Ends every process of the group, whatever it does, and all views of it with them. Once is enough."""
+        """Stops every process of the group, even during a call. This ends all views of the group."""
         self._ranks.shutdown()
 
     def __enter__(self) -> RayWorkerGroup:
@@ -243,7 +244,7 @@ class RayWorkerGroup:
         return partial(self._perform, name, methods[name])
 
     def _become(self, role: str, made: RayClassWithInitArgs | None) -> None:
-        """The view of one role; of none, where each has its own."""
+        """Makes this object the view of a role, or of no role if every role has its own view."""
         self._role, self._layout = role, None
         self._methods = {} if made is None else registered_methods(made.cls)
         self._cls = None if made is None else made.cls
@@ -265,11 +266,11 @@ class RayWorkerGroup:
             call,
             wanted=[rank for place, rank in enumerate(plan.inputs) if place in plan.chosen],
         )
-        # The arguments may go once they were used, however long the future is kept.
+        # The future keeps no references to the arguments, so that Ray can free them after the call.
         return DataFuture(self._ranks, calls, replace(plan, inputs={}))
 
     def _plan(self, name: str, known: Registered, args: Sequence[object], kwargs: Mapping[str, object]) -> _Plan:
-        """Which rank gets which arguments, by the rule of the method."""
+        """Assigns arguments to ranks by the method's dispatch rule."""
         rule, every_rank = known.dispatch_mode, range(self.world_size)
         if rule in SPLITS:
             return self._split(name, rule is Dispatch.DP_COMPUTE_METRIC, args, kwargs)
@@ -306,7 +307,7 @@ class RayWorkerGroup:
         return {rank: put_inputs(*(v[rank] for v in args), **{k: v[rank] for k, v in kwargs.items()}) for rank in ranks}
 
     def _split(self, name: str, as_list: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Plan:
-        """Shares of arguments with rows, by data rank; ranks of one data rank get the same."""
+        """Splits arguments with rows by data rank. Ranks with the same data rank receive the same share."""
         places = self._places()
         size = places[0].data_size
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -327,7 +328,7 @@ class RayWorkerGroup:
         )
 
     def _places(self) -> list[Place]:
-        """The share of each rank, as its worker set it; settled by the first call that splits."""
+        """Returns the place of each rank, as its worker set it. The first call that splits fixes the places."""
         if self._layout is None:
             places: list[Place] = self.execute_all_sync("place")
             collecting = sorted(place.data_rank for place in places if place.collects)
@@ -343,7 +344,7 @@ class RayWorkerGroup:
 
 
 def _refuse_hidden(worker: type[Worker]) -> None:
-    """Raises where methods of a group would hide those of its workers."""
+    """Raises ConfigError if methods of a group would hide registered methods of its workers."""
     clash = sorted(name for name in registered_methods(worker) if hasattr(RayWorkerGroup, name))
     if clash:
         raise ConfigError(
