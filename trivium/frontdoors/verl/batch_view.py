@@ -1,7 +1,7 @@
 """verl's view of rollouts: padded tensors and columns of objects, as reward managers expect them.
 
-Legend: B trajectories, P the longest prompt, R the longest response. A response is everything from the first sampled
-token on: the messages of tools and environments in between are part of it, with a `response_mask` of 0.
+Legend: B trajectories, P the longest prompt, R the longest response. A response starts at the first sampled token. It
+includes the messages of tools and environments in between, with a `response_mask` of 0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BatchView:
         non_tensors: Mapping[str, Sequence[Any] | npt.NDArray[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> BatchView:
-        """A view of these. Raises DataError unless all have the same number of rows."""
+        """Builds a view of tensors and columns. Raises DataError unless all have the same number of rows."""
         columns = {name: _objects(column) for name, column in (non_tensors or {}).items()}
         rows = {name: len(column) for name, column in [*tensors.items(), *columns.items()]}
         if len(set(rows.values())) > 1:
@@ -72,16 +72,16 @@ class BatchView:
         prompt_length: int = 0,
         response_length: int = 0,
     ) -> BatchView:
-        """One row per living trajectory of the groups, in order (`living`).
+        """Builds a view with one row per trajectory that did not fail, in order (`living`).
 
         Tensors: `prompts` (B, P) padded on the left, `responses` (B, R) padded on the right, both side by side in
         `input_ids`, `attention_mask`, `position_ids` (B, P + R); `response_mask` and `rollout_log_probs` (B, R).
-        Columns: those of the tasks (None where a task has none of that name), `uid` (equal within a group),
-        `raw_prompt`, `__num_turns__` (messages, the prompt counted as one), `reward_scores` (rewards given during the
-        rollout). `data_source` is the taskset and `reward_model` holds the column `answer`, where the task has
-        neither. P and R are at least `prompt_length` and `response_length`.
+        Columns: those of the tasks (None if a task lacks the column), `uid` (equal within a group), `raw_prompt`,
+        `__num_turns__` (messages, the prompt counted as one), `reward_scores` (rewards given during the rollout). If a
+        task lacks them, `data_source` is the taskset and `reward_model` holds the column `answer`. P and R are at least
+        `prompt_length` and `response_length`.
 
-        Of a trajectory that rewrote its history, the last of its sequences is the row.
+        If a trajectory rewrote its history, its row is the last of its sequences.
         """
         rows = [(group, member, _last(group, member)) for group, member in living(groups)]
         starts = [_start(e) for _, _, e in rows]
@@ -105,7 +105,7 @@ class BatchView:
     def __getitem__(self, rows: Rows) -> BatchView: ...
 
     def __getitem__(self, rows: int | np.integer[Any] | Rows) -> Item | BatchView:
-        """`Item` for a number, `BatchView` for a slice, numbers or a mask."""
+        """Returns an `Item` for an integer, a `BatchView` for a slice, integers or a mask."""
         if isinstance(rows, int | np.integer):
             row = range(len(self))[int(rows)]  # IndexError beyond the last
             tensors = {name: tensor[row] for name, tensor in self.batch.items()}
@@ -119,27 +119,27 @@ class BatchView:
         return (self[row] for row in range(len(self)))
 
     def reorder(self, indices: Rows) -> None:
-        """Puts the rows into this order, in place."""
+        """Reorders the rows in place."""
         ordered = self[indices]
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     @property
     def response_lengths(self) -> Tensor:
-        """(B,): the tokens of each response that are no padding."""
+        """Number of tokens of each response without padding (B,)."""
         return self.batch["attention_mask"][:, self.batch["prompts"].shape[-1] :].sum(-1)
 
 
 DataProto = BatchView
-"""verl's name of it."""
+"""verl's name of BatchView."""
 
 
 def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
-    """Every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
+    """Returns every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
     return [(group, member) for group in groups for member in group.alive]
 
 
 def row_lengths(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
-    """(tokens of the prompt, tokens of the response) of each row of `BatchView.of`."""
+    """Returns (prompt lengths, response lengths) in tokens of the rows of `BatchView.of`."""
     rows = [_last(group, member) for group, member in living(groups)]
     prompts = [_start(row) for row in rows]
     return prompts, [len(row) - start for row, start in zip(rows, prompts, strict=True)]
@@ -156,8 +156,8 @@ _TRAINED = {
 
 
 def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step: int) -> BatchView:
-    """The view of a step's groups that are trained on, with what was computed for them: `token_level_scores`,
-    `advantages`, `returns` and the scores of models (B, R), and the numbers that its rewards came with as columns."""
+    """Builds the view of a step's trained groups with `token_level_scores`, `advantages`, `returns` and the scores of
+    models (B, R). The metrics of the rewards are columns."""
     last = {(e.group_id, e.index): row for row, e in enumerate(batch.experiences)}
     kept = [group for group in groups if any((group.group_id, member.index) in last for member in group.alive)]
     view = BatchView.of(kept, pad_token_id, meta_info={"global_steps": step})
@@ -184,17 +184,17 @@ class Scored:
     """The reward manager's result for one row."""
 
     score: float
-    """The sum over its response."""
+    """Sum of the rewards of the response."""
     at: int
-    """The last response token with a reward, counted from the first; the last one where none did; -1 where there
-    is no response."""
+    """Index of the last response token with a reward; the last token if no token has a reward; -1 if the response is
+    empty."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Its extra information about the row."""
+    """The manager's extra information about the row."""
 
 
 def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[Any]] | None = None) -> list[Scored]:
-    """The rewards (B, R) of a view per row. Raises DataError where a row has no finite reward, has one where its
-    response is padding, or where an entry of `extra` is not one per row."""
+    """Converts rewards (B, R) of a view to one result per row. Raises DataError if a reward is not finite or is on
+    padding, or if an entry of `extra` does not have one value per row."""
     extra = extra or {}
     if reward.shape != view.batch["responses"].shape:
         raise DataError(
@@ -242,7 +242,7 @@ def _last(group: Group, member: Trajectory) -> Experience:
 
 
 def _start(experience: Experience) -> int:
-    """Where its response begins."""
+    """Returns the position of the first response token."""
     return int(experience.response_mask.argmax()) if experience.response_mask.any() else len(experience)
 
 
@@ -287,7 +287,7 @@ def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
 
 
 def _objects(column: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """An array with one object per row, whatever the objects are."""
+    """Returns an object array with one entry per row."""
     if isinstance(column, np.ndarray):
         return column
     result = np.empty(len(column), dtype=object)

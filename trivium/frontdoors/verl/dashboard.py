@@ -1,7 +1,7 @@
-"""The names that verl's dashboards know, beside those of Trivium: a table of the metrics that have another name there,
-and what only verl measures, from a step's rollouts and experiences.
+"""Logs metrics under verl's names in addition to Trivium's. A table maps the names of equal metrics. The metrics that
+only verl has are computed from a step's rollouts and experiences.
 
-Every name is declared as any metric is. What is not measured has no value: there is no key, not a zero.
+Every name is declared like any other metric. A metric that is not measured is left out of the row.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ NAMES: dict[str, str] = {
     **{f"timing_s/{theirs}": f"time/{ours}" for theirs, ours in _TIMES.items()},
     "perf/time_per_step": "time/step",
 }
-"""verl's name -> the metric of the same meaning."""
+"""verl's name -> the Trivium metric with the same meaning."""
 _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time is also given per token of prompts and responses."""
 
@@ -159,29 +159,29 @@ declare("val-aux/*", "the other statistics and variables of a validation, and th
 
 @dataclass
 class Dashboard:
-    """A monitor whose rows have verl's names too."""
+    """A monitor that adds verl's names to every row."""
 
     monitor: Monitor
     processes: int
-    """How many share the work, as the resource pools say."""
+    """Number of processes in the resource pools."""
     max_response_length: int
     max_prompt_length: int | None = None
-    """None where none is set."""
+    """None if no limit is set."""
     steps_per_epoch: int = 1
     _measured: Metrics = field(default_factory=dict[str, float], init=False)
-    """Of the step in progress, from its rollouts and experiences."""
+    """Metrics of the step in progress, from its rollouts and experiences."""
     _rewards: tuple[Numbers, Numbers] | None = field(default=None, init=False)
-    """(the reward of each sequence, the sum of its KL estimates); None where something else changes rewards."""
+    """(reward of each sequence, sum of its KL estimates); None if a shaping changes the rewards."""
     _tokens: tuple[float, float] = field(default=(0.0, 0.0), init=False)
-    """Of the step's prompts, and of its responses."""
+    """Numbers of tokens of the step's prompts and responses."""
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Adds what was measured of the step in progress; seconds of one name add up."""
+        """Adds metrics of the step in progress. Values with the same `timing_s/` name are summed."""
         for name, value in metrics.items():
             self._measured[name] = self._measured.get(name, 0.0) + value if name.startswith("timing_s/") else value
 
     def keep(self, algorithm: GroupAlgorithm, groups: Sequence[Group], batch: Batch) -> None:
-        """Measures what a step trains on: its groups, and its experiences before the first update."""
+        """Measures a step's groups, and its experiences before the first update."""
         kept = {experience.group_id for experience in batch.experiences}
         trained = [group for group in groups if group.group_id in kept and not group.expert]
         self.observe(rollout_metrics(trained, self.max_response_length, self.max_prompt_length))
@@ -222,14 +222,14 @@ class Dashboard:
 
 
 def epoch_steps(schedule: Schedule) -> int:
-    """Train steps of an epoch, at least one."""
+    """Returns the number of train steps of an epoch, at least 1."""
     tasks = schedule.tasks
     length = tasks.epoch_length if isinstance(tasks, OrderedTasks) else len(tasks)
     return max(1, length // schedule.groups_per_step)
 
 
 def renamed(metrics: Mapping[str, float]) -> Metrics:
-    """The metrics that have another name in verl, under that name."""
+    """Returns the metrics that verl has under another name, under that name."""
     row = {theirs: metrics[ours] for theirs, ours in NAMES.items() if ours in metrics}
     in_loss = "train/loss_term/kl" in metrics
     for name in ("actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff") if in_loss else ("actor/kl_coef",):
@@ -247,7 +247,7 @@ def renamed(metrics: Mapping[str, float]) -> Metrics:
 
 
 def spread(where: str, values: Numbers) -> Metrics:
-    """Mean, max and min; nothing of nothing."""
+    """Returns mean, max and min, or an empty mapping without values."""
     if not len(values):
         return {}
     return {
@@ -258,7 +258,7 @@ def spread(where: str, values: Numbers) -> Metrics:
 
 
 def rollout_metrics(groups: Sequence[Group], max_response_length: int, max_prompt_length: int | None) -> Metrics:
-    """Of the rollouts that did not fail: rewards, lengths, turns. A response without a token has no score."""
+    """Returns rewards, lengths and turns of the rollouts that did not fail. An empty response has no score."""
     members = living(groups)
     if not members:
         return {}
@@ -278,9 +278,9 @@ def rollout_metrics(groups: Sequence[Group], max_response_length: int, max_promp
 
 
 def penalised(algorithm: GroupAlgorithm, whole: Batch, batch: Batch) -> tuple[Numbers, Numbers] | None:
-    """(the reward of each sequence, the sum of its KL estimates: zeros where rewards have no penalty).
+    """Returns (reward of each sequence, sum of its KL estimates, which is zero without a KL penalty in the reward).
 
-    `whole` holds the sequences as they were sampled; of `batch`, a correction may have rejected tokens since.
+    `whole` holds the sequences as sampled. In `batch`, a correction may have rejected tokens.
     """
     estimator = algorithm.estimator
     if estimator is None or len(whole) != len(batch):
@@ -295,7 +295,7 @@ def penalised(algorithm: GroupAlgorithm, whole: Batch, batch: Batch) -> tuple[Nu
 
 
 def value_metrics(batch: Batch) -> Metrics:
-    """How much of the returns' variance the critic explains, over trained tokens."""
+    """Returns the fraction of the returns' variance that the critic explains, over trained tokens."""
     values, returns = (trained(batch, name) for name in ("values", "returns"))
     if min(len(values), len(returns)) < 2:
         return {}
@@ -304,7 +304,7 @@ def value_metrics(batch: Batch) -> Metrics:
 
 
 def probability_metrics(batch: Batch) -> Metrics:
-    """How far apart engine and trainer are, in probabilities of trained tokens."""
+    """Compares the probabilities of trained tokens between engine and trainer."""
     rows = [np.asarray(e.rollout_log_prob, np.float64)[e.response_mask] for e in batch.experiences if not e.expert]
     engine, trainer = np.exp(np.concatenate([np.empty(0), *rows])), np.exp(trained(batch, "old_log_prob"))
     if len(engine) < 2:
@@ -319,14 +319,14 @@ def probability_metrics(batch: Batch) -> Metrics:
 
 
 def trained(batch: Batch, name: str) -> Numbers:
-    """A column's values at the trained tokens; empty where there is no such column."""
+    """Returns a column's values at the trained tokens; empty if the column is missing."""
     rows = zip(batch.columns.get(name, ()), batch.experiences, strict=False)
     chosen = [np.asarray(values, np.float64)[e.response_mask] for values, e in rows if not e.expert]
     return np.concatenate(chosen) if chosen else np.empty(0)
 
 
 def throughput(row: Mapping[str, float], prompts: float, responses: float, processes: int) -> Metrics:
-    """Tokens by time, of a row with `timing_s/`."""
+    """Returns tokens per time from a row with `timing_s/` metrics."""
     total = prompts + responses
     if not responses:
         return {}
@@ -343,7 +343,7 @@ def throughput(row: Mapping[str, float], prompts: float, responses: float, proce
 
 
 def balance_metrics(view: BatchView, ranks: int, mini_batches: int, prefix: str) -> Metrics:
-    """Tokens of each data rank: where rows were dealt out as they come, and as every mini-batch is shared."""
+    """Returns the tokens of the data ranks: for rows in their given order, and for balanced mini-batches."""
     lengths: list[int] = view.batch["attention_mask"].sum(-1).tolist()
     chunk = max(1, len(lengths) // ranks)
     dealt = [sum(lengths[start : start + chunk]) for start in range(0, len(lengths), chunk)]

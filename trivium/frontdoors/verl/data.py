@@ -1,7 +1,7 @@
-"""Rows of the RLHF schema as tasks: from files or from the user's dataset, in the user's order, as the user collates.
+"""Converts rows of the RLHF schema to tasks: from files or the user's dataset, with the user's order and collation.
 
-A row has `prompt` (a list of messages) and, for rewards, `data_source`, `ability`, `reward_model` and `extra_info`; all
-of it rides along in `Task.columns`.
+A row has `prompt` (a list of messages) and, for rewards, `data_source`, `ability`, `reward_model` and `extra_info`.
+`Task.columns` keeps all of them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _KIND = "trivium.frontdoors.verl.data:DatasetTasks"
 
 @runtime_checkable
 class RowDataset(Protocol):
-    """What rows are read from, by their position."""
+    """A dataset whose rows are read by position."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> object: ...
 
 
 class DatasetTasks:
-    """A task source over rows that exist in this process; its order is its own (see `schedule.OrderedTasks`)."""
+    """A task source over rows in the memory of this process, with its own order (see `schedule.OrderedTasks`)."""
 
     class Config(Plugin):
         """What a saved run knows of the data: enough to notice that they have changed."""
@@ -58,14 +58,14 @@ class DatasetTasks:
 
         @classmethod
         def of(cls, data: Data) -> DatasetTasks.Config:
-            """The section that stands for these rows."""
+            """Returns the config section for these rows."""
             config = cls(kind=_KIND, origin=data.origin, rows=len(data.rows), digest=data.digest)
             config._data = data
             return config
 
         @property
         def data(self) -> Data:
-            """The rows. Raises DataError for a section that was read from a file."""
+            """The rows. Raises DataError if the section was read from a file."""
             if self._data is None:
                 raise DataError(
                     f"the rows of {self.origin}",
@@ -75,7 +75,7 @@ class DatasetTasks:
             return self._data
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        del name, seed  # the rows know both
+        del name, seed  # `Data` holds both
         self._data = config.data
 
     def __len__(self) -> int:
@@ -86,39 +86,39 @@ class DatasetTasks:
 
     @property
     def epoch_length(self) -> int:
-        """The tasks of one epoch: whole batches."""
+        """Number of tasks of an epoch, in whole batches."""
         return self._data.epoch_length
 
     def visit(self, epoch: int, place: int) -> Task:
-        """The task at a place of an epoch."""
+        """Returns the task at a position of an epoch."""
         return self._data.visit(epoch, place)
 
 
 @dataclass(eq=False)
 class Data:
-    """Rows, the order in which epochs visit them, and how a batch of them is put together.
+    """Rows, the order in which epochs visit them, and the collation of batches.
 
-    Raises DataError for rows that cannot become tasks, and for a sampler that cannot be followed.
+    Raises DataError for rows that cannot be converted to tasks, and for an unsupported sampler.
     """
 
     rows: Sequence[Any]
     _: KW_ONLY
     taskset: str
     origin: str
-    """Where the rows come from, for errors."""
+    """Source of the rows, for error messages."""
     batch: int
-    """Rows that are collated together; what is left of an epoch after whole batches is dropped."""
+    """Number of rows that are collated together. The incomplete last batch of an epoch is dropped."""
     prompt_key: str = "prompt"
     image_key: str = "images"
     image_root: str | None = None
-    """The folder of images that rows name by a path."""
+    """Folder of the images that rows reference by path."""
     collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
     sampler: Any = None
-    """Yields positions of `rows` and decides the order; without one `shuffle` does, from `seed`."""
+    """Yields positions of `rows` in order. Without a sampler, `shuffle` and `seed` determine the order."""
     shuffle: bool = False
     seed: int = 0
     folder: Path | None = None
-    """Where drawn orders are kept."""
+    """Folder in which drawn orders are stored."""
 
     def __post_init__(self) -> None:
         plain = [_as_mapping(json_like(row), self._where(number)) for number, row in enumerate(self.rows)]
@@ -140,17 +140,17 @@ class Data:
                 "make the batch smaller, or give more",
             )
         self._batch_tasks = lru_cache(maxsize=_CACHED_BATCHES)(self._tasks_of)
-        if self.collate_fn is not None:  # what it cannot do is found here, not when training has begun
+        if self.collate_fn is not None:  # reports collation errors before training starts
             for row in self._collated(list(self.rows[: self.batch]), 0, 0):
                 self._task(self.origin, row)
 
     def visit(self, epoch: int, place: int) -> Task:
-        """The task at a place of an epoch. A row that an epoch visits again is another task each time."""
+        """Returns the task at a position of an epoch. Each visit of a row within an epoch is a separate task."""
         number, position = divmod(place, self.batch)
         return self._batch_tasks(epoch, number)[position]
 
     def columns(self, epoch: int, number: int) -> Mapping[str, Any]:
-        """The batch of this number in an epoch: what `collate_fn` returns, or a list of values by column."""
+        """Returns batch `number` of an epoch: the result of `collate_fn`, or a list of values per column."""
         start = number * self.batch
         places = self.orders.until(epoch, start + self.batch)[start : start + self.batch]
         rows = [self.rows[place] for place in places]
@@ -173,7 +173,7 @@ class Data:
         return tuple(tasks)
 
     def _collated(self, rows: list[Any], epoch: int, number: int) -> list[dict[str, Any]]:
-        """The rows of a batch after `collate_fn`: each column cut into one value per row."""
+        """Applies `collate_fn` to the rows of a batch, and splits its columns into rows again."""
         if self.collate_fn is None:
             return [_as_mapping(json_like(row), self.origin) for row in rows]
         where = f"batch {number} of epoch {epoch} from collate_fn"
@@ -213,10 +213,10 @@ class Data:
         return f"{self.origin}, row {number}"
 
     def within(self, longest: int, renderer: Renderer, *, truncation: str, filtered: bool) -> Data:
-        """The data whose prompts have at most `longest` tokens: longer ones are left out where `filtered`, and stay
-        to be cut where `truncation` is not `error`.
+        """Returns the data for prompts of at most `longest` tokens. With `filtered`, longer ones are dropped. Otherwise
+        they stay, and the renderer cuts them unless `truncation` is `error`.
 
-        Raises DataError where they are too long and neither left out nor cut.
+        Raises DataError for longer prompts that are neither dropped nor cut.
         """
         if truncation not in ("error", "left", "right", "middle"):
             raise DataError(f"data.truncation {truncation!r}", "no such way", "use error, left, right or middle")
@@ -243,7 +243,7 @@ class Data:
         return replace(self, rows=kept)
 
     def _prompt_lengths(self, renderer: Renderer) -> list[int]:
-        """Tokens of each row's prompt, its chat template applied."""
+        """Returns the number of tokens of each row's prompt with the chat template applied."""
         return [
             len(renderer.render(self._task_of(self._where(number), row, "prompt").prompt))
             for number, row in enumerate(self._prompts)
@@ -251,9 +251,9 @@ class Data:
 
 
 def read_files(files: str | Sequence[str], where: str) -> list[dict[str, Any]]:
-    """The rows of Parquet files and files of JSON lines, one file after the other; `where` is the key that names them.
+    """Returns the rows of Parquet and JSON Lines files in the given order. `where` is the config key of the files.
 
-    Raises DataError for a file that is not there, or of another kind.
+    Raises DataError for a missing file or an unsupported file type.
     """
     rows: list[dict[str, Any]] = []
     for name in [files] if isinstance(files, str) else files:
@@ -270,7 +270,7 @@ def read_files(files: str | Sequence[str], where: str) -> list[dict[str, Any]]:
 
 
 def rows_of(dataset: object, name: str) -> list[Any]:
-    """Every row of a sized, indexable dataset, read once."""
+    """Reads every row of a sized, indexable dataset once."""
     if not isinstance(dataset, RowDataset):
         raise DataError(
             f"rows of {name}",
@@ -287,7 +287,7 @@ def rows_of(dataset: object, name: str) -> list[Any]:
 
 
 def some_rows(rows: list[Any], most: int, *, shuffle: bool, seed: int) -> list[Any]:
-    """At most so many rows (-1: all): a seeded choice in the order of the file, or the first ones."""
+    """Returns at most `most` rows (-1: all): a seeded choice in file order with `shuffle`, else the first rows."""
     if most < 0 or most >= len(rows):
         return rows
     chosen = sorted(permutation(len(rows), seed, "subset")[:most]) if shuffle else range(most)
@@ -295,7 +295,7 @@ def some_rows(rows: list[Any], most: int, *, shuffle: bool, seed: int) -> list[A
 
 
 def json_like(value: object) -> object:
-    """Tensors, arrays and numpy's numbers as lists and Python's own; the rest as it is."""
+    """Converts tensors, arrays and NumPy numbers to lists and Python numbers; other values stay unchanged."""
     if isinstance(value, Mapping):
         return {str(key): json_like(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -315,7 +315,7 @@ def _as_mapping(row: object, where: str) -> dict[str, Any]:
 
 
 def _with_images(row: dict[str, Any], image_key: str, where: str) -> dict[str, Any]:
-    """The row with the images of `multi_modal_data`, which the original's dataset makes, in their own column.
+    """Moves the images of `multi_modal_data`, a column of verl's dataset, to the image column.
 
     Raises DataError for a row with videos or sound.
     """

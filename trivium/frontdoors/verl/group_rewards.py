@@ -1,4 +1,4 @@
-"""Rewards as in verl: a reward manager sees all rollouts of a step at once."""
+"""Rewards as in verl: a reward manager scores all rollouts of a step in one call."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 _KIND = "trivium.frontdoors.verl.group_rewards:RewardedOnTake"
 Extras = Mapping[str, Any]
-"""What a reward manager returned of one trajectory beside its reward."""
+"""The extra information that a reward manager returned for one trajectory."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a trainer does around the rewards of a step."""
+    """Callbacks of a trainer around the rewards of a step."""
 
     compute: Callable[[BatchView], object] | None = None
-    """Gives rewards in the place of the manager, which it may call (`GroupRewards.call_manager`)."""
+    """Computes rewards instead of the manager. It may call the manager (`GroupRewards.call_manager`)."""
     balance: Callable[[BatchView], None] | None = None
-    """Gets the rollouts of a step before they are rewarded, and may put them into another order."""
+    """Receives the rollouts of a step before rewards are computed, and may reorder them."""
 
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """Rewards of groups that were not judged yet, by one call of a reward manager."""
+    """Computes the rewards of groups with one call of a reward manager."""
 
     manager: RewardManager
     """Called with a BatchView and `return_dict=True`."""
     pad_token_id: int
     model: Callable[[Batch], list[float]] | None = None
-    """The reward model's scores, which the manager finds as `rm_scores`; None where there is none."""
+    """Computes the reward model's scores, which the manager receives as `rm_scores`; None without a reward model."""
     hooks: Hooks = field(default_factory=Hooks)
 
     def call_manager(self, view: BatchView) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """The manager's rewards (B, R) and extra information."""
+        """Returns the manager's rewards (B, R) and extra information."""
         outcome: Any = run_here(self._call(data=view))
         if isinstance(outcome, Exception):
             raise outcome
@@ -67,9 +67,9 @@ class GroupRewards:
         return RewardCall(function, Threads(1, "a reward manager"), label="the reward manager")
 
     def balanced(self, groups: Sequence[Group], **meta: object) -> list[Group]:
-        """The groups in the order that the hook put their rows into; those without a row come last.
+        """Returns the groups in the order of their rows after the hook. Groups without a row come last.
 
-        Raises DataError where the hook dropped a group.
+        Raises DataError if the hook dropped a group.
         """
         view = BatchView.of(groups, self.pad_token_id, meta_info=meta)
         if self.hooks.balance is None or not len(view):
@@ -86,9 +86,9 @@ class GroupRewards:
         return sorted(groups, key=lambda group: order.get(group.group_id, len(order)))
 
     def __call__(self, groups: Sequence[Group], **meta: object) -> tuple[list[Group], list[Extras]]:
-        """(the groups with rewards, the extra information of each living member, in order). `meta` becomes `meta_info`.
+        """Returns (groups with rewards, extra information of each living member in order). `meta` becomes `meta_info`.
 
-        Raises as `compute_reward` does, and DataError where the manager does not give one finite reward for each.
+        Raises the errors of `compute_reward`, and DataError unless the manager returns one finite reward per member.
         """
         scored = [*groups, *(_greedy(group) for group in groups if group.greedy is not None)]
         view = BatchView.of(scored, self.pad_token_id, meta_info=meta)
@@ -120,7 +120,7 @@ class GroupRewards:
         return judged, [row.extra for row in rows[: len(living(groups))]]
 
     def _add_model_scores(self, view: BatchView, groups: Sequence[Group]) -> None:
-        """The score of the last sequence of each trajectory, on its last response token (where it has one)."""
+        """Adds `rm_scores`: the score of each trajectory's last sequence, on its last response token if it has one."""
         assert self.model is not None
         rows = view.response_lengths.nonzero().flatten()
         table, members = torch.zeros(view.batch["responses"].shape), living(groups)
@@ -131,12 +131,12 @@ class GroupRewards:
 
 
 def _greedy(group: Group) -> Group:
-    """A group of its greedy rollout alone."""
+    """Returns a group that contains only the greedy rollout."""
     return replace(group, trajectories=group.rollouts[-1:], greedy=None)
 
 
 def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
-    """The member with its reward. Numbers among the extras are logged under `workflow/`."""
+    """Returns the member with its reward. Numbers in the extra information are logged under `workflow/`."""
     numbers = {
         name: number for name, value in extra.items() if name != "score" and (number := number_of(value)) is not None
     }
@@ -144,7 +144,7 @@ def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
 
 
 def number_of(value: object) -> float | None:
-    """A finite number among the extra information, which alone can be logged and averaged; None for all else."""
+    """Returns a value of the extra information if it is a finite number that can be logged, else None."""
     try:
         return finite_number(value, MAX_METRIC)
     except ValueError:
@@ -152,7 +152,7 @@ def number_of(value: object) -> float | None:
 
 
 class RewardedOnTake(DefaultStrategy):
-    """The groups that the buffer has ready, rewarded together when a step takes them."""
+    """Computes the rewards of the groups that a step takes from the buffer, all together."""
 
     capabilities = Capabilities(judges=True)
 
@@ -165,8 +165,8 @@ class RewardedOnTake(DefaultStrategy):
 
         @classmethod
         def by(cls, rewards: GroupRewards, orders: Orders | None = None) -> RewardedOnTake.Config:
-            """The section that stands for these rewards, over rows in these orders."""
-            config = cls(kind=_KIND)  # set: a dump of what is set has it
+            """Returns the config section for these rewards, over rows in these orders."""
+            config = cls(kind=_KIND)  # set explicitly: a dump with `exclude_unset` keeps it
             config._rewards, config._orders = rewards, orders
             return config
 
@@ -188,7 +188,7 @@ class RewardedOnTake(DefaultStrategy):
         return replace(sample, groups=tuple(groups))
 
     def state(self) -> dict[str, Any]:
-        """With what a sampler that learns has learned."""
+        """Returns the strategy's state, with the state of a learning sampler."""
         learned = {} if self._orders is None else self._orders.state()
         return super().state() | ({"sampler": learned} if learned else {})
 
@@ -202,8 +202,8 @@ class RewardedOnTake(DefaultStrategy):
 
 
 def as_manager(reward_fn: object, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
-    """A reward manager for each of these: a manager, `compute_score(data_source, solution_str, ground_truth,
-    extra_info)`, or `f(prompt, completion, **columns)`."""
+    """Returns a reward manager for a manager, `compute_score(data_source, solution_str, ground_truth, extra_info)`, or
+    `f(prompt, completion, **columns)`."""
     if hasattr(reward_fn, "run_single"):
         return cast(RewardManager, reward_fn)
     if not callable(reward_fn):
@@ -222,21 +222,21 @@ def as_manager(reward_fn: object, tokenizer: PreTrainedTokenizerBase) -> RewardM
 
 @dataclass(frozen=True, slots=True)
 class _PlainSample:
-    """One row as `f(prompt, completion, **columns)` sees it."""
+    """One row as arguments of `f(prompt, completion, **columns)`."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def _as_float(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its result as a float: text and arrays of one number count too."""
+    """Wraps a function so that it returns a float, also for text and arrays of one number."""
     if inspect.iscoroutinefunction(function):
         return function
     return lambda **arguments: float(function(**arguments))
 
 
 class PlainReward:
-    """`f(prompt, completion, **columns) -> float` as a reward manager: columns are passed by the names it asks for."""
+    """A reward manager over `f(prompt, completion, **columns) -> float`. Columns are passed by parameter name."""
 
     def __init__(self, function: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> None:
         self._scorer, self._tokenizer = Scorer(_as_float(function)), tokenizer

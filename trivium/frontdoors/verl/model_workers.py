@@ -133,7 +133,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     rollout: RolloutEngine | None = None
     _published: Stored | None = None
-    """The last published weights; None on all ranks after the first."""
+    """The last published weights; None except on the first rank."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -158,7 +158,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """The arithmetic of these phases over what the ranks could do in their time."""
+        """Returns the model FLOPs of these phases over the peak of all ranks."""
         return self.engine.utilisation(phases)
 
     @register(Dispatch.ONE_TO_ALL)

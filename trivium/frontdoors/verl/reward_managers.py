@@ -1,7 +1,7 @@
-"""verl's reward managers: a batch in, one reward on the last token of each response.
+"""verl's reward managers. A manager takes a batch and puts one reward on the last token of each response.
 
-`manager(data)` gives a tensor (B, R); `manager(data, return_dict=True)` gives `{"reward_tensor": ...,
-"reward_extra_info": {name: B values}}`. A batch that brings `rm_scores` has its rewards already.
+`manager(data)` returns a tensor (B, R); `manager(data, return_dict=True)` returns `{"reward_tensor": ...,
+"reward_extra_info": {name: B values}}`. If a batch has `rm_scores`, they are its rewards.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _of_a_config(
     reward_router_address: Any = None,
     reward_model_tokenizer: Any = None,
 ) -> None:
-    """The arguments of these managers from verl 0.7 on, which have their options in `config.reward.reward_kwargs`."""
+    """The arguments of these managers from verl 0.7 on, with options in `config.reward.reward_kwargs`."""
 
 
 def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor, which takes the arguments of both kinds of managers."""
+    """Wraps a constructor so that it accepts the arguments of both kinds of managers."""
     named_options = set(inspect.signature(init).parameters)
 
     @functools.wraps(init)
@@ -68,20 +68,20 @@ def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class NaiveRewardManager(AbstractRewardManager):
-    """Scores each response by itself.
+    """Scores each response separately.
 
-    `num_examine` samples per data source and batch go to the log. `reward_fn_key` is the column with the data source
-    of a task. A sample whose scorer raises, takes more than `deadline_s` or gives no finite number is a RewardError
-    that names it; or, with a number as `on_error`, gets that reward, and the columns `reward_failed` and
-    `reward_error` of the extra information record it. A sample that takes more than `compute_score_timeout` seconds
-    gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.verl.scorer`.
+    The manager logs `num_examine` samples per data source and batch. `reward_fn_key` is the column with the data source
+    of a task. If the scorer raises, exceeds `deadline_s` or returns no finite number, the manager raises a RewardError
+    that names the sample. With a number as `on_error`, the sample gets that reward instead, and the columns
+    `reward_failed` and `reward_error` of the extra information record the error. A sample that exceeds
+    `compute_score_timeout` seconds gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.verl.scorer`.
 
-    A class of verl 0.7 or later that derives from it passes `(config, tokenizer, compute_score)` instead, and may
-    override `run_single`, which then scores each sample.
+    A subclass written for verl 0.7 or later passes `(config, tokenizer, compute_score)` instead. It may override
+    `run_single`, which then scores each sample.
     """
 
     config: Any
-    """The config that it was given, if it was."""
+    """The config, if one was passed."""
     loop = property(lambda self: get_event_loop())
     """The event loop that `run_single` runs in."""
 
@@ -111,8 +111,8 @@ class NaiveRewardManager(AbstractRewardManager):
         return Scorer(self.compute_score, deadline_s, workers, on_error, on_timeout)
 
     def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """Rewards (B, R) float32, zero but for the last token of each response. An empty response has no token that
-        could hold one: its row stays zero, and the log says so."""
+        """Returns rewards (B, R) float32, zero except on the last token of each response. The row of an empty response
+        stays zero, with a warning in the log."""
         if type(self).run_single is not NaiveRewardManager.run_single:
             return each_single(self, data, return_dict)
         given = self._extract_reward_from_rm_scores(data, return_dict)
@@ -132,22 +132,22 @@ class NaiveRewardManager(AbstractRewardManager):
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
     async def run_single(self, data: BatchView) -> dict[str, Any]:
-        """`{"reward_score": number, "reward_extra_info": {name: value}}` of the last sample of the batch."""
+        """Returns `{"reward_score": number, "reward_extra_info": {name: value}}` for the last sample of the batch."""
         (sample,) = self._samples(data[-1:])
         result = await self._scorer.one(sample)
         reward, extra = self._reward(sample, result) if result.error is None else (result.score, {})
         return {"reward_score": reward, "reward_extra_info": dict(extra) or {"acc": result.score}}
 
     def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
-        """The scorer's result of each."""
+        """Returns the scorer's result for each sample."""
         return self._scorer.each(samples)
 
     def _reward(self, sample: Sample, result: Result) -> tuple[float, Mapping[str, Any]]:
-        """The reward of a sample, and what goes into the extra information."""
+        """Returns the reward of a sample and its extra information."""
         return result.score, result.extra
 
     def _text(self, text: str) -> str:
-        """The response as the scorer reads it."""
+        """Returns the response text that the scorer receives."""
         return text
 
     def _samples(self, data: BatchView) -> list[Sample]:
@@ -216,16 +216,16 @@ class NaiveRewardManager(AbstractRewardManager):
 
 
 def _overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
-    """The change of reward (at most 0) of a response of this length, with the buffer in tokens."""
+    """Returns the penalty (at most 0) for a response of this length. `buffer` is in tokens."""
     return 0.0 - factor * float(overlong_fraction(torch.tensor(length), max_resp_len, buffer))
 
 
 class DAPORewardManager(NaiveRewardManager):
-    """Scores each response by itself, and takes off a penalty where it comes near the length limit.
+    """Scores each response separately, and subtracts a penalty from responses near the length limit.
 
-    `overlong_buffer_cfg`: nothing, or `enable`, `len`, `penalty_factor` and `log` (a mapping, or an object with these
-    attributes), where `log` adds `overlong_reward` and `overlong` to the extra information. `max_resp_len` is the
-    length limit in tokens. The extra information has `acc`: the scorer's, or its number.
+    `overlong_buffer_cfg` is None, or a mapping or object with `enable`, `len`, `penalty_factor` and `log`. `log` adds
+    `overlong_reward` and `overlong` to the extra information. `max_resp_len` is the length limit in tokens. If the
+    scorer returns a number, the extra information contains it as `acc`.
     """
 
     @_either_arguments
@@ -281,8 +281,8 @@ class DAPORewardManager(NaiveRewardManager):
 class BatchRewardManager(NaiveRewardManager):
     """Scores all responses in one call: `f(data_sources=, solution_strs=, ground_truths=, extra_infos=, **options)`.
 
-    The scorer gives one number or dict per sample. `deadline_s` is for the whole call; `reward_kwargs` are its options.
-    The batch gets the scores as `acc` (B,).
+    The scorer returns one number or dict per sample. `deadline_s` limits the whole call; `reward_kwargs` are its
+    options. The manager stores the scores in the batch as `acc` (B,).
     """
 
     def __init__(
@@ -315,11 +315,11 @@ class BatchRewardManager(NaiveRewardManager):
 
 
 class PrimeRewardManager(NaiveRewardManager):
-    """Scores the responses side by side, each in a process: `f(data_source, solution_str, ground_truth, extra_info)`,
-    called by position, gives a number or a sequence that begins with one.
+    """Scores the responses in parallel, each in a process: `f(data_source, solution_str, ground_truth, extra_info)`,
+    called with positional arguments, returns a number or a sequence that begins with one.
 
-    One that raises or takes more than `deadline_s` earns `on_error`, and the extra information and the log say so. The
-    batch gets the scores as `acc` (B,).
+    If a call raises or exceeds `deadline_s`, the sample gets the reward `on_error`; the extra information and the log
+    record the error. The manager stores the scores in the batch as `acc` (B,).
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class PrimeRewardManager(NaiveRewardManager):
         return Scorer(function, deadline_s, on_error=on_error, on_timeout=on_error, forks=workers or usable_cores())
 
     def verify(self, data: BatchView) -> list[float]:
-        """The scores of a batch, which gets them as `acc`."""
+        """Returns the scores of a batch, and stores them in the batch as `acc`."""
         return [result.score for result in self._results(self._samples(data), data)]
 
     def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
@@ -369,6 +369,6 @@ _MISSING = object()
 
 
 def read(config: Any, key: str, default: object = None) -> Any:
-    """A key of a mapping, or an attribute of an object shaped like one; the default where it is absent or None."""
+    """Returns a key of a mapping or an attribute of an object, or the default if it is absent or None."""
     value = config.get(key, _MISSING) if hasattr(config, "get") else getattr(config, key, _MISSING)
     return default if value is _MISSING or value is None else value
