@@ -1,6 +1,6 @@
-"""The object API of verl: what its users import, over the same loop and parts that `trivium run` uses.
+"""verl's object API, over the loop and components of `trivium run`.
 
-Names are imported on first use: Ray and torch come with most of them.
+Names are imported on first use, because most of them import Ray and torch.
 """
 
 from __future__ import annotations

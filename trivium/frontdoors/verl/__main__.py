@@ -17,7 +17,7 @@ from trivium.runtime.main_loop import exit_without_threads
 
 
 def main() -> int:
-    """Trains; the exit code."""
+    """Trains and returns the exit code."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         typer.echo(__doc__)
         return 0

@@ -1,4 +1,4 @@
-"""What verl's trainer has and this one does not: what to use instead."""
+"""The methods and attributes of verl's trainer that RayPPOTrainer does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _METHODS = {
     "_start_profiling": "read `timing_s/` of the metrics, or profile a worker's own methods",
     "_stop_profiling": "read `timing_s/` of the metrics, or profile a worker's own methods",
 }
-"""Methods that nothing would call."""
+"""Method of verl that RayPPOTrainer never calls -> what to use instead."""
 _ATTRIBUTES = {
     "actor_rollout_wg": "it is there after init_workers()",
     "critic_wg": "it is there after init_workers(), where the advantage estimator reads values",
@@ -41,14 +41,14 @@ _ATTRIBUTES = {
 
 
 def absent(name: str) -> AttributeError:
-    """The error for an attribute that a RayPPOTrainer does not have."""
+    """Returns the error for an attribute that a RayPPOTrainer does not have."""
     instead = _METHODS.get(name) or _ATTRIBUTES.get(name)
     known = f"RayPPOTrainer has no {name!r} here: {instead}" if instead else f"RayPPOTrainer has no attribute {name!r}"
     return AttributeError(known, name=name)
 
 
 def refuse_unused(cls: type, own: type) -> None:
-    """Raises ConfigError for a subclass of `own` that overrides what nothing calls."""
+    """Raises ConfigError if a subclass of `own` overrides a method that is never called."""
     overridden = [name for name in _METHODS if any(name in vars(base) for base in _above(cls, own))]
     if overridden:
         raise ConfigError(
@@ -57,7 +57,7 @@ def refuse_unused(cls: type, own: type) -> None:
 
 
 def _above(cls: type, own: type) -> Iterator[type]:
-    """The classes of the method resolution order before `own`."""
+    """Yields the classes before `own` in the method resolution order."""
     for base in cls.__mro__:
         if base is own:
             return

@@ -1,4 +1,4 @@
-"""The checkpoint of another run as the start of this one."""
+"""Starts a run from the checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trivium.errors import RunDirError
 from trivium.runtime.run_dir import ADOPTED
 
 _HISTORY = ("metrics.jsonl", STEPS, "tables", "rollouts", "order")
-"""What a run directory holds that a checkpoint refers to."""
+"""The files and folders of a run directory that a checkpoint refers to."""
 
 
 def adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
-    """Makes a checkpoint of another run the latest one of a run directory, and the history of its run the history of
-    this one: what came after the checkpoint is cut off when the run goes on."""
+    """Copies a checkpoint of another run into a run directory as its latest one, with the history of the other run.
+    When the run resumes, it cuts off the history after the checkpoint."""
     run_dir = store.directory.parent
     if not (source / MANIFEST).is_file():
         raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
     newest, mark = store.steps()[-1:], run_dir / ADOPTED
     if newest and mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
-        return  # an earlier session adopted it: this one goes on from the latest
+        return  # an earlier session adopted it: the run resumes from the latest checkpoint
     if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():
         return
     if newest:

@@ -1,4 +1,4 @@
-"""The algorithm of verl's config: estimator, losses, KL and what is done about the engine's log-probabilities."""
+"""Translates the algorithm of verl's config: estimator, losses, KL penalty and rollout correction."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-"""Estimators that verl has twice."""
+"""Estimators that verl has under two names."""
 _LOSSES = {"vanilla": "ppo", "gpg": "reinforce", "geo_mean": "gmpo"}
 """Policy losses that have another name here."""
 _PLAIN = "trivium.frontdoors.verl.plain_loss:plain"
-"""The loss without a ratio, where a step has several updates."""
+"""The loss without a ratio, for steps with several updates."""
 _FILTER = "trivium.frontdoors.verl.group_filter:varied"
 _UNLIMITED = 1_000_000
-"""How often refused groups are replaced where nothing limits it."""
+"""Limit of replacements for refused groups if the config sets none."""
 _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
-"""Losses that verl averages over sequences whatever loss_agg_mode is."""
+"""Losses that verl averages over sequences regardless of loss_agg_mode."""
 
 
 def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _dynamic_sampling(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
-    """The filter of `filter_groups`, and how often refused groups are replaced: as many prompts as its generation
-    batches have, the first batch of the step among them."""
+    """Returns the filter of `filter_groups`, and the limit of replacements for refused groups. verl's limit counts
+    generation batches, including the first batch of the step."""
     where = "algorithm.filter_groups"
     if not verl[f"{where}.enable"]:
         return {}
@@ -84,14 +84,14 @@ def _dynamic_sampling(verl: Settings, problems: list[Problem]) -> dict[str, Any]
 
 
 def _unknown(kind: str, catalogue: str, where: str, decorator: str) -> Iterator[Problem]:
-    """The problem of a name that nothing stands for."""
+    """Yields the problem of an unknown name."""
     if ":" not in kind and kind not in CATALOGUE[catalogue]:
         do = f"{suggest(kind, CATALOGUE[catalogue])}; or import the module that uses @{decorator}({kind!r}) first"
         yield Problem(where, repr(kind), "no such name", do)
 
 
 def _own(verl: Settings, address: str, prefix: str = "algorithm", kind: str = "estimated") -> dict[str, Any]:
-    """The section of a user's function with verl's signature."""
+    """Returns the section of a user's function with verl's signature."""
     return {"kind": f"{registered.__name__}:{kind}", "function": address, "config": verl.section(prefix)}
 
 
@@ -100,13 +100,13 @@ def _mini_batches(verl: Settings) -> int:
 
 
 def _weighed(algorithm: Mapping[str, Any]) -> bool:
-    """Whether weights against the current policy correct later mini-batches."""
+    """Returns whether weights against the current policy correct later mini-batches."""
     correction = algorithm["correction"]
     return isinstance(correction, Mapping) and "weights" in correction and correction["against"] == "current"
 
 
 def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:
-    """gamma, lam and the normalisation where the estimator has them; elsewhere they must not be set."""
+    """Returns gamma, lam and the normalisation if the estimator has them. Otherwise they must not be set."""
     has = {
         "gae": ("gamma", "lam"),
         "reinforce_plus_plus": ("gamma",),
@@ -139,7 +139,7 @@ def _policy_loss(verl: Settings) -> dict[str, Any]:
         "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
         "clip_high": verl.first(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"),
     }
-    if loss["kind"] != "gmpo":  # which clips logarithms; a ratio is above 0, so 1 leaves it as it is, as more does
+    if loss["kind"] != "gmpo":  # gmpo clips logarithms; a ratio is above 0, so clips of 1 and more are equal
         clips["clip_low"] = min(1.0, clips["clip_low"])
     own: dict[str, Callable[[], dict[str, Any]]] = {
         "ppo": lambda: clips | {"dual_clip": verl[f"{ACTOR}.clip_ratio_c"]},
@@ -191,7 +191,7 @@ def _kl(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Where the old log-probabilities come from, and what is done about the engine's being others."""
+    """Returns the source of the old log-probabilities, and the correction for those of the engine."""
     where = "algorithm.rollout_correction"
     weights, bounds = verl[f"{where}.rollout_is"], _rejection(verl, problems)
     bypass = verl[f"{where}.bypass_mode"] or verl[f"{ACTOR}.use_rollout_log_probs"]
@@ -203,7 +203,7 @@ def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]
         correction["rejection"] = bounds
     active = {"correction": {"kind": "custom", **correction}} if weights or bounds else {"correction": "none"}
     if not bypass:
-        # verl scores the old log-probabilities with the actor before every step, wherever a loss reads them.
+        # verl scores the old log-probabilities with the actor before every step if a loss reads them.
         return active | ({} if loss["kind"] == "reinforce" else {"old_log_prob": "recompute"})
     if verl[f"{where}.loss_type"] == "reinforce":
         return active | {"policy_loss": {"kind": "reinforce"}}

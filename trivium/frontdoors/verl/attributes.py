@@ -1,4 +1,4 @@
-"""What code that is written for verl's trainer reads of it."""
+"""The attributes of RayPPOTrainer that code written for verl's trainer reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trivium.runtime.build import algorithm_of
 
 
 class Attributes:
-    """The attributes of a RayPPOTrainer that change, or are not always there."""
+    """The attributes of a RayPPOTrainer that change or are not always available."""
 
     run_config: RunConfig
     use_reference_policy: bool
@@ -29,14 +29,14 @@ class Attributes:
 
     @property
     def global_steps(self) -> int:
-        """The train step that is being taken, counted from 1; between two steps, how many were taken."""
+        """The current train step, counted from 1. Between two steps, the number of completed steps."""
         if self._step is not None:
             return self._step
         return self._trainer.train_step_num if self._trainer is not None else 0
 
     @property
     def total_training_steps(self) -> int:
-        """Train steps of the whole run."""
+        """Number of train steps of the whole run."""
         return self.run_config.schedule.steps
 
     @property
@@ -46,17 +46,17 @@ class Attributes:
 
     @property
     def critic_wg(self) -> RayWorkerGroup:
-        """The critic's group, where there is one."""
+        """The critic's group, if the run has a critic."""
         return self._group("critic_wg", Role.Critic)
 
     @property
     def ref_policy_wg(self) -> RayWorkerGroup:
-        """The group that holds the reference, where a KL penalty needs one."""
+        """The group that holds the reference, if a KL penalty needs one."""
         return self._group("ref_policy_wg", *((Role.RefPolicy, *ACTORS) if self.use_reference_policy else ()))
 
     @property
     def rm_wg(self) -> RayWorkerGroup:
-        """The reward model's group, where there is one."""
+        """The reward model's group, if the role is mapped."""
         return self._group("rm_wg", Role.RewardModel)
 
     def _group(self, name: str, *roles: Role) -> RayWorkerGroup:
@@ -67,8 +67,8 @@ class Attributes:
 
     @property
     def kl_ctrl_in_reward(self) -> KlController:
-        """Holds the coefficient of the KL penalty in the reward. Another one may be set before `fit()`: anything with
-        `value` and `update(current_kl, n_steps)`; the value of one that is no AdaptiveKLController is not saved."""
+        """Controller of the KL penalty's coefficient in the reward. Before `fit()`, it may be set to any object with
+        `value` and `update(current_kl, n_steps)`. Checkpoints save the value of an AdaptiveKLController only."""
         if self._kl_controller is not None:
             return self._kl_controller
         algorithm = algorithm_of(self.run_config) if self._trainer is None else self._engine.algorithm
@@ -79,7 +79,7 @@ class Attributes:
 
     @kl_ctrl_in_reward.setter
     def kl_ctrl_in_reward(self, controller: KlController) -> None:
-        assert self.kl_ctrl_in_reward  # raises where nothing is controlled
+        assert self.kl_ctrl_in_reward  # raises without a controller
         self._kl_controller = controller
 
     def __getattr__(self, name: str) -> Any:

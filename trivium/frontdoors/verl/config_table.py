@@ -1,6 +1,6 @@
-"""The keys of verl's trainer config, and what each is translated to: the table of docs/ray-ppo-trainer.md.
+"""The keys of verl's trainer config and their translations: the table of docs/ray-ppo-trainer.md.
 
-A key that is not in it is an error. So is a value that is not supported.
+A key that is not in the table is an error. An unsupported value is an error, too.
 """
 
 from __future__ import annotations

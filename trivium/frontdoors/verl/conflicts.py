@@ -13,7 +13,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
-    """Keys that contradict each other, and keys that ask for what the others leave out."""
+    """Yields problems for keys that contradict each other, and for keys that need another key."""
     mini_key = f"{ACTOR}.ppo_mini_batch_size"
     batch, mini = verl["data.train_batch_size"], verl[mini_key]
     if mini != verl.table.default_of(mini_key) and (mini > batch or batch % mini):
@@ -103,7 +103,7 @@ def _trainer_conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem
 
 
 def _critic_follows(verl: Settings) -> Iterator[Problem]:
-    """Keys of a critic that is trained and that ask for something else than the actor's."""
+    """Yields problems for critic keys that differ from the actor's, if a critic is trained."""
     if verl["algorithm.adv_estimator"] != "gae":
         return
     clip = "grad_clip" if verl.has("critic.grad_clip") else "optim.clip_grad"

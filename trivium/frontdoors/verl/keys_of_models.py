@@ -45,7 +45,7 @@ DTYPES = {
     "fp64": "float64",
     "float64": "float64",
 }
-"""A type of numbers by the names that verl gives it."""
+"""verl's name of a dtype -> torch's name."""
 
 FSDP: dict[str, Entry] = {
     "param_offload": Mapped("train.cpu_offload", False),

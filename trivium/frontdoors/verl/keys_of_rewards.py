@@ -31,7 +31,7 @@ _SCORER: dict[str, Entry] = {
 
 
 def _moved(prefix: str, entries: Iterable[str], to: str) -> dict[str, Entry]:
-    """The keys of a section that has another place in another version."""
+    """Returns the keys of a section that has another path in another version of verl."""
     return {f"{prefix}.{name}": Moved(f"{to}.{name}") for name in entries}
 
 
@@ -46,7 +46,7 @@ REWARD_MODEL_TYPES: dict[str, Entry] = dict.fromkeys(
     ),
     _TYPE,
 )
-"""The keys, of any version, for the type of the reward model: the first that is set counts."""
+"""The keys, of any version, for the dtype of the reward model. The first one that is set is used."""
 
 _SAMPLES_NOTHING = "reward models that generate text are not supported here"
 

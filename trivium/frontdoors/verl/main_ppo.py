@@ -1,4 +1,4 @@
-"""The arguments of a `main_ppo` script, and the training that they ask for."""
+"""Reads the arguments of verl's `main_ppo`, and trains with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.plain_values import plain, resolved
 
 _DEFAULTS = "ppo_trainer"
-"""The config file whose values the table has."""
+"""The config file whose values are the defaults of the table."""
 _OPTIONS = {
     "--config-path": "path",
     "-cp": "path",
@@ -24,10 +24,9 @@ _OPTIONS = {
 
 
 def config_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """A config of verl's shape from overrides, over the file of `--config-path DIR --config-name NAME` or none.
+    """Builds a config in verl's layout from overrides and the file of `--config-path DIR --config-name NAME`, if given.
 
-    Raises ConfigError for options that Hydra has and this has not, for a file that is not there, and for overrides
-    that cannot be read.
+    Raises ConfigError for unsupported options of Hydra, for a missing file, and for invalid overrides.
     """
     options, overrides = _separated(arguments)
     name = options.get("name", _DEFAULTS).removesuffix(".yaml")
@@ -41,7 +40,7 @@ def config_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _separated(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options by what they set, and overrides."""
+    """Separates arguments into options, by the setting that they change, and overrides."""
     rest, options, overrides = list(arguments), dict[str, str](), list[str]()
     while rest:
         argument = rest.pop(0)
@@ -57,10 +56,10 @@ def _separated(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains what a config of verl's shape describes, as verl's `main_ppo` does; the summary of the run.
+    """Trains with a config in verl's layout, like verl's `main_ppo`, and returns the summary of the run.
 
-    Tokenizer and processor are the model's, data and rewards those that the config names, and every worker is in the
-    pool of `trainer.nnodes` times `trainer.n_gpus_per_node` processes. Raises what RayPPOTrainer raises.
+    Tokenizer and processor come from the model, data and rewards from the config. All workers share one pool of
+    `trainer.nnodes` times `trainer.n_gpus_per_node` processes. Raises the errors of RayPPOTrainer.
     """
     from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
     from trivium.frontdoors.verl.resource_pools import Role

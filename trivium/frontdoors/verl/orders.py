@@ -1,7 +1,7 @@
-"""The order in which epochs visit rows: that of the file, a seeded one, or a sampler's.
+"""The order in which epochs visit rows: file order, a seeded shuffle, or the order of a sampler.
 
-Orders are drawn once and kept in the run directory, so that a resumed run goes on where it was. A sampler that learns
-from batches (`update`) is drawn from batch by batch, and its own state is saved with each checkpoint.
+A sampler's orders are drawn once and stored in the run directory, so that a resumed run continues at the same position.
+Positions of a sampler that learns from batches (`update`) are drawn per batch; checkpoints save the sampler's state.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from every batch. `state_dict()` and `load_state_dict(state)` let a run resume: after
-    loading, `__iter__` goes on at the position of the state."""
+    """A sampler that learns from every batch. `state_dict()` and `load_state_dict(state)` allow resuming: after
+    loading, `__iter__` continues at the position of the state."""
 
     @abstractmethod
     def update(self, batch: Any) -> None:
@@ -42,25 +42,25 @@ class AbstractCurriculumSampler(AbstractSampler):
 
 @dataclass
 class Orders:
-    """The positions that each epoch visits, below `rows`. Raises DataError for a sampler that cannot be followed."""
+    """The positions that each epoch visits, below `rows`. Raises DataError for an unsupported sampler."""
 
     rows: int
     batch: int
-    """Positions that are asked for together."""
+    """Number of positions in a batch."""
     sampler: Any = None
     shuffle: bool = False
     seed: int = 0
     folder: Path | None = None
-    """Where a sampler's orders are kept."""
+    """Folder in which a sampler's orders are stored."""
     _drawn: dict[int, list[int]] = field(default_factory=dict[int, list[int]], init=False)
-    """Of each epoch that was begun, as far as it was drawn."""
+    """Epoch -> its positions drawn so far."""
     _ahead: list[int] = field(default_factory=list[int], init=False)
-    """The first positions of the sampler, drawn to see whether it can be followed."""
+    """The first positions of the sampler, drawn in advance to validate the sampler."""
     _positions: Iterator[int] | None = field(default=None, init=False)
     _epoch: int = field(default=-1, init=False)
-    """The epoch that `_positions` is of."""
+    """The epoch of `_positions`."""
     _state: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
-    """A learning sampler's, after its last update."""
+    """State of a learning sampler after its last update."""
 
     def __post_init__(self) -> None:
         length = self.rows if self.sampler is None else _length_of(self.sampler)
@@ -70,11 +70,11 @@ class Orders:
 
     @property
     def learns(self) -> bool:
-        """Whether the sampler wants to know every batch."""
+        """Whether the sampler learns from every batch."""
         return hasattr(self.sampler, "update")
 
     def until(self, epoch: int, stop: int) -> Sequence[int]:
-        """The positions that an epoch visits, the first `stop` of them at least."""
+        """Returns the positions that an epoch visits, at least the first `stop` ones."""
         if self.sampler is None:
             if not self.shuffle:
                 return range(self.epoch_length)
@@ -87,8 +87,8 @@ class Orders:
         return self._extend(epoch, stop if self.learns else self.epoch_length)
 
     def _extend(self, epoch: int, stop: int) -> list[int]:
-        """The epoch's positions, drawn as far as `stop`. What an earlier session of this run drew is as it was then,
-        the sampler moved on past it."""
+        """Draws an epoch's positions up to `stop` and returns them. Positions that an earlier session drew are read
+        from the folder; the sampler then skips them."""
         path = None if self.folder is None else self.folder / f"epoch-{epoch:06d}.json"
         if epoch not in self._drawn:
             recorded = path is not None and path.is_file()
@@ -104,7 +104,7 @@ class Orders:
         return drawn
 
     def _next(self, epoch: int, count: int) -> list[int]:
-        """The sampler's next positions of an epoch."""
+        """Returns the sampler's next positions of an epoch."""
         if self._epoch != epoch:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
@@ -125,18 +125,18 @@ class Orders:
     # ------------------------------------------------------------------ learning
 
     def update(self, batch: object) -> None:
-        """Has the sampler learn from a step's batch."""
+        """Passes a step's batch to the sampler's `update`."""
         self.sampler.update(batch=batch)
         save = getattr(self.sampler, "state_dict", None)
         sampler = None if save is None else _encoded(save())
         self._state = {"sampler": sampler, "epoch": self._epoch, "drawn": len(self._drawn[self._epoch])}
 
     def state(self) -> dict[str, Any]:
-        """The sampler after its last update; JSON values. Empty for one that has learned nothing."""
+        """Returns the sampler's state after its last update as JSON values; empty before the first update."""
         return self._state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The sampler as it was when `state` was taken. Raises DataError for one that cannot be restored."""
+        """Restores the sampler to `state`. Raises DataError for a sampler that cannot be restored."""
         if not self.learns or not state:
             return
         if state["sampler"] is None or not hasattr(self.sampler, "load_state_dict"):
@@ -153,12 +153,12 @@ class Orders:
         else:
             epoch, done = epoch + 1, 0
         more = len(self._extend(epoch, 0)) - done
-        if more > 0:  # drawn, but not learned from: the sampler moves on past it
+        if more > 0:  # the sampler skips positions that were drawn, but not learned from
             self._next(epoch, more)
 
 
 def _position(place: object) -> object:
-    """An integer as Python's own; tensors and numpy's numbers count."""
+    """Converts tensors and NumPy numbers to Python numbers. Returns the repr of a bool, which is no position."""
     if isinstance(place, torch.Tensor | np.generic | np.ndarray) and place.ndim == 0:
         place = place.item()
     return repr(place) if isinstance(place, bool) else place
@@ -179,7 +179,7 @@ def _length_of(sampler: object) -> int:
 
 
 def _encoded(value: Any) -> Any:
-    """A state as JSON: tensors and arrays as lists with their type."""
+    """Converts a state to JSON values. Tensors and arrays become lists with their dtype."""
     if isinstance(value, torch.Tensor | np.ndarray):
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
         return {f"__{kind}__": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}

@@ -1,4 +1,4 @@
-"""Parts of a run that call back into methods of RayPPOTrainer, which users override."""
+"""Components of a run that call methods of RayPPOTrainer, which users override."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trivium.trainer import Trainer
 from trivium.types import Metrics
 
 _SHOWN = {"inputs": "input", "outputs": "output", "scores": "score"}
-"""Argument of `_maybe_log_val_generations` -> the part of a sample that it is a list of."""
+"""Argument of `_maybe_log_val_generations` -> the key of a sample whose values it lists."""
 
 
 def numbers(metrics: object, method: str) -> Metrics:
-    """What an overridden method measured. Raises DataError for anything but numbers by name."""
+    """Converts the metrics of an overridden method to floats. Raises DataError unless they are numbers by name."""
     if not isinstance(metrics, Mapping):
         raise DataError(f"metrics from {method}", f"a {type(metrics).__name__}", "return a mapping from name to number")
     measured: Metrics = {}
@@ -37,7 +37,7 @@ def numbers(metrics: object, method: str) -> Metrics:
 
 @dataclass(frozen=True)
 class TrainerStage(Stage):
-    """A stage whose messages are rendered as the user's tokenizer does it."""
+    """A stage that renders messages with the user's tokenizer."""
 
     user_renderer: Renderer
 
@@ -56,7 +56,7 @@ class OverridableTrainer(Trainer):
         await asyncio.to_thread(self.owner._save_checkpoint)
 
     async def save_now(self) -> None:
-        """Saves; what an override calls."""
+        """Saves a checkpoint. `RayPPOTrainer._save_checkpoint` calls it."""
         await super().save_checkpoint()
 
 
@@ -77,5 +77,5 @@ class OverridableValidator(Validator):
         return {**self.results, **metrics}
 
     async def validate(self, version: int) -> Metrics:
-        """Validates; what an override calls."""
+        """Validates. `RayPPOTrainer._validate` calls it."""
         return await super().run(version)

@@ -1,4 +1,4 @@
-"""How prompts become text and tokens: the chat template that the config asks for, and a longest length."""
+"""Rendering of prompts: the chat template of the config, and truncation to a maximum length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Truncation = Literal["left", "right", "middle"]
 
 
 def cut(tokens: IntArray, longest: int, truncation: Truncation) -> IntArray:
-    """At most `longest` tokens: without the first ones (`left`), the last ones (`right`) or those in between."""
+    """Returns at most `longest` tokens. Drops the first ones (`left`), the last ones (`right`) or those in between."""
     if len(tokens) <= longest:
         return tokens
     match truncation:
@@ -36,7 +36,7 @@ def cut(tokens: IntArray, longest: int, truncation: Truncation) -> IntArray:
 
 @dataclass
 class CutRenderer:
-    """Renders as another one does; first prompts longer than `longest` tokens are cut."""
+    """Wraps a renderer, and cuts initial prompts that are longer than `longest` tokens."""
 
     renderer: Renderer
     longest: int
@@ -47,7 +47,7 @@ class CutRenderer:
         self.eos_token_ids = self.renderer.eos_token_ids
 
     def render(self, messages: Sequence[Message]) -> Prompt:
-        """The cut prompt. Raises PromptTooLong for a longer one with images: half an image is none."""
+        """Returns the cut prompt. Raises PromptTooLong for a longer prompt with images, which cannot be cut."""
         prompt = self.renderer.render(messages)
         if prompt.media and len(prompt) > self.longest:
             raise PromptTooLong(
@@ -70,9 +70,9 @@ class CutRenderer:
 
 
 def template_of(verl: Settings, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The chat template that the config asks for, as Jinja text; None where the tokenizer's own renders as it is.
+    """Returns the chat template of the config as Jinja text, or None to use the tokenizer's template unchanged.
 
-    Variables (`data.apply_chat_template_kwargs`) are set at its start.
+    Variables (`data.apply_chat_template_kwargs`) are set at the start of the template.
     """
     template, variables = verl["actor_rollout_ref.model.custom_chat_template"], verl["data.apply_chat_template_kwargs"]
     if not variables:

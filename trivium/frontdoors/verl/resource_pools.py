@@ -1,4 +1,4 @@
-"""Which role of a trainer runs in which pool of places."""
+"""Resource pools, and the assignment of a trainer's roles to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trivium.errors import ConfigError, TriviumError
 
 
 class Role(Enum):
-    """What a group of processes does for a trainer. `str` is the name that the group goes by."""
+    """The role of a worker group in a trainer. `str` returns the name of the group."""
 
     Actor = 0
     Rollout = 1
@@ -40,7 +40,7 @@ _ROLE_NAMES = {
 
 
 class ResourcePoolManager:
-    """Pools by name, and which role runs in which."""
+    """Manages pools by name, and the assignment of roles to pools."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ResourcePoolManager:
         max_colocate_count: int = 3,
         deadline_s: float = 120.0,
     ) -> None:
-        """`resource_pool_spec` gives the processes on each machine by pool. Each process has a GPU of its own, or none
-        with `device_name="cpu"`; None takes GPUs where the cluster has any. Several worker groups may share a pool.
+        """`resource_pool_spec` maps each pool to its processes on each machine. Each process has its own GPU, or none
+        with `device_name="cpu"`; None uses GPUs if the cluster has any. Several worker groups may share a pool.
         """
         unknown = {role.name: pool for role, pool in mapping.items() if pool not in resource_pool_spec}
         if unknown:
@@ -64,15 +64,15 @@ class ResourcePoolManager:
             )
         self.resource_pool_spec, self.mapping = dict(resource_pool_spec), dict(mapping)
         self.resource_pool_dict: dict[str, ResourcePool] = {}
-        """The pools by name, once they were created."""
+        """The pools by name; empty before `create_resource_pool()`."""
         self._device_name, self._cpus, self._deadline_s = device_name, cpus_per_process, deadline_s
         self._max_colocate_count = max_colocate_count
 
     def create_resource_pool(self) -> None:
         """Reserves all pools, or none.
 
-        Raises ConfigError that says how many CPUs or GPUs are missing and in which pool: at once where the cluster is
-        too small, after `deadline_s` where others do not free what they use.
+        Raises ConfigError with the number of missing CPUs or GPUs and the pool: immediately if the cluster is too
+        small, after `deadline_s` if other users do not free resources.
         """
         on_gpus = self._device_name != "cpu" and (
             self._device_name is not None or ray.cluster_resources().get("GPU", 0) > 0
@@ -92,7 +92,7 @@ class ResourcePoolManager:
         self.resource_pool_dict = pools
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
-        """The pool of a role. Raises ConfigError for a role without one, TriviumError before they were created."""
+        """Returns the pool of a role. Raises ConfigError for a role without one, TriviumError before creation."""
         if role not in self.mapping:
             raise ConfigError(
                 f"the pool of the role {role.name}",
@@ -104,11 +104,11 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """How many processes all pools have: GPUs, where there are any."""
+        """Returns the number of processes of all pools. With GPUs, it equals the number of GPUs."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())
 
     def release(self) -> None:
-        """Gives every pool back."""
+        """Releases every pool."""
         for pool in self.resource_pool_dict.values():
             pool.release()
         self.resource_pool_dict = {}

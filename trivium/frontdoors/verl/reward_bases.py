@@ -1,7 +1,7 @@
-"""What users of verl derive reward managers from, and where they register them.
+"""The base classes of verl's reward managers, and their registry.
 
-There are two kinds. Until 0.6 a manager scores a whole batch (`AbstractRewardManager`); from 0.7 on it scores one
-sample in a coroutine (`RewardManagerBase.run_single`), and many wait side by side.
+There are two kinds. Up to verl 0.6, a manager scores a whole batch (`AbstractRewardManager`). From 0.7 on, it scores
+one sample in a coroutine (`RewardManagerBase.run_single`), and the coroutines run concurrently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RawRewardFn = Callable[..., Any]
-"""A scorer: `f(data_source=, solution_str=, ground_truth=, extra_info=)`, a number or a dict with `score`."""
+"""A scorer `f(data_source=, solution_str=, ground_truth=, extra_info=)`; returns a number or a dict with `score`."""
 
 C = TypeVar("C", bound=type)
 
@@ -48,14 +48,14 @@ _registered: dict[str, type] = {}
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Decorates a class of reward managers, which `reward_manager.name` then names.
+    """Registers the decorated reward manager class as a value of `reward_manager.name`.
 
-    Raises ConfigError for a name that another class has.
+    Raises ConfigError if another class has the name.
     """
 
     def decorated(manager: C) -> C:
         known = _registered.get(name)
-        if known is not None and _place(known) != _place(manager):  # a file that is loaded again makes the class anew
+        if known is not None and _place(known) != _place(manager):  # reloading a file creates the class again
             raise ConfigError(
                 f"the reward manager {name!r}", f"{_place(known)} and {_place(manager)}", "give each a name of its own"
             )
@@ -66,7 +66,7 @@ def register(name: str) -> Callable[[C], C]:
 
 
 def get_reward_manager_cls(name: str) -> Any:
-    """The class of this name: registered, or one that ships. Raises UnknownName."""
+    """Returns the registered or built-in class of a name. Raises UnknownName."""
     return _registered.get(name) or resolve("reward_managers", name)
 
 
@@ -96,8 +96,8 @@ class AbstractRewardManager(ABC):
     def _extract_reward_from_rm_scores(
         self, data: BatchView, return_dict: bool = False
     ) -> Tensor | dict[str, Any] | None:
-        """The rewards that a batch brings as `rm_scores` (B, R), with the columns `reward_extra_keys` of `meta_info`
-        where `return_dict`; None where it brings none."""
+        """Returns the `rm_scores` (B, R) of a batch as its rewards, or None without them. With `return_dict`, the
+        result includes the columns that `meta_info["reward_extra_keys"]` names."""
         return _rm_scores(data, return_dict)
 
 
@@ -113,13 +113,13 @@ def _rm_scores(data: BatchView, return_dict: bool) -> Tensor | dict[str, Any] | 
 
 
 class RewardManagerBase(ABC):
-    """The interface of reward managers that score one sample in a coroutine. Called with a batch, as the trainer does,
-    it scores every sample side by side."""
+    """The interface of reward managers that score one sample in a coroutine. A call with a batch, as by the trainer,
+    scores all samples concurrently."""
 
     _class_initialized = False
 
     def __init_subclass__(cls) -> None:
-        cls._class_initialized = False  # also where a class that it derives from has been initialized
+        cls._class_initialized = False  # even if a base class has been initialized
 
     def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, compute_score: RawRewardFn | None) -> None:
         self.config = config
@@ -129,7 +129,7 @@ class RewardManagerBase(ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Makes what all managers of the class share, once."""
+        """Initializes the state that all managers of the class share."""
         cls._class_initialized = True
 
     @property
@@ -139,11 +139,11 @@ class RewardManagerBase(ABC):
 
     @abstractmethod
     async def run_single(self, data: BatchView) -> dict[str, Any]:
-        """`{"reward_score": number, "reward_extra_info": {name: value}}` of the last sample of the batch."""
+        """Returns `{"reward_score": number, "reward_extra_info": {name: value}}` for the last sample of the batch."""
 
     @classmethod
     def assemble_rm_scores(cls, data: BatchView, scores: Sequence[float]) -> Tensor:
-        """Rewards (B, R) with each score on the last token of its response; an empty response has none."""
+        """Returns rewards (B, R) with each score on the last token of its response. An empty response has no reward."""
         rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         lengths = data.response_lengths
         rows = lengths.nonzero().flatten()
@@ -155,8 +155,8 @@ class RewardManagerBase(ABC):
 
 
 def each_single(manager: Any, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
-    """What the `run_single` of a manager gives each row, as a manager of whole batches returns it. Raises RewardError
-    for a row without a `reward_score`."""
+    """Calls a manager's `run_single` for each row, and returns the results as a manager of whole batches. Raises
+    RewardError for a row without a `reward_score`."""
     given = _rm_scores(data, return_dict)
     if given is not None:
         return given
@@ -175,7 +175,7 @@ def each_single(manager: Any, data: BatchView, return_dict: bool = False) -> Ten
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Per name one value per row; None where a row has none of that name."""
+    """Converts rows to columns: a value per row for each name, None if a row lacks the name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -183,12 +183,12 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 # --------------------------------------------------------------------------- the loop of coroutines
 
 _loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Lock]] = {}
-"""Process -> its event loop, and who runs it: one for all managers, because what they share (a semaphore of the class,
-say) belongs to one loop. A fork has its own."""
+"""Process id -> its event loop, and the lock to run it. All managers use one loop, because shared objects (such as a
+semaphore of the class) belong to one loop. A forked process has its own loop."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """The loop that runs in this thread, else the one that managers run in."""
+    """Returns the running loop of this thread, else the loop of the managers."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -204,8 +204,8 @@ def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Lock]:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads that run a function in its caller's context; the main thread runs what it submits itself, because the
-    function may need one."""
+    """An executor whose threads run a function in its caller's context. The main thread runs its own submissions,
+    because a function may need the main thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -213,13 +213,13 @@ class _Threads(ThreadPoolExecutor):
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # whatever it raises is the future's
+        except Exception as error:  # the future raises any exception
             future.set_exception(error)
         return future
 
 
 def _run(coroutines: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of coroutines side by side, in order."""
+    """Runs coroutines concurrently, and returns their results in order."""
 
     async def together() -> list[Any]:
         return await gather_or_cancel([coroutine() for coroutine in coroutines])

@@ -1,4 +1,4 @@
-"""From a config of verl's shape to a reward manager, and from a manager to rewards."""
+"""Loads reward managers from configs in verl's layout, and computes rewards with them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RewardManager = Callable[..., Any]
 
 
 def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, dict[str, Any]]:
-    """The rewards (B, R) of a batch and the extra information, by name; `reward_fn` is called once.
+    """Returns the rewards (B, R) of a batch and the extra information by name. Calls `reward_fn` once.
 
-    Raises what the manager raises, as a RewardError unless it is a TriviumError.
+    Raises the manager's exception as a RewardError, or unchanged if it is a TriviumError.
     """
     try:
         if not callable(reward_fn) and hasattr(reward_fn, "run_single"):
@@ -44,7 +44,7 @@ def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, d
 
 
 def as_rewards(given: object, who: str) -> tuple[Tensor, dict[str, Any]]:
-    """(rewards (B, R), extra information) of whatever `who` gave: a mapping of the two, a pair, or rewards alone."""
+    """Returns (rewards (B, R), extra information) from the result of `who`: a mapping, a pair, or only rewards."""
     rewards, extra = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     if isinstance(given, Mapping):
         rewards, extra = given.get("reward_tensor"), dict(given.get("reward_extra_info") or {})
@@ -60,10 +60,10 @@ def as_rewards(given: object, who: str) -> tuple[Tensor, dict[str, Any]]:
 def score_groups(
     groups: Sequence[Group], reward_fn: RewardManager, pad_token_id: int, *, meta_info: Mapping[str, Any] | None = None
 ) -> list[Scored]:
-    """What a manager gives the living trajectories of these groups, in order (`batch_view.living`).
+    """Scores the trajectories of the groups that did not fail, in order (`batch_view.living`).
 
-    All of them are one batch for the manager. Raises as `compute_reward`, and DataError for rewards that are not one
-    finite number per trajectory.
+    The manager receives them as one batch. Raises the errors of `compute_reward`, and DataError unless there is one
+    finite reward per trajectory.
     """
     view = BatchView.of(groups, pad_token_id, meta_info=meta_info)
     if not len(view):
@@ -75,23 +75,23 @@ def score_groups(
 def load_reward_manager(
     config: object, tokenizer: object, num_examine: int = 0, **reward_kwargs: object
 ) -> RewardManager:
-    """The manager that a config names, with the scorer that it names. `config` is a mapping, or an object like one, in
-    the layout of any version: sections have the same keys at the top, below `reward_model` and below `reward`.
+    """Returns the reward manager of a config, with the config's scorer. `config` is a mapping or a similar object in
+    the layout of any verl version: sections have the same keys at the top, below `reward_model` and below `reward`.
 
-    - `reward_manager`: `naive` (default), `dapo`, `batch`, `prime`, a name that is registered, or a class of your own
-      (`file.py:Name`, `package.module:Name`); or `{source: register | importlib, name, module: {path}}`.
-    - `reward_kwargs`: its further arguments, which those of the call override; `overlong_buffer` is two of them.
-    - `custom_reward_function: {path, name, reward_kwargs}`: the scorer; `default_compute_score` where there is none.
-    - `sandbox_fusion.memory_limit_mb`: for programs. A `url` there is refused: programs run here.
+    - `reward_manager`: `naive` (default), `dapo`, `batch`, `prime`, a registered name, or your class (`file.py:Name`,
+      `package.module:Name`); or `{source: register | importlib, name, module: {path}}`.
+    - `reward_kwargs`: further arguments, which arguments of this call override; `overlong_buffer` sets two of them.
+    - `custom_reward_function: {path, name, reward_kwargs}`: the scorer, by default `default_compute_score`.
+    - `sandbox_fusion.memory_limit_mb`: memory limit of programs, which run on this machine. A `url` is refused.
 
-    Raises ConfigError for what it cannot build and for keys that contradict each other, UnknownName for a name that
-    there is not.
+    Raises ConfigError for a manager that cannot be built and for keys that contradict each other, UnknownName for an
+    unknown name.
     """
     verl = _settings(config)
     score = _scorer_of(verl)  # first: its file may register the manager
     kind, manager = _manager_of(verl)
     own = reward_kwargs_of(verl)
-    if "config" in inspect.signature(manager).parameters:  # of one sample at a time: it reads its arguments there
+    if "config" in inspect.signature(manager).parameters:  # a manager of verl 0.7 reads its arguments there
         beside = {name: value for name, value in reward_kwargs.items() if name not in own or value != own[name]}
         arguments = {"config": _with_rewards(config, own), "tokenizer": tokenizer, "compute_score": score, **beside}
         optional = {"reward_router_address": None, "reward_model_tokenizer": None}
@@ -112,7 +112,7 @@ def load_reward_manager(
 
 
 def load_compute_score(config: object) -> Callable[..., Any]:
-    """The scorer that a config names (`custom_reward_function`), or `default_compute_score`."""
+    """Returns the scorer that a config names (`custom_reward_function`), or `default_compute_score`."""
     return _scorer_of(_settings(config))
 
 
@@ -121,11 +121,11 @@ _READ = (
     *("reward_manager", "custom_reward_function", "sandbox_fusion", "reward_kwargs", "overlong_buffer"),
     *("reward_loop_", "reward_fn_key"),
 )
-"""What a key that is read here, or one of its parts, begins with."""
+"""Prefixes of the keys, or of parts of keys, that are read here."""
 
 
 def _settings(config: object) -> Settings:
-    """The sections of rewards. Raises ConfigError for what is wrong in what is read of them."""
+    """Reads the sections of rewards. Raises ConfigError for problems in the keys that are read."""
     whole = plain(config)
     verl = TABLE.read(resolved(whole) if isinstance(whole, dict) else {})
     parts = {problem.where: problem.where.split(".") for problem in verl.problems}
@@ -141,7 +141,7 @@ def _settings(config: object) -> Settings:
 
 
 def reward_kwargs_of(verl: Settings) -> dict[str, Any]:
-    """What the manager is built with besides: an `overlong_buffer` is that of the longest response."""
+    """Returns further arguments of the manager. An enabled `overlong_buffer` also sets the longest response."""
     buffer = verl["reward_model.overlong_buffer"] or {}
     longest = {"overlong_buffer_cfg": buffer, "max_resp_len": verl["data.max_response_length"]}
     return (longest if buffer.get("enable") else {}) | (verl["reward_model.reward_kwargs"] or {})
@@ -157,7 +157,7 @@ def _scorer_of(verl: Settings) -> Callable[..., Any]:
 
 
 def _manager_of(verl: Settings) -> tuple[str, RewardManager]:
-    """(what the config calls it, the class)."""
+    """Returns (the manager's name in the config, its class)."""
     name, path = verl["reward_manager.name"], verl["reward_manager.module.path"]
     if verl["reward_manager.source"] == "importlib":
         if not path:
@@ -173,14 +173,14 @@ def _manager_of(verl: Settings) -> tuple[str, RewardManager]:
 
 
 def _with_rewards(config: Any, reward_kwargs: Mapping[str, Any]) -> Any:
-    """The config as a manager of the later kind reads it: with attributes, and a section `reward`."""
+    """Returns the config for a manager of verl 0.7: with attributes, and a section `reward`."""
     if isinstance(config, dict):
         return _Attributes({"reward": {"reward_kwargs": dict(reward_kwargs)}, **config})
     return config
 
 
 class _Attributes(dict[str, Any]):
-    """A mapping whose keys are attributes too, all the way down."""
+    """A mapping whose keys are also attributes, at every level."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__({key: _Attributes(v) if isinstance(v, dict) else v for key, v in config.items()})
@@ -193,12 +193,12 @@ class _Attributes(dict[str, Any]):
 
 
 def address(path: str, name: str) -> str:
-    """The registry's kind of a name in a file or a package (`pkg://package.module`)."""
+    """Returns the registry address of a name in a file or a package (`pkg://package.module`)."""
     return f"{path.removeprefix('pkg://').removeprefix('file://')}:{name}"
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether it can be called with this keyword."""
+    """Returns whether a function accepts this keyword."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

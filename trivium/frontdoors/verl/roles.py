@@ -1,4 +1,4 @@
-"""Which worker groups a training needs, and their processes."""
+"""Selects the worker groups that a run needs, and starts their processes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from trivium.frontdoors.verl.worker_group import RayClassWithInitArgs, RayWorker
 
 ACTORS = (Role.ActorRolloutRef, Role.ActorRollout)
 _ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, *ACTORS)
-"""Models are loaded in this order: the actor last, so that its rollout engine sees what memory is left."""
+"""Load order of the models. The actor is last, so that its rollout engine sees the remaining memory."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The models that an algorithm has a use for, beside the policy."""
+    """The models that an algorithm uses in addition to the policy."""
 
     critic: bool = False
     reference: bool = False
     reference_in_actor: bool = False
-    """Whether the policy is its own reference: an adapter is trained, and can be switched off."""
+    """Whether the policy with its adapter switched off is the reference."""
     reward_model: bool = False
 
 
 def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
-    """The roles that get workers, with their classes, in the order in which their models are loaded.
+    """Returns the roles that get workers, with their classes, in load order.
 
-    Raises ConfigError for a role that is needed and not mapped, and for one that is not supported.
+    Raises ConfigError for a needed role that is not mapped, and for an unsupported role.
     """
     for role in (Role.Actor, Role.Rollout, Role.Env):
         if role in mapping:
@@ -65,8 +65,8 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
 
 
 def role_name(role: Role, needs: Needs) -> str:
-    """The name of a worker's role. The actor holds a reference where one is needed and it is mapped to that, or
-    where its own adapter can be switched off."""
+    """Returns the name of a worker's role. The actor holds a needed reference if it is mapped as ActorRolloutRef, or if
+    its adapter can be switched off."""
     if role not in ACTORS:
         return str(role)
     holds = needs.reference and (needs.reference_in_actor or role is Role.ActorRolloutRef)
@@ -81,9 +81,9 @@ def start_groups(
     needs: Needs,
     **options: object,
 ) -> tuple[dict[Role, RayWorkerGroup], list[RayWorkerGroup]]:
-    """(a view per role of the group that has it, the groups). The roles of a pool share its processes.
+    """Starts the groups. Returns (a view of its group per role, the groups). The roles of a pool share its processes.
 
-    Nothing is loaded yet. Raises what building a worker raises; then no process is left.
+    No model is loaded yet. If building a worker raises, all processes are stopped.
     """
     by_pool: dict[int, tuple[Any, dict[Role, Any]]] = {}
     for role, worker in roles.items():
@@ -109,7 +109,7 @@ def start_groups(
 
 
 def by_model(views: Mapping[Role, Any], needs: Needs) -> dict[str, Any]:
-    """The group that holds each model of the algorithm."""
+    """Returns the group that holds each model of the algorithm."""
     actor = next(views[role] for role in ACTORS if role in views)
     models = {"policy": actor}
     if needs.critic:

@@ -1,7 +1,7 @@
-"""Values that have rows: cut into shares of equal length, and put together again exactly.
+"""Splits values with rows into shares of equal length, and joins the shares again without loss.
 
-Rows have a batch (its experiences), a list, a tuple, an array or tensor (its leading axis), a mapping of such values,
-and anything with `__len__`, `select(rows)` and a class method `concat(parts)`. Everything else is one value for all.
+Values with rows are batches (experiences), lists, tuples, arrays and tensors (leading axis), mappings of such values,
+and objects with `__len__`, `select(rows)` and a class method `concat(parts)`. Other values go to all ranks whole.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ class _Joinable(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One share of something, or what a worker made of it.
+    """One share of a value, or a worker's result for a share.
 
-    Shares have equally many rows: at the end of the last ones, `padding` rows (of all shares together) repeat earlier
-    ones.
+    All shares have the same number of rows. `padding` is the number of rows, over all shares, that repeat earlier rows
+    at the end of the last shares.
     """
 
     value: Any
     rows: int
-    """Of the share that went in."""
+    """Number of rows of the input share."""
     padding: int = 0
 
     def made(self, value: object) -> Piece:
-        """What a worker made of this share."""
+        """Returns a worker's result for this share."""
         return Piece(value, self.rows, self.padding)
 
     def passed_on(self) -> Piece:
-        """The same as a share of the next call. Raises DataError where it has no rows."""
+        """Returns the result as a share of the next call. Raises DataError for a result without rows."""
         number = num_rows(self.value)
         if number is None:
             raise _rowless(self.value)
         return Piece(self.value, number, self.padding * self._factor(number))
 
     def _factor(self, number: int) -> int:
-        """How many rows came of each."""
+        """Returns the number of result rows per input row."""
         if not self.padding:
             return 1
         factor, rest = divmod(number, self.rows)
@@ -69,7 +69,7 @@ class Piece:
 
 
 def num_rows(value: object) -> int | None:
-    """How many rows a value has; None where it has none."""
+    """Returns the number of rows of a value, or None for a value without rows."""
     if isinstance(value, Mapping):
         return common_rows(value)
     if isinstance(value, np.ndarray) or _is_tensor(value):
@@ -78,7 +78,7 @@ def num_rows(value: object) -> int | None:
 
 
 def common_rows(values: Mapping[Any, Any]) -> int | None:
-    """The number of rows, which all named values that have rows must agree on; else raises DataError."""
+    """Returns the number of rows of the values that have rows. Raises DataError if the values disagree."""
     counts = {name: rows for name, value in values.items() if (rows := num_rows(value)) is not None}
     if len(set(counts.values())) > 1:
         raise DataError(
@@ -91,7 +91,7 @@ def common_rows(values: Mapping[Any, Any]) -> int | None:
 
 
 def take(value: object, rows: Sequence[int]) -> object:
-    """These rows of a value, in this order; a value without rows whole."""
+    """Returns the given rows of a value in order. Returns a value without rows unchanged."""
     if num_rows(value) is None:
         return value
     if isinstance(value, Mapping):
@@ -101,18 +101,18 @@ def take(value: object, rows: Sequence[int]) -> object:
     if isinstance(value, list | tuple):
         return (list if isinstance(value, list) else tuple)(value[row] for row in rows)
     if isinstance(value, np.ndarray) or _is_tensor(value):
-        # A view, where the rows lie together: it is copied on its way to the worker anyway.
+        # Consecutive rows are taken as a view, because sending them to the worker copies them.
         return value[rows.start : rows.stop] if isinstance(rows, range) and rows.step == 1 else value[list(rows)]
     return value.select(list(rows)) if _is_joinable(value) else value
 
 
 def split(value: object, parts: int) -> list[Piece]:
-    """Consecutive shares of equal length, padded with rows from the beginning. Raises DataError for unequal lengths."""
+    """Returns consecutive shares of equal length, padded with the first rows. Raises DataError for unequal lengths."""
     return [share(value, part, parts) for part in range(parts)]
 
 
 def share(value: object, part: int, parts: int) -> Piece:
-    """One of the shares that `split` makes."""
+    """Returns share `part` of the `parts` shares of `split`."""
     number = num_rows(value)
     if number is None:
         raise _rowless(value)
@@ -123,7 +123,7 @@ def share(value: object, part: int, parts: int) -> Piece:
 
 
 def gathered(pieces: Sequence[Piece]) -> object:
-    """What workers made of the shares of one call, in order, without what they made of padding."""
+    """Joins the workers' results for the shares of one call in order, without the results of padding."""
     whole = join([piece.value for piece in pieces])
     if whole is None or not pieces[0].padding:
         return whole
@@ -138,12 +138,12 @@ def gathered(pieces: Sequence[Piece]) -> object:
 
 
 def listed(pieces: Sequence[Piece]) -> list[Any]:
-    """What workers made of the shares of one call, one by one."""
+    """Returns the workers' results for the shares of one call as a list."""
     return [piece.value for piece in pieces]
 
 
 def join(parts: Sequence[Any]) -> object:
-    """Values with rows, one after the other. Raises DataError for values that cannot be joined."""
+    """Concatenates values with rows. Raises DataError for values that cannot be joined."""
     first = parts[0]
     if all(part is None for part in parts):
         return None
@@ -171,7 +171,7 @@ def join(parts: Sequence[Any]) -> object:
 
 
 def _join_named(name: object, values: Sequence[Any]) -> object:
-    """Rows are joined; what has none must be the same in every part."""
+    """Joins values with rows. A value without rows must be equal in every part."""
     if all(num_rows(value) is not None for value in values):
         return join(values)
     if all(num_rows(value) is None and value == values[0] for value in values):
@@ -209,5 +209,5 @@ def _is_joinable(value: object) -> TypeGuard[_Joinable]:
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    loaded = sys.modules.get("torch")  # where nothing has imported it, nothing is a tensor
+    loaded = sys.modules.get("torch")  # no value is a tensor unless torch is imported
     return loaded is not None and isinstance(value, loaded.Tensor)

@@ -1,4 +1,4 @@
-"""The arguments of a RayPPOTrainer as a RunConfig, with the rows and the reward functions of this process in it."""
+"""Converts the arguments of a RayPPOTrainer to a RunConfig that holds the rows and reward functions of this process."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _VALIDATION = "val"
 
 @dataclass
 class RunSetup:
-    """What a run is made of, from verl's arguments. Raises ConfigError and DataError for what cannot work."""
+    """The components of a run, built from verl's arguments. Raises ConfigError and DataError for invalid arguments."""
 
     config: Any
-    """Of verl's shape, or a RunConfig."""
+    """A config in verl's layout, or a RunConfig."""
     tokenizer: Any
     reward_fn: Any = None
     val_reward_fn: Any = None
     sources: Sources = field(default_factory=Sources)
     device_name: str | None = None
     processor: Any = None
-    """How the model reads images; None: it reads text only."""
+    """The model's image processor; None for a model that reads only text."""
     reward_model: Callable[[Batch], list[float]] | None = None
-    """The scores of Role.RewardModel, where it is mapped."""
+    """Computes the scores of Role.RewardModel, if it is mapped."""
     hooks: Hooks = field(default_factory=Hooks)
-    """What goes through the trainer's methods, which users override."""
+    """Callbacks to the trainer's methods that users override."""
 
     def __post_init__(self) -> None:
         self.from_run_config = isinstance(self.config, RunConfig)
         self.verl = settings_of({} if self.from_run_config else self.config)
-        """The config; verl's defaults where a RunConfig was passed."""
+        """The values of the config; verl's defaults if a RunConfig was passed."""
         announce(self.verl.notes())
         self.device = self._device()
         self._template = template_of(self.verl, self.tokenizer)
@@ -68,17 +68,17 @@ class RunSetup:
         self.train_dataset, self.val_dataset = self.sources.train, self.sources.val
         self.collate_fn, self.train_sampler = self.sources.collate_fn, self.sources.sampler
         self.train: Data | None = None
-        """The rows to train on; None where the RunConfig's own tasks are used."""
+        """The training rows; None if the tasks of the RunConfig are used."""
         self.val: Data | None = None
         self.rewards: GroupRewards | None = None
-        """None where the RunConfig's own rewards are used."""
+        """None if the rewards of the RunConfig are used."""
         self.run_config = self._over_run_config(self.config) if self.from_run_config else self._translated()
         self.val_rewards = self.rewards if self.val_reward_fn is None else self._group_rewards(self.val_reward_fn)
         self._refuse_unsupported()
 
     @cached_property
     def needs(self) -> Needs:
-        """The models that the run has a use for. Raises ConfigError for one that no role holds."""
+        """The models that the run uses. Raises ConfigError for a model that no role holds."""
         config, needed = self.run_config, algorithm_of(self.run_config).needs
         if "teacher" in needed or "teacher_top" in needed:
             raise ConfigError(
@@ -94,7 +94,7 @@ class RunSetup:
         )
 
     def check_machine(self) -> None:
-        """Raises ConfigError for a monitor that cannot log from here, and for an engine that is not installed."""
+        """Raises ConfigError for a monitor that cannot log from this machine, or an engine that is not installed."""
         config = self.run_config
         numbered = enumerate(config.monitors)
         problems = [p for n, monitor in numbered for p in monitor.machine_problems(config, f"monitors[{n}]")]
@@ -103,7 +103,7 @@ class RunSetup:
     # ------------------------------------------------------------------ the RunConfig
 
     def _build_sources(self) -> None:
-        """Datasets and sampler of the classes that the config names, where none were passed."""
+        """Builds datasets and sampler from the classes that the config names, unless they were passed."""
         verl, section = self.verl, read(self.config, "data")
         if self.train_dataset is None:
             self.train_dataset = custom_dataset(verl, section, "train", self.tokenizer, self.processor)
@@ -112,7 +112,7 @@ class RunSetup:
         if self.train_sampler is None and verl.has("data.sampler.class_path"):
             rows = self._rows(self.train_dataset, "train")
             kept = self._data(rows, taskset="train", origin="the training set", batch=1).rows
-            if self.train_dataset is None or len(kept) < len(rows):  # the sampler counts what is left
+            if self.train_dataset is None or len(kept) < len(rows):  # the sampler counts the kept rows
                 self.train_dataset = kept
             self.train_sampler = custom_sampler(verl, section, self.train_dataset)
 
@@ -141,7 +141,7 @@ class RunSetup:
         return config_from_mapping({**mapping, "buffer": buffer, "tasks": tasks})
 
     def _over_run_config(self, config: RunConfig) -> RunConfig:
-        """The RunConfig with the datasets and reward functions that were passed beside it."""
+        """Returns the RunConfig with the datasets and reward functions that were passed to the trainer."""
         schedule, mapping = config.schedule, config.model_dump(exclude_unset=True)
         tasks: dict[str, Any] = dict(config.tasks)
         if self.train_dataset is not None:
@@ -193,7 +193,7 @@ class RunSetup:
                 "pass a reward_fn, and leave schedule.max_staleness at 0",
             )
         if config.checkpoint.asynchronous:
-            # Roles that share processes would meet in one process group from several threads, in no order.
+            # Roles that share processes would use one process group from several threads in undefined order.
             raise ConfigError(
                 "checkpoint.asynchronous with RayPPOTrainer",
                 "its workers save while training waits",
@@ -220,7 +220,7 @@ class RunSetup:
     # ------------------------------------------------------------------ data
 
     def _rows(self, dataset: RowDataset | None, split: str) -> list[Any]:
-        """The rows of a dataset, or of the files that the config names."""
+        """Returns the rows of a dataset, or of the files that the config names."""
         if dataset is not None:
             return rows_of(dataset, f"{split}_dataset")
         files = self.verl[f"data.{split}_files"]
@@ -255,19 +255,19 @@ class RunSetup:
         )
 
     def _image_root(self, split: str) -> str | None:
-        """The folder of the files that the config names, whose rows name images by paths in it."""
+        """Returns the common folder of the files that the config names. Image paths in rows are relative to it."""
         files = self.verl[f"data.{split}_files"]
         return str(common_folder([files] if isinstance(files, str) else files)) if files else None
 
     def _validation(self, rows: Sequence[Any]) -> DatasetTasks.Config:
         data = self._data(rows, taskset=_VALIDATION, origin="the validation set", batch=1)
-        self.val = replace(data, batch=max(1, len(data.rows)))  # what is kept is one batch
+        self.val = replace(data, batch=max(1, len(data.rows)))  # the kept rows are one batch
         return DatasetTasks.Config.of(self.val)
 
     # ------------------------------------------------------------------ rewards
 
     def _group_rewards(self, reward_fn: RewardManager | None) -> GroupRewards:
-        """Rewards by a reward function, or by what the config names."""
+        """Builds rewards from a reward function, or from the config."""
         if reward_fn is None:
             if self.from_run_config:
                 raise ConfigError(
@@ -280,14 +280,14 @@ class RunSetup:
         return GroupRewards(as_manager(reward_fn, self.tokenizer), pad, self.reward_model, self.hooks)
 
     def _device(self) -> str:
-        """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there, and for other devices."""
+        """Returns `cpu` or `cuda`. Raises ConfigError for a GPU that is not available, and for other devices."""
         name = self.device_name
         if name is None:
             name = getattr(self.config.train, "device", "auto") if self.from_run_config else self.verl["trainer.device"]
-            name = "auto" if name == "cuda" and not self.from_run_config else name  # the original's default
+            name = "auto" if name == "cuda" and not self.from_run_config else name  # cuda is verl's default
         if name in (None, "auto"):
             return "cuda" if torch.cuda.is_available() else "cpu"
-        name = name.partition(":")[0]  # a worker finds its own among those that Ray gives it
+        name = name.partition(":")[0]  # each worker selects its device among those that Ray assigns
         if name not in ("cpu", "cuda"):
             raise ConfigError(f"device_name {name!r}", "training is built for cpu and cuda", "name one of the two")
         if name == "cuda" and not torch.cuda.is_available():

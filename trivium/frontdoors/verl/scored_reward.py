@@ -13,7 +13,7 @@ from trivium.registry import resolve
 
 
 class ScoredReward:
-    """What a scorer of verl gives a completion; of a dict, its `score`."""
+    """Returns a verl scorer's score of a completion. If the scorer returns a dict, the reward is its `score`."""
 
     class Config(RewardConfig):
         kind: str = "trivium.frontdoors.verl.scored_reward:ScoredReward"

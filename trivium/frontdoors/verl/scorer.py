@@ -1,8 +1,8 @@
-"""Scores samples: one call of a scorer for each, with a deadline, and with an error that names the sample.
+"""Scores samples with one scorer call each, under a deadline. Errors name the sample.
 
-A scorer of verl is `f(data_source=, solution_str=, ground_truth=, extra_info=)`, plain or `async`, and returns a number
-or a dict whose `score` is one. Plain ones are called one after the other in a thread, or side by side in `workers`
-processes: only there can one be stopped that holds the interpreter. `async` ones wait side by side.
+A scorer of verl is `f(data_source=, solution_str=, ground_truth=, extra_info=)`, plain or `async`. It returns a number
+or a dict whose `score` is a number. Plain scorers run one after the other in a thread, or in parallel in `workers`
+processes. A scorer that holds the interpreter can be stopped only in a process. `async` scorers run concurrently.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from trivium.rewards.calls import RewardCall
 from trivium.rewards.isolated import forked, isolated_reward
 
 _WAITING = 32
-"""Calls of an `async` scorer that may wait at the same time."""
+"""Maximum number of concurrent calls of an `async` scorer."""
 _START_S = 60.0
-"""What a process may take to start and import the scorer; its own alarm keeps the deadline of the call."""
+"""Seconds for a process to start and import the scorer. An alarm in the process enforces the deadline of the call."""
 _DO = "fix the scorer; the `on_error: NUMBER` of a manager gives such samples that reward, and counts them"
 
 PROGRAMS_RUN_HERE = "programs run in a sandbox on this machine (docs/extend-rewards.md)"
 
 OnError = float | Literal["raise"]
-"""What a sample that cannot be scored means: an error, or this reward (and it is reported that it failed)."""
+"""The result of a sample that cannot be scored: an error, or this reward together with a reported failure."""
 
 
 class Scorable(Protocol):
-    """What a scorer is called with, and what errors call it."""
+    """The arguments of a scorer call, and their name in errors."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class Scorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row as a scorer of verl sees it."""
+    """One row as arguments of a verl scorer."""
 
     row: int
     uid: str
@@ -58,7 +58,7 @@ class Sample:
     prompt: str
     response: str
     length: int
-    """Response tokens."""
+    """Number of response tokens."""
     ground_truth: Any
     extra_info: dict[str, Any]
 
@@ -85,17 +85,17 @@ class Result:
 
     score: float
     extra: Mapping[str, Any]
-    """The other entries of a scorer's dict, `score` included where it gave one."""
+    """The entries of the scorer's dict, including `score`; empty if it returned a number."""
     error: RewardError | None = None
-    """Why there was no score, where `score` stands in for one."""
+    """The error of a failed sample, whose `score` is the substitute reward."""
 
 
 class Scorer:
-    """A scorer, its deadline, and what becomes of samples that it cannot score.
+    """Calls a scorer with a deadline, and handles samples that it cannot score.
 
-    `deadline_s` is for one call; `on_timeout` is what one that takes longer means (None: the same as `on_error`).
-    `forks` runs the function in that many forks of this process. Raises ConfigError for `workers` of a function that no
-    other process could import.
+    `deadline_s` limits one call. `on_timeout` replaces `on_error` for calls that exceed it (None: `on_error`). `forks`
+    is the number of forks of this process that run the function. Raises ConfigError for `workers` with a function that
+    other processes cannot import.
     """
 
     def __init__(
@@ -124,11 +124,13 @@ class Scorer:
         self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, Turns]()
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
-        """One call per sample. Raises RewardError, naming the first sample without a score, unless told otherwise."""
+        """Calls the scorer once per sample. Raises RewardError for the first sample without a score if `on_error` is
+        `raise`."""
         return run_here(self._all(samples))
 
     def together(self, samples: Sequence[Sample], options: Mapping[str, Any]) -> list[Result]:
-        """One call with lists (`data_sources`, `solution_strs`, `ground_truths`, `extra_infos`) and the options."""
+        """Calls the scorer once with lists (`data_sources`, `solution_strs`, `ground_truths`, `extra_infos`) and the
+        options."""
         if not samples:
             return []
         lists = {f"{name}s": [sample.arguments[name] for sample in samples] for name in samples[0].arguments}
@@ -146,8 +148,8 @@ class Scorer:
         return [self._result(sample, outcome) for sample in samples]
 
     async def one(self, sample: Scorable) -> Result:
-        """The result of one sample, for callers that wait side by side in an event loop; raises as `each`. Its deadline
-        begins when its turn comes."""
+        """Returns the result of one sample, for concurrent callers in an event loop. Raises the errors of `each`. The
+        deadline starts when the call starts."""
         places = self._places.setdefault(asyncio.get_running_loop(), Turns(self._at_once))
         async with places:
             return self._result(sample, await self._call(**sample.arguments))
@@ -158,7 +160,7 @@ class Scorer:
         return await gather_or_cancel(map(self.one, samples))
 
     def _result(self, sample: Scorable, outcome: object) -> Result:
-        """The result of an outcome: what the scorer returned, or the exception it ended with."""
+        """Converts an outcome, which is the scorer's return value or its exception, to a result."""
         if isinstance(outcome, Exception):
             named = _error(f"a score of {sample.name}", outcome)
             if isinstance(outcome, TimeoutError) and self._on_timeout != "raise":
@@ -175,7 +177,7 @@ class Scorer:
 
 
 def _error(asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
-    """The error of what a scorer `raised`, or of a result that is no number."""
+    """Returns the error for an exception that a scorer `raised`, or for a result that is not a number."""
     if isinstance(cause, TriviumError):
         problem = f"{cause.found} ({cause.asked})"
     else:
@@ -196,10 +198,10 @@ def default_compute_score(
     limits: by_source.GraderLimits | None = None,
     **beside: object,
 ) -> by_source.Score:
-    """`trivium.rewards.by_source.default_compute_score` with verl's arguments. A grader holds the
-    `concurrent_semaphore` while it runs; `beside` is what other scorers may ask for.
+    """Calls `trivium.rewards.by_source.default_compute_score` with verl's arguments. A grader holds the
+    `concurrent_semaphore` while it runs. Arguments in `beside` are ignored.
 
-    Raises ConfigError for a `sandbox_fusion_url`, and as that does.
+    Raises ConfigError for a `sandbox_fusion_url`, and the errors of that function.
     """
     del beside
     if sandbox_fusion_url:
@@ -217,7 +219,7 @@ def _label(function: Callable[..., Any]) -> str:
 
 
 def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> Callable[..., Any]:
-    """The function in child processes, called with the keywords that it is bound to besides."""
+    """Wraps a function to run in child processes, with the keywords that `functools.partial` bound."""
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         options = {**function.keywords, **options}

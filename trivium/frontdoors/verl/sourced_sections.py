@@ -1,4 +1,4 @@
-"""The sections of a RunConfig that RayPPOTrainer has objects for: tasks from data files, rewards by name, steps."""
+"""The RunConfig sections that RayPPOTrainer replaces by objects: tasks from data files, rewards by name, steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HERE = "set it, or use RayPPOTrainer (python -m trivium.frontdoors.verl)"
 
 
 def listed(value: object) -> list[Any]:
-    """A list, or one value as one."""
+    """Returns a list, one value as a list of one, or None as an empty list."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, Any]:
-    """The task source of a split's files, which are of one kind."""
+    """Returns the task source of a split's files. All files must have the same type."""
     files, limit = listed(verl[f"data.{split}_files"]), verl[f"data.{split}_max_samples"]
     kinds = {"jsonl" if Path(file).suffix in (".jsonl", ".json") else "parquet" for file in files}
     if len(kinds) != 1:
@@ -37,7 +37,7 @@ def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, A
 
 
 def rows_of_files(verl: Settings) -> int | None:
-    """How many rows the training set has; None where its files are not on this machine."""
+    """Returns the number of rows of the training set, or None if its files are not on this machine."""
     files = listed(verl["data.train_files"])
     if not all(Path(file).is_file() for file in files):
         return None
@@ -46,7 +46,7 @@ def rows_of_files(verl: Settings) -> int | None:
 
 
 def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
-    """The reward that the config names: a reward model, a scorer, or the grader of each `data_source`."""
+    """Returns the reward that the config names: a reward model, a scorer, or the grader of each `data_source`."""
     manager = verl["reward_manager.name"]
     if manager not in ("naive", "dapo", "prime") or verl["reward_manager.source"] == "importlib":
         found = "a RunConfig calls a reward for each completion"
@@ -68,13 +68,13 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
 
 
 def reward_model_dtype(verl: Settings) -> str:
-    """The type that the config names for its reward model; empty where it names none."""
+    """Returns the dtype that the config sets for its reward model; empty if unset."""
     dtype = str(verl.first(*(f"reward_model.{key}" for key in REWARD_MODEL_TYPES)) or "")
     return DTYPES.get(dtype, dtype)
 
 
 def shaping_of(verl: Settings) -> list[dict[str, Any]]:
-    """The overlong buffer of the manager `dapo`."""
+    """Returns the overlong buffer of the manager `dapo` as a shaping."""
     options = reward_kwargs_of(verl)
     buffer = options.get("overlong_buffer_cfg") or {}
     if verl["reward_manager.name"] != "dapo" or not buffer.get("enable"):
@@ -94,11 +94,11 @@ _OBJECTS = (
     "data.truncation",
     "data.reward_fn_key",
 )
-"""Keys that RayPPOTrainer alone reads."""
+"""Keys that only RayPPOTrainer reads."""
 
 
 def notes_of(verl: Settings, rows: int | None) -> Iterator[str]:
-    """What is left to do."""
+    """Yields notes on keys that the RunConfig does not cover or that need a change by hand."""
     for key in _OBJECTS:
         if verl[key] != verl.table.default_of(key):
             yield f"{key}: RayPPOTrainer alone reads it"

@@ -1,6 +1,6 @@
-"""verl's trainer config as a RunConfig, by the keys of `config_table.TABLE`.
+"""Translates verl's trainer config to a RunConfig, by the keys of `config_table.TABLE`.
 
-Everything that cannot be translated is reported at once, by name, before anything is built.
+One error lists all keys that cannot be translated, before anything is built.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard"
 
 
 def settings_of(config: object) -> Settings:
-    """The values of a config of verl's shape. Raises ConfigError with everything in it that cannot be translated."""
+    """Returns the values of a config in verl's layout. Raises ConfigError with all keys that cannot be translated."""
     verl = _with_own_keys(TABLE.read(config), config)
     problems = list(verl.problems)
     for strategy in [problem.where for problem in problems if problem.where.endswith(".strategy")]:
-        section = strategy.removesuffix("strategy")  # its other keys are those of that backend
+        section = strategy.removesuffix("strategy")  # the other keys belong to that backend
         problems = [p for p in problems if p.where == strategy or not p.where.startswith(section)]
     for name in listed(verl["trainer.logger"]):
         if name not in _MONITORS:
@@ -49,7 +49,7 @@ def settings_of(config: object) -> Settings:
 
 
 def _with_own_keys(verl: Settings, config: object) -> Settings:
-    """The values with the keys that a user's estimator or loss reads beside those of the table."""
+    """Returns the values with additional keys that a user's estimator or loss reads."""
     sections = {
         "algorithm.": advantage_address(str(verl["algorithm.adv_estimator"])),
         f"{ACTOR}.policy_loss.": loss_address(str(verl[f"{ACTOR}.policy_loss.loss_mode"])),
@@ -65,9 +65,9 @@ def _with_own_keys(verl: Settings, config: object) -> Settings:
 
 
 def translate(config: object) -> Translation:
-    """The whole of a config of verl's shape, data files and rewards included.
+    """Translates a whole config in verl's layout, including data files and rewards.
 
-    Raises ConfigError with everything in it that cannot be translated.
+    Raises ConfigError with all keys that cannot be translated.
     """
     verl, problems = settings_of(config), list[Problem]()
     problems += [
@@ -93,7 +93,7 @@ def translate(config: object) -> Translation:
 
 
 def _template(verl: Settings) -> str | None:
-    """The chat template that the config asks for, over that of the model's own tokenizer."""
+    """Returns the chat template that the config sets; it overrides that of the model's tokenizer."""
     if not verl["data.apply_chat_template_kwargs"]:
         return verl["actor_rollout_ref.model.custom_chat_template"]
     from trivium.frontdoors.verl.prompts import template_of
@@ -103,7 +103,7 @@ def _template(verl: Settings) -> str | None:
 
 
 def _device(verl: Settings, problems: list[Problem]) -> str:
-    """The device that the config names; cuda, the original's default, is what this machine has."""
+    """Returns the device of the config. `cuda`, verl's default, becomes `cpu` on a machine without a GPU."""
     import torch
 
     name = verl["trainer.device"].partition(":")[0]
@@ -113,7 +113,7 @@ def _device(verl: Settings, problems: list[Problem]) -> str:
 
 
 def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
-    """What is wrong with a RunConfig."""
+    """Returns the problems of a RunConfig."""
     try:
         config_from_mapping(mapping)
     except ConfigError as error:
@@ -125,9 +125,9 @@ def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
 
 
 def translated(verl: Settings, *, rows: int, has_validation: bool, device: str) -> dict[str, Any]:
-    """The RunConfig as a mapping, all but its tasks. `rows` is the size of the training set.
+    """Returns the RunConfig as a mapping, without its tasks. `rows` is the size of the training set.
 
-    Raises ConfigError with everything that does not fit together.
+    Raises ConfigError with all keys that contradict each other.
     """
     problems: list[Problem] = []
     steps = total_steps(verl, rows)
@@ -158,15 +158,15 @@ def translated(verl: Settings, *, rows: int, has_validation: bool, device: str) 
 
 
 def run_dir_of(verl: Settings) -> str:
-    """Where the run keeps everything."""
+    """Returns the run directory."""
     named = f"checkpoints/{verl['trainer.project_name']}/{verl['trainer.experiment_name']}"
     return verl["trainer.default_local_dir"] or named
 
 
 def total_steps(verl: Settings, rows: int) -> int:
-    """The train steps that are set, else whole batches per epoch times epochs. What is left of an epoch is dropped.
+    """Returns the configured train steps, else whole batches per epoch times epochs. Incomplete batches are dropped.
 
-    Raises ConfigError where there is no whole batch.
+    Raises ConfigError if the rows do not fill one batch.
     """
     batch = verl["data.train_batch_size"]
     if rows < batch:
@@ -190,7 +190,7 @@ def _engine(verl: Settings, device: str) -> dict[str, Any]:
 
 
 def _vllm(verl: Settings, device: str) -> dict[str, Any]:
-    """What the section of vLLM has beside that of the engine that ships."""
+    """Returns the fields that a vLLM section has in addition to the section of the built-in engine."""
     of_gpus = () if device == "cpu" else ("enable_chunked_prefill", "cudagraph_capture_sizes")
     names = ("enable_prefix_caching", "scheduling_policy", *of_gpus)
     options = {name: verl[f"{ROLLOUT}.{name}"] for name in names if verl.has(f"{ROLLOUT}.{name}")}
@@ -206,12 +206,12 @@ def _vllm(verl: Settings, device: str) -> dict[str, Any]:
         fields["gpu_memory_utilization"] = verl[f"{ROLLOUT}.gpu_memory_utilization"]
         fields["enforce_eager"] = bool(verl[f"{ROLLOUT}.enforce_eager"])
         sleeps = verl[f"{ROLLOUT}.free_cache_engine"] and verl[f"{ROLLOUT}.enable_sleep_mode"]
-        fields["sleep_level"] = 2 if sleeps else 0  # all weights are sent for each step
+        fields["sleep_level"] = 2 if sleeps else 0  # every step sends all weights again
     return fields
 
 
 def _longest(verl: Settings) -> int:
-    """The most tokens of a sequence."""
+    """Returns the maximum number of tokens of a sequence."""
     return verl["data.max_prompt_length"] + verl["data.max_response_length"]
 
 

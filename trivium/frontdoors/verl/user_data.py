@@ -1,4 +1,4 @@
-"""Datasets and samplers of the user's own: the classes that a config names, and what a torch DataLoader consists of."""
+"""Datasets and samplers of users: the classes that a config names, and the parts of a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trivium.registry import resolve
 
 @dataclass(frozen=True)
 class RowLoader:
-    """The batches of an epoch as the run visits them, for code that looks at a dataloader."""
+    """Iterates over the batches of an epoch in the run's order, for code that reads a dataloader."""
 
     dataset: Any
     data: Data
 
     @property
     def sampler(self) -> Any:
-        """The train_sampler; the positions where there is none."""
+        """The train_sampler; a range of positions without one."""
         return range(self.data.epoch_length) if self.data.sampler is None else self.data.sampler
 
     @property
@@ -37,17 +37,17 @@ class RowLoader:
         return self.data.collate_fn
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Returns the number of batches of an epoch."""
         return self.data.epoch_length // self.data.batch
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """The first epoch's batches, column by column."""
+        """Yields the batches of the first epoch as columns."""
         return (self.data.columns(0, number) for number in range(len(self)))
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What rows are read from and how."""
+    """Datasets, collate function and sampler that rows are read with."""
 
     train: Any = None
     val: Any = None
@@ -56,7 +56,7 @@ class Sources:
 
     @classmethod
     def of_loaders(cls, train: Any, val: Any, batch: int) -> Sources:
-        """Those of DataLoaders that an override of `_create_dataloader` has built."""
+        """Returns the sources of DataLoaders that an override of `_create_dataloader` built."""
         parts = {"dataset", "sampler", "batch_size", "collate_fn"}
         for name, loader in (("train_dataloader", train), ("val_dataloader", val)):
             missing = [part for part in sorted(parts) if loader is not None and not hasattr(loader, part)]
@@ -76,7 +76,7 @@ class Sources:
 
 
 def custom_dataset(verl: Settings, section: object, split: str, tokenizer: object, processor: object) -> Any:
-    """An object of `data.custom_cls` over the files of a split; None where the config names no class."""
+    """Returns an instance of `data.custom_cls` over the files of a split, or None without a class or files."""
     files = verl[f"data.{split}_files"]
     if not verl.has("data.custom_cls.path") or not files:
         return None
@@ -94,7 +94,7 @@ def custom_dataset(verl: Settings, section: object, split: str, tokenizer: objec
 
 
 def custom_sampler(verl: Settings, section: object, dataset: Sized) -> Any:
-    """An object of `data.sampler.class_name`; None where the config names no class."""
+    """Returns an instance of `data.sampler.class_name`, or None if the config names no class."""
     if not verl.has("data.sampler.class_path"):
         return None
     cls = resolve("tasks", address(expanduser(verl["data.sampler.class_path"]), _name(verl, "data.sampler.class_name")))

@@ -1,4 +1,4 @@
-"""Validation under verl's metric names. Its estimates over n of N samples are bootstrapped; these are exact."""
+"""Validation under verl's metric names. verl bootstraps its estimates over n of N samples; these are exact."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from trivium.frontdoors.verl.group_rewards import GroupRewards, number_of
 from trivium.types import Group, Metrics, Trajectory
 
 _ALWAYS = ("reward", "acc")
-"""Variables that a failed rollout has too: 0."""
+"""Variables that are 0 for a failed rollout."""
 
 
 @dataclass
 class Validator(Evaluator):
-    """Generates rollouts of the validation set, rewards them as a whole, and reports per data source."""
+    """Samples rollouts of the validation set, scores them as one batch, and reports per data source."""
 
     rewards: GroupRewards | None = None
-    """None where explorers judge what they generate."""
+    """None if explorers score their rollouts."""
     source_key: str = "data_source"
-    """The column by which results are reported."""
+    """The column that groups the results."""
     results: Metrics = field(default_factory=dict[str, float], init=False)
-    """Of the last validation."""
+    """Metrics of the last validation."""
     samples_seen: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
-    """Prompts, completions and scores of it."""
+    """Prompts, completions and scores of the last validation."""
 
     async def run(self, version: int) -> Metrics:
-        """Metrics under `eval/<taskset>/`, `val-core/` and `val-aux/`."""
+        """Returns metrics under `eval/<taskset>/`, `val-core/` and `val-aux/`."""
         groups = await self.rollouts(version)
         if self.rewards is None:
             extras: list[Mapping[str, Any]] = [member.metrics for _, member in living(groups)]
@@ -53,7 +53,7 @@ class Validator(Evaluator):
 
 
 def sample(group: Group, member: Trajectory, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout under verl's names, with what its reward returned beside the score."""
+    """Returns a rollout under verl's names, with the extra information of its reward."""
     return {
         "input": "\n".join(message.content for message in group.task.prompt),
         "output": member.completion,
@@ -68,7 +68,7 @@ Table = Mapping[str, Sequence[Any]]
 
 
 def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:
-    """The variables that all samples of a task have a value for."""
+    """Returns the variables that have a value in all samples of a task."""
     rows = [
         {"reward": member.reward, **extra_of[group.group_id, member.index]} if member.failure is None else None
         for member in group.trajectories
@@ -83,8 +83,8 @@ def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) 
 
 
 def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
-    """`val-core/` and `val-aux/` metrics of (data source, table) pairs: means over the tasks of a source. A variable
-    that is not a number in every sample of a task (`number_of`) is left out there."""
+    """Returns `val-core/` and `val-aux/` metrics of (data source, table) pairs, averaged over the tasks of a source.
+    The average of a variable leaves out tasks in which a sample has no number for it (`number_of`)."""
     rows: dict[tuple[str, str, str], list[float]] = {}
     largest = max((len(values) for _, table in tables for values in table.values()), default=0)
     for source, table in tables:
@@ -107,9 +107,9 @@ def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
 
 
 def of_task(values: Sequence[float], predictions: Sequence[Any] | None) -> Metrics:
-    """The statistics of one variable over the N samples of a task: `mean@N`, `std@N`, and for n = 2, 4, ... N the mean
-    and deviation, over all choices of n samples, of the best, the worst, and the one whose prediction is the most
-    frequent (where there are predictions)."""
+    """Returns the statistics of one variable over the N samples of a task: `mean@N` and `std@N`. For n = 2, 4, ... N,
+    it adds mean and standard deviation, over all choices of n samples, of the best, the worst, and (with predictions)
+    the sample with the most frequent prediction."""
     number = len(values)
     metrics = {f"mean@{number}": sum(values) / number}
     if number == 1:
@@ -126,13 +126,13 @@ def of_task(values: Sequence[float], predictions: Sequence[Any] | None) -> Metri
 
 
 def _extreme(ordered: Sequence[float], n: int) -> list[tuple[float, float]]:
-    """(probability, value) of the last of n values in this order, drawn without replacement."""
+    """Returns (probability, value) of the last, in this order, of n values drawn without replacement."""
     total = comb(len(ordered), n)
     return [(comb(place, n - 1) / total, value) for place, value in enumerate(ordered)]
 
 
 def _majority(values: Sequence[float], predictions: Sequence[str], n: int) -> list[tuple[float, float]]:
-    """(probability, value) of the most frequent prediction among n; equally frequent ones share."""
+    """Returns (probability, value) of the most frequent prediction among n. Ties share the probability."""
     by_prediction: dict[str, list[float]] = {}
     for prediction, value in zip(predictions, values, strict=True):
         by_prediction.setdefault(prediction, []).append(value)

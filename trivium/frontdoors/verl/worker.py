@@ -1,7 +1,7 @@
-"""What runs in the process of a rank: the workers of one or several roles.
+"""The process of a rank: it runs the workers of one or several roles.
 
-Methods run in one thread, in the order in which they were called: collective operations need one order on all ranks.
-Coroutines run on the process's event loop meanwhile, any number at a time.
+Methods run in one thread in call order, because collective operations need the same order on all ranks. Coroutines run
+concurrently on the process's event loop.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trivium.frontdoors.verl.row_splitting import Piece
 
 @dataclass(frozen=True)
 class Place:
-    """Which share of the data a rank gets."""
+    """The share of the data that a rank receives."""
 
     data_rank: int
     data_size: int
     collects: bool = True
-    """Whether its result counts: that of one rank among those that get the same share."""
+    """Whether the rank's result is collected. One rank per share collects."""
 
 
 class Worker:
-    """Base of the classes whose instances are the ranks of a group; what `register` marks is called on all of them.
+    """Base class of the ranks of a group. The group has the methods that `register` marks.
 
-    Where it is built, and later, the environment holds what torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
+    From construction on, the environment holds the variables of torch.distributed (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Roles that share a process share its process group.
     """
 
@@ -50,12 +50,12 @@ class Worker:
 
     @property
     def local_rank(self) -> int:
-        """Which of the devices that this process sees is its own."""
+        """Index of this process's device among the visible devices."""
         return int(os.environ["LOCAL_RANK"])
 
     def set_data_rank(self, data_rank: int, data_size: int, collects: bool = True) -> None:
-        """Sets which of `data_size` shares this rank gets (unset: one for each rank), and whether its result is the one
-        that counts among the ranks of that share. Not after the first call that splits."""
+        """Sets which of `data_size` shares this rank receives (default: one share per rank), and whether its result is
+        collected for that share. Raises TriviumError after the first call that splits."""
         if self._place_is_known:
             raise TriviumError(
                 f"rank {self.rank} as data rank {data_rank}",
@@ -65,21 +65,21 @@ class Worker:
         self._place = Place(data_rank, data_size, collects)
 
     def place(self) -> Place:
-        """Which share this rank gets; settled from now on."""
+        """Returns the share of this rank. `set_data_rank` raises afterwards."""
         self._place_is_known = True
         return self._place or Place(self.rank, self.world_size)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A value that ranks are still working on, as it travels to other ranks."""
+    """A pending value of some ranks, in the form that is sent to other ranks."""
 
     calls: tuple[Call, ...]
     collect: Callable[[list[Any]], Any]
 
     def get(self, timeout_s: float = 3600.0) -> object:
-        """The value, once it is there. Raises what the first rank that failed has raised, ActorDied where one died, and
-        RoleFailed where one does not answer in time."""
+        """Waits for the value. Raises the exception of the first failed rank, ActorDied if a rank died, and RoleFailed
+        if a rank does not answer in time."""
         end, waiting = time.monotonic() + timeout_s, {call.ref: number for number, call in enumerate(self.calls)}
         values: list[Any] = [None] * len(self.calls)
         while waiting:
@@ -94,17 +94,17 @@ class Pending:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A call of a worker's method, apart from its arguments."""
+    """A call of a worker's method, without its arguments."""
 
     role: str
     method: str
     splits: bool = False
-    """Whether arguments with rows come as Pieces, and the result goes as one."""
+    """Whether arguments with rows arrive as Pieces, and the result is returned as a Piece."""
     materialize: bool = True
     deadline_s: float = 3600.0
 
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Inputs, Piece]:
-        """The arguments with the values of those that were pending, and the share of a batch that they are of."""
+        """Returns the arguments with pending values resolved, and the Piece that they belong to."""
         given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         if self.materialize:
             given = {
@@ -128,17 +128,17 @@ class RankWorkers:
     """The workers of one process, by role."""
 
     def __init__(self, roles: Mapping[str, Any]) -> None:
-        """Builds each from its class and arguments (`RayClassWithInitArgs`)."""
+        """Builds each worker from its class and arguments (`RayClassWithInitArgs`)."""
         self._workers = {role: made.cls(*made.args, **made.kwargs) for role, made in roles.items()}
 
     def call(self, call: WorkerCall, /, *args: object, **kwargs: object) -> object:
-        """What a method returns."""
+        """Calls a method and returns its result."""
         (args_there, kwargs_there), piece = call.resolved(args, kwargs)
         result = getattr(self._workers[call.role], call.method)(*args_there, **kwargs_there)
         return piece.made(result) if call.splits else result
 
     async def call_coroutine(self, call: WorkerCall, /, *args: object, **kwargs: object) -> object:
-        """What a coroutine method returns."""
+        """Awaits a coroutine method and returns its result."""
         if any(isinstance(value, Pending) for value in (*args, *kwargs.values())):
             (args_there, kwargs_there), piece = await asyncio.to_thread(call.resolved, args, kwargs)
         else:
