@@ -1,4 +1,4 @@
-"""Keys of verl's config and what to write instead in a config of Trivium, for hints about unknown keys."""
+"""Maps keys of verl's config to keys of Trivium's config, for hints about unknown keys."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ KEYS: Mapping[str, str] = {
     "use_kl_loss": "algorithm.kl.coef",
     "val_files": "evaluation.taskset, the name of a second entry of tasks",
 }
-"""The last part of a key, or its last two -> the key of Trivium. It lists common keys that a suggestion by similarity
-misses."""
+"""Last part of a key, or its last two parts -> key of Trivium. The mapping lists common keys that a suggestion by
+similarity misses."""
