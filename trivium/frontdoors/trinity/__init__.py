@@ -1,4 +1,4 @@
-"""The object API of Trinity-RFT: what its users import, over the same parts that `trivium run` uses."""
+"""The object API of Trinity-RFT: the names that its users import, built on the parts that `trivium run` uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the processes of a namespace share under a name: a board, on Ray where this process is connected to it, else in
-a file of this machine. Its content lasts as long as one of them lives."""
+"""Boards that the processes of a namespace share by name. A board is on Ray if this process is connected to a cluster,
+else in a file of this machine. Its content lasts as long as one of the processes lives."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _made: dict[tuple[str, str, str], Any] = {}
 
 
 def made_once(namespace: str, name: str, make: Callable[[Shared], T]) -> T:
-    """This process's object over the board of that name; `make` makes it."""
+    """Returns this process's object for the board with this name. `make` creates it on the first call."""
     with _lock:
         keys = [(session, namespace, name) for session in dict.fromkeys(("", ray_session()))]
-        for key in keys:  # the one without Ray stays if this process has joined a cluster since
+        for key in keys:  # an object made before this process joined a Ray cluster stays valid
             if key in _made:
                 return _made[key]
         shared = _shared(namespace, name)
@@ -38,7 +38,7 @@ def made_once(namespace: str, name: str, make: Callable[[Shared], T]) -> T:
 
 
 def forget(namespace: str, name: str | None = None) -> None:
-    """Lets go of the boards of a namespace, or of one of them, as if this process had ended."""
+    """Releases the boards of a namespace, or the one with this name, as if this process had ended."""
     with _lock:
         for key in [key for key in _made if key[1] == namespace and name in (None, key[2])]:
             _made.pop(key).shared.close()
@@ -54,7 +54,7 @@ def _shared(namespace: str, name: str) -> Shared:
 
 
 def _directory() -> Path:
-    """A directory of this user, the same for every process of the machine."""
+    """Returns the directory that all processes of this user share on this machine."""
     directory = Path(tempfile.gettempdir()) / f"trivium-{os.getuid()}"
     with writing(directory):
         directory.mkdir(mode=0o700, exist_ok=True)

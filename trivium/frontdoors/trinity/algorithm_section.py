@@ -1,4 +1,4 @@
-"""The `algorithm` section of Trinity-RFT's config: what its names stand for, and their options."""
+"""The `algorithm` section of Trinity-RFT's config: the translation of its names and their options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE = "none"
 
 @dataclass(frozen=True)
 class Named:
-    """What an algorithm_type stands for, where the config does not say otherwise; in Trinity-RFT's names."""
+    """The defaults of an algorithm_type, in Trinity-RFT's names."""
 
     advantage: str = "grpo"
     loss: str = "ppo"
@@ -23,7 +23,7 @@ class Named:
     entropy: str = "default"
     sample: str = "default"
     offline: bool = False
-    """Whether it learns from rows, and nothing is generated."""
+    """Whether the algorithm learns from rows, without generating rollouts."""
 
 
 ALGORITHMS: Mapping[str, Named] = {
@@ -75,15 +75,15 @@ _ADVANTAGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "clipv": ("grpo", {"epsilon": "epsilon"}),
     "accept": ("accept", {}),
 }
-"""advantage_fn -> (kind here, option there -> option here)."""
+"""advantage_fn -> (kind in Trivium, option in Trinity-RFT -> option in Trivium)."""
 _GATES = {"clipb": ("clip_b", {"mu": "mu"}), "clipv": ("clip_v", {"mu": "mu", "max_frac": "max_fraction"})}
-"""advantage_fn that is also a gate here -> (kind, options)."""
+"""Each advantage_fn that Trivium also has as a gate -> (kind, options)."""
 _WITHOUT_EFFECT = {
     "opmd": ("tau", "baseline", "mean"),
     "rec": ("epsilon", "norm_by_std", False),
     "gigpo": ("epsilon", "fnorm", _NONE),
 }
-"""Kind -> (an option, another one, the value of that one which leaves the first without effect)."""
+"""Kind -> (option, second option, value of the second option that disables the first)."""
 _ADVANTAGE_REST = ("std_threshold", "duplicate_experiences", "rank_penalty", "chunk_size")
 _GIGPO_KEYS = {"step_reward_key": "step_reward", "env_state_hash_key": "env_state_hash"}
 
@@ -109,10 +109,10 @@ _LOSSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "sft_phi": ("sft_phi", {"cutoff_prob": "cutoff"}),
     "reinforce": ("reinforce", {}),
 }
-"""policy_loss_fn -> (kind here, option there -> option here)."""
+"""policy_loss_fn -> (kind in Trivium, option in Trinity-RFT -> option in Trivium)."""
 _ANY_LOSS = ("loss_agg_mode", "use_token_level_loss", "backend")
 _BANDS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28), "mix": (0.2, 0.2), "mix_chord": (0.2, 0.2)}
-"""Losses with a range of ratios, and the range that is the default there: (low, high)."""
+"""Losses with a range of ratios -> Trinity-RFT's default range, (low, high)."""
 _BAND_KEYS = ("clip_range", "clip_range_low", "clip_range_high")
 _COUNTED = (
     "use_dynamic_bsz",
@@ -123,12 +123,12 @@ _COUNTED = (
     "train_batch_size_usual",
     "use_token_level_loss_in_sft",
 )
-"""Options of the mixed losses that say how a batch is cut there: here the counts are those of the step."""
+"""Options by which Trinity-RFT's mixed losses split a batch. Trivium counts the experiences of the step instead."""
 _WITHOUT_RATIO = ("opmd", "sft", "sft_is", "sft_phi", "reinforce")
 
 
 def named(trinity: TrinityConfig) -> Named:
-    """What algorithm_type stands for; a problem, and grpo, for a name that nothing here stands for."""
+    """Returns the defaults of the algorithm_type. For an unknown name, notes a problem and returns those of grpo."""
     name = str(trinity["algorithm.algorithm_type"]).lower()
     if name not in ALGORITHMS:
         found = "it learns every token of a text, prompts included" if name == "cpt" else "no such algorithm"
@@ -138,7 +138,7 @@ def named(trinity: TrinityConfig) -> Named:
 
 
 def algorithm_of(trinity: TrinityConfig) -> dict[str, Any]:
-    """The `algorithm` section."""
+    """Returns the `algorithm` section."""
     stands = named(trinity)
     loss = trinity.text("algorithm.policy_loss_fn") or stands.loss
     if stands.offline:
@@ -147,7 +147,7 @@ def algorithm_of(trinity: TrinityConfig) -> dict[str, Any]:
     advantage = trinity.text(f"algorithm.{function}") or stands.advantage
     section = _advantage(trinity, advantage, f"algorithm.{function}")
     section = {"kind": "ppo" if advantage == "ppo" else "grpo", **section, **_loss(trinity, loss)}
-    section["correction"] = _NONE  # the ratio is against the policy that sampled, there and here
+    section["correction"] = _NONE  # in both, the ratio is against the policy that sampled
     if not trinity["algorithm.bypass_old_logprobs"] and loss not in _WITHOUT_RATIO:
         section["old_log_prob"] = "recompute"
     if (epochs := trinity.trainer["actor_rollout_ref.actor.ppo_epochs"]) != 1:
@@ -161,7 +161,7 @@ def _supervised(trinity: TrinityConfig, loss: str) -> dict[str, Any]:
 
 
 def _dpo(trinity: TrinityConfig) -> dict[str, Any]:
-    """DPO, whose strength Trinity-RFT's examples write as the coefficient of a KL."""
+    """Translates DPO. Trinity-RFT's examples write its strength as the coefficient of a KL."""
     args, kl = trinity["algorithm.policy_loss_fn_args"], trinity["algorithm.kl_loss_fn_args"]
     _unknown(trinity, "algorithm.policy_loss_fn_args", args, ("beta", "label_smoothing", "loss_agg_mode"))
     beta, coef = args.get("beta"), kl.get("kl_coef")
@@ -179,7 +179,7 @@ def _dpo(trinity: TrinityConfig) -> dict[str, Any]:
 def _options(
     trinity: TrinityConfig, where: str, names: Mapping[str, str], others: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The options of a function that are set, under their names here; `others` are read elsewhere."""
+    """Returns the options of a function that are set, under their names in Trivium. `others` are read elsewhere."""
     args = trinity[where]
     _unknown(trinity, where, args, (*names, *others))
     return {to: args[name] for name, to in names.items() if args.get(name) is not None}
@@ -192,7 +192,7 @@ def _unknown(trinity: TrinityConfig, where: str, args: Mapping[str, Any], known:
 
 
 def _of(trinity: TrinityConfig, where: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What a name stands for in a table; a problem where it is not in it. None for a path to a function of the user."""
+    """Looks a name up in a table; notes a problem for an unknown name. Returns None for a path to a user's function."""
     if name not in known and ":" not in name:
         trinity.problem(where, repr(name), "no such function", suggest(name, known) + "; or file.py:name")
     return known.get(name)
@@ -227,7 +227,7 @@ def _advantage(trinity: TrinityConfig, name: str, key: str) -> dict[str, Any]:
 
 
 def _loss(trinity: TrinityConfig, name: str) -> dict[str, Any]:
-    """The policy loss with its aggregation and what else its options ask for."""
+    """Returns the policy loss with its aggregation and the settings that its options require."""
     where = "algorithm.policy_loss_fn_args"
     known, args = _of(trinity, "algorithm.policy_loss_fn", name, _LOSSES), trinity[where]
     aggregate = trinity.text("algorithm.loss_agg_mode") or args.get("loss_agg_mode")
@@ -267,7 +267,7 @@ def _loss(trinity: TrinityConfig, name: str) -> dict[str, Any]:
 
 
 def _band(args: Mapping[str, Any], low: float, high: float) -> dict[str, float]:
-    """The range of ratios, said in one number or in two."""
+    """Returns the range of ratios, which one option or two give."""
     both = args.get("clip_range")
     values = {"clip_low": args.get("clip_range_low"), "clip_high": args.get("clip_range_high")}
     defaults = {"clip_low": low if both is None else both, "clip_high": high if both is None else both}
@@ -289,7 +289,8 @@ _REC = {
 
 
 def _rec(trinity: TrinityConfig, args: Mapping[str, Any], aggregate: str) -> tuple[dict[str, Any], str]:
-    """One function there is three here, and its mode for sequences is an option. (The loss, the aggregation.)"""
+    """Translates the loss `rec`, one function in Trinity-RFT and three in Trivium, whose sequence mode is an option.
+    Returns (the loss, the aggregation)."""
     options = {name: default if args.get(name) is None else args[name] for name, default in _REC.items()}
     mode, where = options["clip_mode"], "algorithm.policy_loss_fn_args"
     sequence = mode == "gspo-one-side"
@@ -337,7 +338,7 @@ _ESTIMATORS: Mapping[str, Any] = {
 
 
 def _kl(trinity: TrinityConfig, stands: Named) -> dict[str, Any]:
-    """The penalty for leaving the reference: in the loss, or in the reward."""
+    """Returns the KL penalty to the reference: part of the loss, or of the reward."""
     penalties: dict[str, dict[str, Any]] = {}
     for place, key, default in (("loss", "kl_loss_fn", stands.kl), ("reward", "kl_penalty_fn", _NONE)):
         where = f"algorithm.{key}"
@@ -376,7 +377,7 @@ def _critic(trinity: TrinityConfig, advantage: str) -> dict[str, Any]:
 
 
 def _with_operators(trinity: TrinityConfig, section: dict[str, Any]) -> dict[str, Any]:
-    """The section with what Trinity-RFT asks of a workflow or an operator, and is the algorithm's here."""
+    """Adds the settings that belong to a workflow or an operator in Trinity-RFT and to the algorithm in Trivium."""
     names = [operator.get("name") for operator in trinity["data_processor.experience_pipeline.operators"]]
     judge = judged_in_training(trinity)
     if "mask_response_truncated" in names or judge.masks_truncated:
@@ -387,7 +388,7 @@ def _with_operators(trinity: TrinityConfig, section: dict[str, Any]) -> dict[str
 
 
 def _teacher(trinity: TrinityConfig, advantage: str) -> dict[str, Any]:
-    """The teacher: the first auxiliary model."""
+    """Returns the teacher, which is the first auxiliary model."""
     distils = advantage in ("on_policy_distill", "jsd")
     models = trinity.auxiliary_models
     if distils and models and models[0].has("model_path"):

@@ -1,5 +1,5 @@
-"""Trinity-RFT's CheckpointMonitor: which saves are complete, and which saver may write when. One stands for all
-processes of a namespace."""
+"""Trinity-RFT's CheckpointMonitor: tracks which saves are complete and which saver may write. All processes of a
+namespace share one."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _POLL_S = 0.5
 
 @actor_like
 class CheckpointMonitor:
-    """Knows which saves are complete: announced, and every registered saver has finished, in any order.
+    """Tracks which saves are complete: a save is complete when it is announced and every registered saver has finished,
+    in any order.
 
-    The files beside the saves hold the newest complete steps, so they survive the monitor. The monitor does not write
-    the saves; it counts a checkpoint of a run (`step-000100`) under `default_local_dir` as complete, too.
+    The newest complete steps are also written to files beside the saves, so they survive the monitor. The monitor does
+    not write the saves. A checkpoint of a run (`step-000100`) under `default_local_dir` counts as complete, too.
 
     `get_actor` gives every process of a namespace a monitor over one state. A monitor from the constructor belongs to
-    its process alone. Methods are called as they are, from any thread and any event loop, or, on Ray, by
-    `.remote(...)` like those of an actor. Steps are integers from 0: another value raises DataError.
+    its process alone. Methods can be called directly, from any thread and any event loop, or, on Ray, by `.remote(...)`
+    like those of an actor. Steps are integers from 0; another value raises DataError.
     """
 
     LATEST: ClassVar[Mapping[str, str]] = {
@@ -92,11 +93,11 @@ class CheckpointMonitor:
         default_local_dir: str | None = None,
         default_hdfs_dir: str | None = None,
     ) -> CheckpointMonitor:
-        """The monitor of a namespace. The first call of all its processes makes it, and needs `default_local_dir`; it
-        lasts as long as one of them lives.
+        """Returns the monitor of a namespace. The first call in any of its processes creates it, and requires
+        `default_local_dir`. The monitor lasts as long as one of the processes lives.
 
-        Its processes are those of the Ray cluster that this process is connected to, else those of this machine and
-        user. Raises ConfigError for settings other than those it was made with.
+        The processes are those of the Ray cluster that this process is connected to, else those of this machine and
+        user. Raises ConfigError if the settings differ from those of the first call.
         """
         settings = {
             "save_strategy": None if save_strategy is None else _strategy(save_strategy).value,
@@ -141,15 +142,15 @@ class CheckpointMonitor:
         return max(self.latest_checkpoint_step, self._noted(STATE_DICT))
 
     def update_latest_checkpoint_step(self, step: int) -> None:
-        """Writes down that the checkpoint of this step is complete. Steps may come in any order. Blocks."""
+        """Records that the checkpoint of this step is complete. Steps may come in any order. Blocks."""
         self._note(CHECKPOINT, _checked(step))
 
     def update_latest_state_dict_step(self, step: int) -> None:
-        """Writes down that the weights of this step are complete. Steps may come in any order. Blocks."""
+        """Records that the weights of this step are complete. Steps may come in any order. Blocks."""
         self._note(STATE_DICT, _checked(step))
 
     def _note(self, kind: str, step: int) -> None:
-        """Writes the step down as the newest one, unless a newer one is written there."""
+        """Records the step as the newest one, unless a newer one is recorded."""
         path = Path(self.default_local_dir) / self.LATEST[kind]
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
@@ -196,7 +197,7 @@ class CheckpointMonitor:
 
     async def monitor_step(self, step: int, is_state_dict: bool = False) -> None:
         """Announces that all savers of this step are registered. The step is complete once all of them have finished,
-        which they may have already. A checkpoint waits for the savers of the step's state dict, too."""
+        which may be before this call. A checkpoint also waits for the savers of the step's state dict."""
         step = _checked(step)
         self._change(lambda state: state.announce(step, _kind(is_state_dict)))
         await self._note_complete(step)
@@ -208,7 +209,7 @@ class CheckpointMonitor:
         complete. Raises SyncError if nothing changes among the savers for `deadline_s`.
         """
         place = {
-            SaveStrategy.SINGLE_THREAD: "",  # `enqueue` gives each saver a place of its own
+            SaveStrategy.SINGLE_THREAD: "",  # `enqueue` gives each saver a separate place
             SaveStrategy.SINGLE_PROCESS: f"{node_id}/{job_id}",
             SaveStrategy.SINGLE_NODE: str(node_id),
             SaveStrategy.UNRESTRICTED: "anywhere",
@@ -237,8 +238,8 @@ class CheckpointMonitor:
         return ticket
 
     async def notify_finished(self, step: int, is_state_dict: bool = False) -> None:
-        """A saver of this process has written its part of this step. Returns once the step is written down as complete,
-        if this was the last saver."""
+        """Reports that a saver of this process has written its part of this step. If it was the last saver, returns
+        after the step is recorded as complete."""
         step, caller = _checked(step), _this_process()
         self._stop_beating(self._change(lambda state: state.finish(step, _kind(is_state_dict), caller)))
         await self._note_complete(step)
@@ -246,7 +247,7 @@ class CheckpointMonitor:
     # ------------------------------------------------------------------ internals
 
     async def _note_complete(self, step: int) -> None:
-        """Writes down the saves of a step that have become complete, and copies the checkpoints."""
+        """Records the saves of a step that have become complete, and copies the checkpoints."""
         kinds = self._state.complete(step)
         for kind in kinds:
             update = self.update_latest_state_dict_step if kind == STATE_DICT else self.update_latest_checkpoint_step
@@ -263,15 +264,15 @@ class CheckpointMonitor:
             try:
                 await self._remote.copy_missing([local / folder_name(store.CHECKPOINT, each) for each in steps])
             except RunDirError as error:
-                _log.error("%s", error)  # savers go on: the next complete save copies again
+                _log.error("%s", error)  # savers continue: the next complete save copies again
 
     @property
     def _state(self) -> SaveState:
         return SaveState.of(self.board.read())
 
     def _change(self, change: Callable[[SaveState], T]) -> T:
-        """Applies `change` to the state and wakes those who wait. Returns what `change` returns; it may be called more
-        than once."""
+        """Applies `change` to the state and wakes the waiting savers. Returns the result of `change`, which may be
+        called more than once."""
         results: list[T] = []
 
         def apply(values: Values) -> Values:
@@ -293,7 +294,7 @@ class CheckpointMonitor:
                 _log.error("the saver %s died (%s); what it was saving does not count", name, cause)
 
     def _cause_of_death(self, ticket: int, saver: Saver) -> str:
-        """Empty as long as the saver may be alive."""
+        """Returns why a saver died; empty if it may be alive."""
         if not saver.alive():
             return "its process is gone"
         if self.heartbeat_s is None:
@@ -306,7 +307,7 @@ class CheckpointMonitor:
             beating.close()
 
     async def _wait(self, done: Callable[[SaveState], bool], who: str, whom: str) -> None:
-        """Waits until `done` holds. Any change among the savers is progress."""
+        """Waits until `done` holds. Any change among the savers counts as progress."""
 
         async def poll(deadline: ProgressDeadline) -> tuple[bool | None, object]:
             self._remove_dead()
@@ -318,7 +319,7 @@ class CheckpointMonitor:
 
 
 def _count_beat(ticket: int, state: SaveState) -> None:
-    """Raises KeyError for a saver that counts as dead, which ends its heartbeat."""
+    """Counts a heartbeat of a saver. Raises KeyError for a saver that counts as dead, which ends its heartbeat."""
     state.savers[ticket].beats += 1
 
 
@@ -327,7 +328,7 @@ def _this_process() -> ProcessLife:
 
 
 def _checked(number: SupportsIndex, name: str = "step") -> int:
-    """A step, or a number of savers. Raises DataError for any other value."""
+    """Returns a step, or a number of savers, as an int. Raises DataError for any other value."""
     try:
         if not isinstance(number, bool) and (value := operator.index(number)) >= 0:
             return value

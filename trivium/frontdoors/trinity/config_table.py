@@ -1,7 +1,6 @@
-"""The keys of Trinity-RFT's config, versions 0.2.1 to 0.6.0, and what each is translated to: the table of
-docs/trinity.md.
+"""The keys of Trinity-RFT's config, versions 0.2.1 to 0.6.0, with their translations: the table of docs/trinity.md.
 
-A key that is not in it is an error. So is a value that is not supported.
+A key outside the table is an error. So is an unsupported value.
 """
 
 from __future__ import annotations
@@ -309,7 +308,7 @@ _TAKEN = (
     "trainer.critic_warmup",
     "trainer.max_actor_ckpt_to_keep",
 )
-"""Keys of verl's config that Trinity-RFT has no key of its own for, or that are read where its own is not set."""
+"""Keys of verl's config that have no counterpart in Trinity-RFT, or that are read if the counterpart is unset."""
 _OFFLOADS = tuple(f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload"))
 
 
@@ -326,7 +325,7 @@ _OF_MEGATRON = (
 
 
 def _of_trainer_config(key: str, entry: Entry) -> Entry:
-    """The entry of a key of verl's config inside trainer.trainer_config."""
+    """Returns the entry of a key of verl's config inside trainer.trainer_config."""
     if not isinstance(entry, Mapped) or key in _TAKEN + _OFFLOADS:
         return entry
     return Ignored(_DECIDES)

@@ -1,5 +1,4 @@
-"""The core's trainer with Trinity-RFT's objects in it: its methods are called on the user's Trainer, its engine through
-Trinity's verbs."""
+"""Adapts the core's trainer to Trinity-RFT's objects: it calls the methods of the user's Trainer and of its engine."""
 
 from __future__ import annotations
 
@@ -26,14 +25,15 @@ if TYPE_CHECKING:
 
 
 class WrappedEngine(TrainEngine):
-    """A TrainEngineWrapper as the core's trainer sees it. Of a user's engine it calls the seven members alone."""
+    """Adapts a TrainEngineWrapper to the core's trainer. Calls only the seven members of the interface on a user's
+    engine."""
 
     def __init__(self, wrapper: TrainEngineWrapper, run: RunParts) -> None:
         self.wrapper, self._run = wrapper, run
         self.algorithm, self.channel = run.algorithm, run.channel
         self.calls = EngineCalls()
         self.goes_on = True
-        """What the last train step said."""
+        """Whether the last train step asked to continue."""
 
     @property
     def built_in(self) -> VerlPPOTrainerWrapper | None:
@@ -51,10 +51,10 @@ class WrappedEngine(TrainEngine):
             )
 
     def load(self, directory: Path) -> None:
-        """Nothing: `prepare` has done so."""
+        """Does nothing: `prepare` has loaded the checkpoint."""
 
     def train_on(self, groups: Sequence[Group], keep: Keep) -> Metrics:
-        """One train step of the wrapper. Blocks."""
+        """Runs one train step of the wrapper. Blocks."""
         before, (batch, metrics) = self.wrapper.train_step_num, self.experiences(groups)
         if (built_in := self.built_in) is not None:
             built_in.keep = keep
@@ -72,8 +72,8 @@ class WrappedEngine(TrainEngine):
         return {**metrics, **reported}
 
     def experiences(self, groups: Sequence[Group]) -> tuple[Experiences, Metrics]:
-        """What the wrapper's `train_step` gets for these groups. A user's engine gets them with advantages unless
-        the estimator itself reads scores of a model; the built-in one computes its own."""
+        """Returns the input of the wrapper's `train_step` for these groups. A user's engine gets advantages unless the
+        estimator reads scores of a model; the built-in engine computes its own."""
         kept, metrics = self.algorithm.filter(groups)
         batch = self.algorithm.batch(kept)
         if self.built_in is None and not self._run.algorithm.advantage_needs:
@@ -88,7 +88,7 @@ class WrappedEngine(TrainEngine):
         self.calls(verb)
         version = wrapper.train_step_num
         if version in self._run.synchronizer.published or not self._run.stage.num_explorers:
-            return True  # without explorers, where the weights went is the engine's business
+            return True  # without explorers, the engine alone decides where the weights go
         if self._run.synchronizer.collective:
             return False
         raise TriviumError(
@@ -98,7 +98,7 @@ class WrappedEngine(TrainEngine):
         )
 
     def holds_version(self) -> bool:
-        """A user's engine says so by its `train_step_num`, which the trainer compares."""
+        """Returns True for a user's engine, whose `train_step_num` the trainer compares."""
         return self.built_in is None or self._inner.holds_version()
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Owner(Protocol):
 
 
 class _OwnersSaver(BackgroundSaver):
-    """Saves by the owner's method."""
+    """Saves by calling the owner's `save_checkpoint`."""
 
     def __init__(self, trainer: CoreTrainer) -> None:
         super().__init__(trainer.saver.store, trainer.engine, asynchronous=trainer.saver.asynchronous)
@@ -174,7 +174,7 @@ class _OwnersSaver(BackgroundSaver):
 
 @dataclass
 class CoreTrainer(core.Trainer):
-    """A trainer whose methods are its owner's."""
+    """A trainer that calls the methods of its owner."""
 
     owner: Any = None
     """The user's Trainer (`Owner`)."""
@@ -183,14 +183,14 @@ class CoreTrainer(core.Trainer):
         super().__post_init__()
         assert isinstance(self.engine, WrappedEngine)
         self.wrapped = self.engine
-        # Its verbs for weights are called without explorers too.
+        # The owner's methods for weights are called without explorers, too.
         self.publisher.keeps_versions = not self.synchronizer.collective
         self.saver = _OwnersSaver(self)
         self.given: RunState | None = None
-        """What the save being made belongs to."""
+        """The state to store with the save in progress."""
         self._is_started = False
         self._moving: Mapping[str, Any] = {}
-        """What the last step changed, as it is since."""
+        """The parts of the state that a step changes, as of the last step."""
         if self.wrapped.built_in is not None:
             self.wrapped.built_in.state_of_run = self.run_state
 
@@ -224,7 +224,7 @@ class CoreTrainer(core.Trainer):
         return partial(self.wrapped.train_on, groups)
 
     def run_state(self) -> RunState:
-        """What belongs into a checkpoint of this step beside the engine."""
+        """Returns the content of this step's checkpoint beside the engine's."""
         return self.given or RunState(*self._contents(self._moving))
 
     # ------------------------------------------------------------------ what the owner's methods do by default
@@ -243,7 +243,7 @@ class CoreTrainer(core.Trainer):
         super()._preview(examples)
 
     async def sample(self, version: int) -> tuple[Experiences, Metrics, list[dict[str, Any]]]:
-        """(the experiences of the next step, metrics, rollouts to show)."""
+        """Returns (the experiences of the next step, metrics, rollouts to show)."""
         await self.start()
         groups = await self._groups(version)
         return self.wrapped.experiences(groups.all)[0], groups.metrics, examples_of(groups.fresh)

@@ -1,4 +1,5 @@
-"""The `buffer`, `data_processor` and evaluation keys of Trinity-RFT's config: tasks, workflow, rewards, buffer."""
+"""The `buffer`, `data_processor` and evaluation keys of Trinity-RFT's config, translated to tasks, workflow, rewards
+and buffer."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from trivium.registry import suggest
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _DATABASES = ("sqlite", "postgresql", "mysql")
 EVALUATED = "eval"
-"""The name of the taskset that is evaluated."""
+"""The name of the evaluation taskset."""
 
 
 def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
-    """The `tasks` section."""
+    """Returns the `tasks` section."""
     if trinity.offline:
         return {"train": _rows(trinity, trinity.experiences, _BUFFER)}
     tasks: dict[str, Any] = {}
@@ -44,7 +45,7 @@ def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
 
 
 def num_rows(source: Mapping[str, Any]) -> int | None:
-    """How many rows a task source has; None where they are not on this machine."""
+    """Returns the number of rows of a task source; None if the rows are not on this machine."""
     if source.get("kind") == "served":
         return None
     try:
@@ -58,21 +59,21 @@ def num_rows(source: Mapping[str, Any]) -> int | None:
 
 
 def _source(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
-    """Kind and path of a task source: a file, else a folder or a Hugging Face id."""
+    """Returns kind and path of a task source: a file, else a folder or a Hugging Face id."""
     path, subset = str(settings["path"]), settings["subset_name"]
     here = Path(path).expanduser()
     path = str(here.resolve()) if here.exists() else path
     if path.endswith((".jsonl", ".parquet")):
         return {"kind": "jsonl" if path.endswith(".jsonl") else "parquet", "path": path}
     source = {"kind": "datasets", "path": path, "split": settings["split"]}
-    if subset and here.is_dir() and not (here / "README.md").is_file():  # which is what lists them
+    if subset and here.is_dir() and not (here / "README.md").is_file():  # which lists the files
         trinity.notes.append(f"{where}.subset_name: no effect: the folder {path} has no configurations")
         subset = None
     return source | ({"subset": subset} if subset else {})
 
 
 def _taskset(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
-    """The task source of a taskset."""
+    """Returns the task source of a taskset."""
     if str(settings["storage_type"]).lower() != "file":
         do = "write the tasks into a file: storage_type: file"
         trinity.problem(f"{where}.storage_type", repr(settings["storage_type"]), "tasks are read from files", do)
@@ -89,7 +90,7 @@ def _images(settings: Settings) -> dict[str, Any]:
 
 
 def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dict[str, Any]:
-    """One task source of several tasksets, which must be rolled out and judged alike."""
+    """Merges several tasksets into one task source. All of them must have the same workflow and rewards."""
     sources = [_taskset(trinity, taskset, where) for taskset in tasksets]
     judges = {repr(judged(trinity, taskset, where)) for taskset in tasksets}
     if len(judges) > 1:
@@ -103,7 +104,7 @@ def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dic
 
 
 def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
-    """The task source of rows with an expert's text, or with pairs."""
+    """Returns the task source of rows with an expert's text, or with pairs."""
     kind = str(settings["storage_type"]).lower()
     if not settings.has("path") or kind != "file":
         found = f"storage_type {kind}, path {settings['path']!r}"
@@ -122,7 +123,7 @@ def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, A
 
 
 def _expert(trinity: TrinityConfig) -> tuple[str, Settings]:
-    """(name, section) of the auxiliary buffer with the expert's rows."""
+    """Returns (name, section) of the auxiliary buffer with the expert's rows."""
     where, buffers = "buffer.trainer_input.auxiliary_buffers", trinity["buffer.trainer_input.auxiliary_buffers"]
     name = str(trinity["algorithm.sample_strategy_args"].get("sft_dataset_name", "sft_dataset"))
     old = trinity["buffer.trainer_input.sft_warmup_dataset"]
@@ -135,7 +136,7 @@ def _expert(trinity: TrinityConfig) -> tuple[str, Settings]:
 
 
 def buffer_of(trinity: TrinityConfig) -> dict[str, Any]:
-    """The `buffer` section."""
+    """Returns the `buffer` section."""
     settings = trinity.experiences
     if trinity.offline:
         pair = {name: settings[f"format.{name}_key"] for name in ("chosen", "rejected")}
@@ -152,7 +153,7 @@ def buffer_of(trinity: TrinityConfig) -> dict[str, Any]:
 
 
 def _url(trinity: TrinityConfig, path: str) -> str:
-    """The database of a buffer: the one that is named, else one in the run directory."""
+    """Returns the URL of a buffer's database: the configured one, else one in the run directory."""
     if path.partition(":")[0].partition("+")[0] not in _DATABASES:
         return f"sqlite:///{(Path(trinity.run_dir) / 'buffer.db').resolve()}"
     if path.startswith("mysql"):
@@ -163,7 +164,7 @@ def _url(trinity: TrinityConfig, path: str) -> str:
 
 
 def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
-    """buffer.strategy: which groups a step is trained on."""
+    """Translates buffer.strategy, which selects the groups of a train step."""
     args, batches = trinity["algorithm.sample_strategy_args"], trinity.batches
     if mixes(trinity):
         name, _ = _expert(trinity)
@@ -174,7 +175,7 @@ def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
         do = suggest(name, ("default", "staleness_control", "mix")) + "; a class of yours is buffer.strategy"
         trinity.problem("algorithm.sample_strategy", repr(name), "no such strategy", do)
     bound = args.get("max_staleness", math.inf)
-    if name == "staleness_control" and bound < trinity.max_staleness:  # else nothing is older
+    if name == "staleness_control" and bound < trinity.max_staleness:  # without them, no group is older
         return {"strategy": {"kind": "staleness_control", "max_staleness": int(bound)}}
     return _replay(trinity)
 
@@ -209,11 +210,11 @@ _OPERATORS: Mapping[str, tuple[str, ...]] = {
     "pass_rate_calculator": (),
     "invalid_reward_filter": (),
 }
-"""Operators by name -> their arguments. The last three are what is done anyway, or elsewhere."""
+"""Operators by name -> their arguments. The last three are defaults in Trivium, or done elsewhere."""
 
 
 def _operators(trinity: TrinityConfig) -> dict[str, Any]:
-    """buffer.operators: what becomes of each finished group."""
+    """Translates buffer.operators, which process each finished group."""
     where, operators = "data_processor.experience_pipeline", list[dict[str, Any]]()
     for number, operator in enumerate(trinity[f"{where}.operators"]):
         name, args = operator.get("name", ""), operator.get("args") or {}
@@ -251,11 +252,11 @@ def _shaped(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
-    """The sections `workflow` and `rewards`."""
+    """Returns the sections `workflow` and `rewards`."""
     limits = {"deadline_s": trinity["explorer.max_timeout"], "max_retries": trinity["explorer.max_retry_times"]}
     judge = judged_in_training(trinity)
     evaluated = {repr(judged(trinity, taskset, f"{INPUT}.eval_tasksets")) for taskset in trinity.eval_tasksets}
-    alike = {repr(judge), repr(replace(judge, shaping=()))}  # evaluation has no penalties of training
+    alike = {repr(judge), repr(replace(judge, shaping=()))}  # evaluation omits the penalties of training
     if trinity.tasksets and not trinity.offline and evaluated - alike:
         do = "set the workflow and reward of training in eval_tasksets as well, or leave default_eval_workflow_type out"
         trinity.problem(f"{INPUT}.eval_tasksets", "another workflow or reward", "evaluation judges as training", do)
@@ -264,7 +265,7 @@ def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
 
 
 def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, Any]:
-    """How the tasks of a taskset are sampled."""
+    """Returns the sampling settings of a taskset."""
     model = "explorer.rollout_model"
     own = (
         {name: settings[f"rollout_args.{name}"] for name in ("temperature", "top_p", "top_k", "max_tokens")}
@@ -282,7 +283,8 @@ def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, 
 
 
 def _max_tokens(trinity: TrinityConfig) -> tuple[int, int]:
-    """(prompt and completion together, the completion), in tokens; what is not set follows from the other."""
+    """Returns (most tokens of prompt and completion together, most tokens of the completion). An unset value follows
+    from the other."""
     values = [
         trinity.first(f"explorer.rollout_model.{name}", f"model.{name}")
         for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
@@ -304,12 +306,12 @@ def _max_tokens(trinity: TrinityConfig) -> tuple[int, int]:
 
 
 def max_context(trinity: TrinityConfig) -> int:
-    """The longest sequence, in tokens; 0 where nothing says it."""
+    """Returns the longest sequence in tokens; 0 if the config does not set it."""
     return _max_tokens(trinity)[0]
 
 
 def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | None:
-    """The `evaluation` section; None where nothing is evaluated."""
+    """Returns the `evaluation` section; None if there is nothing to evaluate."""
     if not trinity.eval_tasksets or trinity.offline or trinity.mode == "serve":
         return None
     where, tasksets = f"{INPUT}.eval_tasksets", trinity.eval_tasksets

@@ -19,17 +19,17 @@ from trivium.errors import DataError
 from trivium.types import AnyArray, Batch
 
 _OF_ALGORITHM = ("advantages", "returns")
-"""Columns that an experience carries in `extra` where it is by itself."""
+"""Columns that a single experience carries in `extra`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EID:
-    """Which rollout of which task an experience is of."""
+    """The id of an experience: its task and its rollout."""
 
     task: str
-    """The group: taskset, task and epoch."""
+    """The id of the group: taskset, task and epoch."""
     run: int
-    """The rollout's place in its group."""
+    """The index of the rollout in its group."""
 
     @property
     def tid(self) -> str:
@@ -43,14 +43,14 @@ class EID:
 
 
 class Experience(types.Experience):
-    """One experience, with the attributes that Trinity-RFT gives it beside its own. Of a sequence of L tokens, R from
-    the first trained one on are its response; what precedes is its prompt."""
+    """One experience, with the attributes that Trinity-RFT adds. In a sequence of L tokens, the R tokens from the first
+    trained one on are the response; the tokens before are the prompt."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, experience: types.Experience, **columns: AnyArray) -> Experience:
-        """The experience with these columns, one number per token each."""
+        """Returns the experience with these columns, one number per token each."""
         own = {field.name: getattr(experience, field.name) for field in fields(experience)}
         return cls(**{**own, "extra": {**experience.extra, **columns}})
 
@@ -64,22 +64,22 @@ class Experience(types.Experience):
 
     @property
     def action_mask(self) -> Tensor:
-        """(R,) bool: true on the tokens to train on."""
+        """(R,) bool: true on the trained tokens."""
         return self._response(self.response_mask)
 
     @property
     def logprobs(self) -> Tensor:
-        """(R,) float32: log-probabilities under the distribution that was sampled from."""
+        """(R,) float32: log-probabilities under the sampling distribution."""
         return self._response(self.rollout_log_prob)
 
     @property
     def advantages(self) -> Tensor | None:
-        """(R,) float32; None where the estimator reads scores of a model, which the engine holds."""
+        """(R,) float32; None if the estimator reads scores of a model, which the engine holds."""
         return self._response(self.extra["advantages"]) if "advantages" in self.extra else None
 
     @property
     def returns(self) -> Tensor | None:
-        """(R,) float32; None where there are no advantages."""
+        """(R,) float32; None if there are no advantages."""
         return self._response(self.extra["returns"]) if "returns" in self.extra else None
 
     def _response(self, array: AnyArray) -> Tensor:
@@ -87,25 +87,25 @@ class Experience(types.Experience):
 
 
 def prompt_length(experience: types.Experience) -> int:
-    """The tokens before the first trained one; of a sequence without one, all."""
+    """Returns the number of tokens before the first trained one; the length of the sequence if no token is trained."""
     mask = experience.response_mask
     return int(mask.argmax()) if mask.any() else len(mask)
 
 
 @dataclass(frozen=True)
 class Experiences(Sequence[Experience]):
-    """A batch of experiences. Prompts are padded on the left to the longest one, responses on the right.
+    """A batch of experiences. Prompts are padded on the left, responses on the right, to the longest one.
 
-    It is also the sequence of its `Experience`s, whose arrays are not padded.
+    As a sequence, it contains the `Experience`s, whose arrays are not padded.
     """
 
     batch: Batch
-    """The experiences, and the columns that were computed for them."""
+    """The experiences, and the columns computed for them."""
     pad_token_id: int = 0
 
     @classmethod
     def gather_experiences(cls, experiences: Sequence[types.Experience], pad_token_id: int = 0) -> Experiences:
-        """Several experiences as one batch. Raises DataError for anything else."""
+        """Combines several experiences into one batch. Raises DataError for anything else."""
         return cls(batch_of(experiences), pad_token_id)
 
     # ------------------------------------------------------------------ tensors
@@ -127,17 +127,17 @@ class Experiences(Sequence[Experience]):
 
     @cached_property
     def attention_masks(self) -> Tensor:
-        """(B, S) bool: true on the tokens that are not padding."""
+        """(B, S) bool: false on padding."""
         return self._both([np.ones(len(e), np.bool_) for e in self], False, torch.bool)
 
     @cached_property
     def action_masks(self) -> Tensor:
-        """(B, R) bool: true on the tokens to train on."""
+        """(B, R) bool: true on the trained tokens."""
         return self._responses([e.response_mask for e in self], torch.bool)
 
     @cached_property
     def logprobs(self) -> Tensor:
-        """(B, R) float32: log-probabilities under the distribution that was sampled from."""
+        """(B, R) float32: log-probabilities under the sampling distribution."""
         return self._responses([e.rollout_log_prob for e in self], torch.float32)
 
     @cached_property
@@ -147,12 +147,12 @@ class Experiences(Sequence[Experience]):
 
     @cached_property
     def advantages(self) -> Tensor | None:
-        """(B, R) float32; None where the estimator reads scores of a model, which the engine holds."""
+        """(B, R) float32; None if the estimator reads scores of a model, which the engine holds."""
         return self._column("advantages")
 
     @cached_property
     def returns(self) -> Tensor | None:
-        """(B, R) float32; None where there are no advantages."""
+        """(B, R) float32; None if there are no advantages."""
         return self._column("returns")
 
     # ------------------------------------------------------------------ where they come from
@@ -164,7 +164,7 @@ class Experiences(Sequence[Experience]):
 
     @property
     def eids(self) -> list[EID]:
-        """Task and rollout of each."""
+        """The id of each experience."""
         return [EID(e.group_id, e.index) for e in self]
 
     # ------------------------------------------------------------------ the sequence
@@ -213,7 +213,7 @@ class Experiences(Sequence[Experience]):
 
 
 def _padded(arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype, at: Callable[[int, int], int]) -> Tensor:
-    """(B, longest): each array from place `at(longest, its length)` on."""
+    """Returns (B, longest): each array starts at column `at(longest, its length)`."""
     width = max(map(len, arrays), default=0)
     padded = torch.full((len(arrays), width), filler, dtype=dtype)
     for row, array in zip(padded, arrays, strict=True):
@@ -223,7 +223,7 @@ def _padded(arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype, at: Cal
 
 
 def batch_of(experiences: object) -> Batch:
-    """The core's batch of Experiences, or of a list of Experience (those of Trivium's own type too). Raises DataError
+    """Converts Experiences, or a list of Experience (also of Trivium's own type), to the core's batch. Raises DataError
     for anything else."""
     if isinstance(experiences, Experiences):
         return experiences.batch

@@ -1,4 +1,4 @@
-"""The keys of Trinity-RFT's config that say where tasks and experiences come from (see `config_table`)."""
+"""The keys of Trinity-RFT's config for the sources of tasks and experiences (see `config_table`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trinity-RFT's workflows and reward functions by name, as a workflow and rewards of Trivium."""
+"""Translates the names of Trinity-RFT's workflows and reward functions to a workflow and rewards of Trivium."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _THINK_BOXED = (
 
 @dataclass(frozen=True)
 class Judged:
-    """How the tasks of a taskset are rolled out and judged."""
+    """The workflow and rewards of a taskset."""
 
     rewards: tuple[Mapping[str, Any], ...] = ()
     workflow: Mapping[str, Any] = field(default_factory=lambda: {"kind": "single_turn"})
     system: str | None = None
-    """The system message of tasks that bring none."""
+    """The system message of tasks without one."""
     reads_answer: bool = True
     """Whether the rewards read the column with the answer."""
     masks_truncated: bool = False
@@ -39,7 +39,7 @@ class Judged:
 
 
 def _reward(name: str, **options: Any) -> dict[str, Any]:
-    """A reward of `reward_functions.py`, under the name that its metric has in Trinity-RFT."""
+    """Returns a reward of `reward_functions.py`, under the name of its metric in Trinity-RFT."""
     labels = {"Accuracy": "accuracy", "Boxed": "accuracy", "Dapo": "accuracy", "Countdown": "score"}
     return {"kind": f"{_HERE}:{name}", "name": labels.get(name, "format_score"), **options}
 
@@ -53,7 +53,7 @@ _REWARDS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "countdown_reward": (_reward("Countdown"),),
     "math_dapo_reward": (_reward("Dapo"),),
 }
-"""Reward functions by name -> rewards, whose sum they are."""
+"""Reward functions by name -> the rewards that sum up to them."""
 _SIMPLE = (
     "simple_workflow",
     "async_simple_workflow",
@@ -72,17 +72,18 @@ _INSTEAD = {
     "agentscope": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
     "as_react": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
 }
-"""Part of the name of a workflow that is not here -> what to use."""
+"""Part of the name of an unsupported workflow -> its replacement."""
 
 
 def judged_in_training(trinity: TrinityConfig) -> Judged:
-    """How the tasks of training are rolled out and judged; those of evaluation, where there are none of training."""
+    """Returns the workflow and rewards of the training taskset; those of the evaluation taskset if there is no training
+    taskset."""
     tasksets = [*trinity.tasksets, *trinity.eval_tasksets]
     return judged(trinity, tasksets[0], f"{INPUT}.taskset") if tasksets and not trinity.offline else Judged()
 
 
 def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
-    """How the tasks of a taskset are rolled out and judged. A name that nothing here stands for is a problem."""
+    """Returns the workflow and rewards of a taskset. Notes a problem for an unknown name."""
     evaluated = ".eval_tasksets" in where
     kinds = [settings["default_workflow_type"]]
     kinds += (
@@ -117,8 +118,8 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
 
 
 def of_user(name: str) -> str:
-    """The name of a class or function of the user as Trivium writes it: `package.module:Name` for
-    `package.module.Name`, and a file of the working directory by its whole path. Other names stay as they are."""
+    """Converts the name of a user's class or function to Trivium's form: `package.module.Name` becomes
+    `package.module:Name`, and a file of the working directory gets its full path. Other names stay unchanged."""
     module, dot, last = name.rpartition(".")
     name = f"{module}:{last}" if dot and ":" not in name else name
     file, is_file, attribute = name.rpartition(".py:")
@@ -127,7 +128,7 @@ def of_user(name: str) -> str:
 
 
 def _rewards(trinity: TrinityConfig, name: str, settings: Settings, where: str) -> tuple[Mapping[str, Any], ...]:
-    """The rewards that a reward function's name stands for."""
+    """Returns the rewards that replace a reward function."""
     args = {key: value for key, value in settings["reward_fn_args"].items() if key not in _OVERLONG}
     if name in _REWARDS:
         for key, value in args.items():
@@ -145,7 +146,7 @@ _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length",
 
 
 def _overlong(settings: Settings) -> tuple[Mapping[str, Any], ...]:
-    """The penalty for completions near the length limit, as a shaping of the reward."""
+    """Returns the penalty for completions near the length limit, as a shaping of the reward."""
     args = settings["reward_fn_args"]
     if not args.get("enable_overlong_penalty"):
         return ()
@@ -157,7 +158,7 @@ def _overlong(settings: Settings) -> tuple[Mapping[str, Any], ...]:
 def _math_boxed(
     trinity: TrinityConfig, settings: Settings, where: str, rewards: tuple[Mapping[str, Any], ...]
 ) -> Judged:
-    """math_boxed_workflow, whose truncated completions are left out of the loss."""
+    """Translates math_boxed_workflow, which excludes truncated completions from the loss."""
     args = settings["workflow_args"]
     thinks = bool(args.get("with_think"))
     if args.get("use_base"):

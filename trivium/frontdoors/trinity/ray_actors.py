@@ -1,4 +1,4 @@
-"""The board of a name on a Ray cluster: an actor that no process owns, and that ends some time after all its users."""
+"""The board of a name on a Ray cluster: a detached actor that ends some time after its last user."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
 from trivium.protocols import Weights
 
 USER_S = 60.0
-"""A process of another machine that is silent for so long has ended."""
+"""Seconds without a heartbeat after which a process of another machine counts as ended."""
 _UNUSED_S = 20.0
-"""How long the actor stays when no process uses it."""
+"""Seconds that the actor stays alive without a user."""
 _REPLACED_S = 30.0
-"""How long an actor that ends may keep its name."""
+"""Seconds that an ending actor may keep its name."""
 
 
 @dataclass
 class _User:
     life: ProcessLife
     seen: float
-    """When it was, on the actor's clock."""
+    """The time of its last heartbeat, on the actor's clock."""
 
     def alive(self) -> bool:
         near = self.life.host == socket.gethostname()
@@ -57,7 +57,8 @@ class NamespaceHost(Host):
         self._watching: asyncio.Task[None] | None = None
 
     async def join(self, key: str, life: ProcessLife) -> bool:
-        """Enters a process, with an empty board if it is the only one. False where this actor is about to end."""
+        """Registers a process, with an empty board if no other process is registered. Returns False if this actor is
+        about to end."""
         if self._ending:
             return False
         if self._watching is None:
@@ -69,11 +70,11 @@ class NamespaceHost(Host):
         return True
 
     async def beat(self, key: str, life: ProcessLife) -> None:
-        """A process is there."""
+        """Records a heartbeat of a process."""
         self._users[key] = _User(life, time.monotonic())
 
     async def leave(self, key: str) -> None:
-        """A process does without the board from now on."""
+        """Unregisters a process."""
         self._users.pop(key, None)
 
     def _living(self) -> bool:
@@ -81,7 +82,7 @@ class NamespaceHost(Host):
         return bool(self._users)
 
     async def _end_unused(self) -> None:
-        """Ends this actor once no process has used it for a while."""
+        """Ends this actor after `_UNUSED_S` without a user."""
         since = time.monotonic()
         while time.monotonic() - since < _UNUSED_S:
             await asyncio.sleep(_UNUSED_S / 10)
@@ -90,14 +91,14 @@ class NamespaceHost(Host):
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def result(self, key: str) -> Any:
-        """What a call returns, once it is over; raises what it raises."""
+        """Waits for the result of a call. Raises the error of the call."""
         try:
             return (await self._future(key)).unwrap()
         finally:
             self._results.pop(key, None)
 
     async def set_result(self, key: str, answer: Answer) -> None:
-        """A call is over."""
+        """Stores the result of a finished call."""
         self._future(key).set_result(answer)
 
     def _future(self, key: str) -> asyncio.Future[Answer]:
@@ -106,7 +107,7 @@ class NamespaceHost(Host):
 
 @dataclass(frozen=True)
 class Handle:
-    """An actor as long as this process keeps the connection to Ray by which it was found."""
+    """An actor that is usable while this process keeps its current connection to Ray."""
 
     name: str
     actor: ActorHandle[NamespaceHost]
@@ -116,7 +117,7 @@ class Handle:
         return Handle, (self.name, self.actor)
 
     def __getattr__(self, method: str) -> Any:
-        if ray_session() != self.session:  # for the call, Ray would start an instance of its own
+        if ray_session() != self.session:  # without this check, Ray would start a new instance for the call
             raise RoleFailed(self.name, "this process has left Ray, or joined another cluster")
         return getattr(self.actor, method)
 
@@ -146,7 +147,7 @@ async def _result_of(call: Callable[[], Any]) -> Any:
 
 
 class StateDicts:
-    """Weights in Ray's object store, which end with the process that offered them."""
+    """Weights in Ray's object store. They are lost when the process that offered them ends."""
 
     def __init__(self, shared: Shared, *, keep: int) -> None:
         self._table = Proxy(shared.host, shared.name, uuid.uuid4().hex)
@@ -165,14 +166,14 @@ class StateDicts:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, for calls of this process."""
+    """Returns the event loop, in a separate thread, for calls of this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="trivium-remote-calls", daemon=True).start()
     return loop
 
 
 def join(namespace: str, name: str) -> Shared:
-    """The board of a name. The first process that needs it starts the actor; Ray's own deadlines bound the start."""
+    """Joins the board with this name. The first process starts the actor; Ray's own deadlines bound the start."""
     key, life, deadline = uuid.uuid4().hex, ProcessLife.of(os.getpid()), ProgressDeadline(_REPLACED_S)
     while True:
         host: Any = start_host(name, None, 1, namespace=namespace, existing=True, kind=NamespaceHost, detached=True)
@@ -183,7 +184,7 @@ def join(namespace: str, name: str) -> Shared:
         except RayError as error:
             if not deadline.left_s:
                 raise ActorDied(f"{name} of {namespace!r}", death_cause(error)) from error
-        time.sleep(_REPLACED_S / 100)  # the one before is about to end
+        time.sleep(_REPLACED_S / 100)  # the previous actor is about to end
     heartbeat = Heartbeat(lambda: ray.get(actor.beat.remote(key, life)), USER_S / 4, name)
     heartbeat.__enter__()
 

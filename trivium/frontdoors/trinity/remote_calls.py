@@ -1,4 +1,5 @@
-"""The methods of an object that stands for one in all processes: called as they are, or as Ray's users call actors."""
+"""Methods that can be called directly, or by `.remote(...)` like those of a Ray actor, on an object that all processes
+share."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class Shared:
-    """The board of a name, and how `.remote` calls of what stands over it become Ray's."""
+    """The board of a name, and the factory of references for `.remote` calls of the object that uses it."""
 
     namespace: str
     name: str
@@ -37,8 +38,8 @@ class Shared:
     close: Callable[[], None] = lambda: None
 
     def agree(self, key: str, value: object) -> Any:
-        """Writes a value down where there is none; returns the one that all processes see. Raises UnknownName where
-        there is none and `value` is None."""
+        """Writes the value unless one is stored; returns the stored value, which all processes see. Raises UnknownName
+        if none is stored and `value` is None."""
 
         def write(values: Values) -> Values:
             return values if value is None or key in values else {**values, key: value}
@@ -54,7 +55,7 @@ class Shared:
 
 
 def ray_session() -> str:
-    """Which connection to Ray this process has; empty without one."""
+    """Identifies this process's connection to Ray; empty if there is none."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return ""
@@ -63,7 +64,7 @@ def ray_session() -> str:
 
 
 class Method(Generic[P, R]):
-    """A method that is called as it is, or by `.remote(...)` as an actor's, for `ray.get` and `await`."""
+    """A method that can be called directly, or by `.remote(...)`, whose result `ray.get` and `await` accept."""
 
     def __init__(self, name: str, function: Callable[P, R], calls: Calls | None, doc: str | None) -> None:
         self.__name__, self.__doc__ = name, doc
@@ -73,7 +74,7 @@ class Method(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Ray's reference to what the call returns. Calls start in the order in which they are made."""
+        """Returns Ray's reference to the result of the call. Calls start in the order in which they are made."""
         if self._calls is None:
             raise SyncError(
                 f"{self.__name__}.remote(...)",
@@ -84,7 +85,7 @@ class Method(Generic[P, R]):
 
 
 class _RemoteMethod:
-    """The attribute of a class that makes a `Method` of its function."""
+    """The class attribute that returns a `Method` for its function."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name, self._function = name, function
@@ -98,7 +99,7 @@ class _RemoteMethod:
 
 
 def actor_like(kind: type[T]) -> type[T]:
-    """Lets the public methods of a class be called by `.remote(...)` too."""
+    """Makes the public methods of a class callable by `.remote(...)` too."""
     for name in dir(kind):
         function = inspect.getattr_static(kind, name)
         if inspect.isfunction(function) and not name.startswith("_"):

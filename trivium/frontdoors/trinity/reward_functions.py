@@ -154,7 +154,7 @@ class RewardOfTrinity:
 
 
 def final_answer(answer: str) -> str:
-    """What follows the last `####` of a solution; the answer itself where there is none."""
+    """Returns the text after the last `####` of a solution; the whole answer if it has no `####`."""
     return answer.rpartition("####")[2].strip()
 
 
@@ -167,7 +167,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def arithmetic(text: str) -> float | None:
-    """The value of a sum, difference, product or quotient of numbers; None for anything else."""
+    """Evaluates a sum, difference, product or quotient of numbers; returns None for anything else."""
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
@@ -175,7 +175,7 @@ def arithmetic(text: str) -> float | None:
 
 
 def _value(node: ast.expr) -> float:
-    """Raises ValueError for what is no arithmetic."""
+    """Evaluates a node. Raises ValueError if it is not arithmetic."""
     match node:
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
             return float(value)

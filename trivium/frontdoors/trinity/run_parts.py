@@ -1,4 +1,4 @@
-"""RunParts: what the objects of one run share: its stage, checkpoints, board and weights, and the ranks on Ray."""
+"""RunParts: the parts that the objects of one run share: its stage, checkpoints, board, weights and ranks on Ray."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def run_config_of(config: object) -> RunConfig:
-    """The RunConfig of a config of Trinity's shape, or the RunConfig itself, with one stage.
+    """Translates a config of Trinity's shape to a RunConfig; returns a RunConfig unchanged.
 
-    Raises ConfigError for what cannot be translated, and for several stages.
+    Raises ConfigError for a config that cannot be translated or has several stages.
     """
     if not isinstance(config, RunConfig):
         translation = translate(config)
@@ -55,12 +55,13 @@ def run_config_of(config: object) -> RunConfig:
 
 
 def name_of_trainer(config: object) -> str:
-    """`trainer.name` of a config of Trinity's shape; a RunConfig has none."""
+    """Returns `trainer.name` of a config of Trinity's shape; the default name for a RunConfig."""
     return TRAINER if isinstance(config, RunConfig) else TrinityConfig(config).text("trainer.name")
 
 
 def engine_kind(config: object, run_config: RunConfig) -> str:
-    """What `trainer.trainer_type` of a config of Trinity's shape names, or `train.kind` of a RunConfig.
+    """Returns the engine that `trainer.trainer_type` of a config of Trinity's shape names, or `train.kind` of a
+    RunConfig.
 
     Raises ConfigError for a short name other than `verl`.
     """
@@ -79,23 +80,23 @@ class RunParts:
     """The checkpoint that the run continues from."""
     closing: ExitStack
     is_open: bool = False
-    """Whether its stage has begun on the board."""
+    """Whether the stage has begun on the board."""
 
     @cached_property
     def algorithm(self) -> GroupAlgorithm:
-        """What engine and trainer both follow."""
+        """The algorithm that engine and trainer share."""
         return algorithm_of(self.stage.config)
 
     @cached_property
     def synchronizer(self) -> Synchronizer:
-        """That of all processes of the run, as `get_actor` finds it."""
+        """The synchronizer that all processes of the run share, from `get_actor`."""
         synchronizer = Synchronizer.get_actor(self.config)
         self.closing.callback(synchronizer.leave)
         return synchronizer
 
     @cached_property
     def channel(self) -> WeightChannel:
-        """The trainer's end."""
+        """The trainer's end of the weight channel."""
         if self.shared is not None:
             return self.shared.endpoints(self.stage, TRAINER, "driver").channel
         self.synchronizer.channel = build_channel(self.stage, self.synchronizer, TRAINER)
@@ -103,17 +104,17 @@ class RunParts:
 
     @cached_property
     def shared(self) -> SharedActors | None:
-        """What the processes of the run share on Ray; None without Ray."""
+        """The actors that the processes of the run share on Ray; None without Ray."""
         if self.config.cluster.kind != "ray":
             return None
         from trivium.cluster.shared_actors import SharedActors
 
         namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
-        return SharedActors(self.synchronizer.host, None, namespace)  # the buffer is the trainer's own
+        return SharedActors(self.synchronizer.host, None, namespace)  # the trainer has a buffer in its own process
 
     @cached_property
     def ranks(self) -> RayRanks | None:
-        """The processes that train together; None where this one trains."""
+        """The processes that train together; None if this process alone trains."""
         if self.shared is None or self.config.cluster.ranks == 1:
             return None
         from trivium.cluster.ranks import RayRanks
@@ -122,27 +123,29 @@ class RunParts:
         return RayRanks(self.stage, StageSpec.of(self.stage), self.shared, on_gpus=trains_on_gpus(self.stage.config))
 
     def train_engine(self) -> TrainEngine:
-        """The engine over all ranks, nothing loaded yet. Raises ConfigError where the cluster is too small."""
+        """Returns the engine over all ranks, without loading weights. Raises ConfigError if the cluster is too
+        small."""
         if self.ranks is not None:
             return distributed_engine(self.ranks, self.stage, self.algorithm, self.channel)
         return build_train_engine(self.stage, self.algorithm, self.channel)
 
     @property
     def pad_token_id(self) -> int:
-        """What padding is filled with."""
+        """The token id that padding uses."""
         tokenizer = hf_tokenizer(str(self.stage.model_dir))
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return cast(int, pad or 0)
 
     def open_board(self) -> None:
-        """Begins the stage on the board, unless that is done."""
+        """Begins the stage on the board, once."""
         if not self.is_open:
             self.synchronizer.open(self.stage.number, last=True)
             self.is_open = True
 
 
 def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
-    """The run of a config in its directory, which is this process's. What it starts on Ray ends with `closing`."""
+    """Opens the run of a config in a directory that this process holds. Actors that it starts on Ray end with
+    `closing`."""
     claim_name(config, run_dir)
     store = open_store(config, run_dir)
     store.discard_unfinished()
@@ -150,15 +153,15 @@ def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
     first = config.stage_configs()[0]
     kind = resolve("train", first.train.kind)
     if issubclass(kind, TrainEngineWrapper) and isinstance(first.train, TorchTrainEngine.Config):
-        # The wrapper is the user's, the engine in it is ours.
+        # The wrapper is the user's class; the engine inside is Trivium's.
         first = first.model_copy(update={"train": first.train.model_copy(update={"kind": "torch"})})
     return RunParts(config, Stage(first, 0, 0, True, run_dir, model_dir), store, store.latest(), closing)
 
 
 @contextmanager
 def opened(config: RunConfig, directory: ExitStack) -> Generator[RunParts]:
-    """The run of a config, whose directory is this process's alone until the stack `directory` is closed. Raises
-    RunDirError where another process runs there, ConfigError where the directory is another run's."""
+    """Opens the run of a config. This process holds its directory until the stack `directory` is closed. Raises
+    RunDirError if another process holds it, ConfigError if the directory belongs to another run."""
     with ExitStack() as closing:
         config = as_saved(config)
         run_dir = directory.enter_context(open_run_dir(config))

@@ -1,4 +1,4 @@
-"""The state of a CheckpointMonitor: its savers, and what is missing of which step. A board holds it as JSON values."""
+"""The state of a CheckpointMonitor: its savers, and the incomplete steps. A board holds it as JSON values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trivium.board import Values
 from trivium.concurrency import ProcessLife
 
 CHECKPOINT, STATE_DICT = "checkpoint", "state_dict"
-"""The two kinds of saves: everything that training needs, and the policy alone."""
+"""The two kinds of saves: the complete training state, and the policy alone."""
 _MAX_REMEMBERED = 64
-"""How many of the steps that cannot become complete are listed."""
+"""The number of listed steps that cannot become complete."""
 
 
 @dataclass
 class Saver:
-    """A process or thread that writes, or is queued."""
+    """A process or thread that writes or is queued."""
 
     place: str
-    """Savers of the same place may write at the same time."""
+    """Savers with the same place may write at the same time."""
     name: str
     alive: ProcessLife
     beats: int = 0
@@ -29,7 +29,7 @@ class Saver:
 
 @dataclass
 class StepSaves:
-    """The saves of a step that is not complete."""
+    """The saves of an incomplete step."""
 
     counts: dict[str, int] = field(default_factory=lambda: {CHECKPOINT: 0, STATE_DICT: 0})
     """Savers that have not finished, by kind; below 0 if savers finish before they are registered."""
@@ -38,7 +38,8 @@ class StepSaves:
     registered_by: list[ProcessLife] = field(default_factory=list[ProcessLife])
 
     def complete(self) -> list[str]:
-        """The kinds that are announced and whose savers have all finished. A checkpoint contains the state dict."""
+        """Returns the kinds that are announced and whose savers have all finished. A checkpoint contains the state
+        dict."""
         kinds: list[str] = []
         if self.counts[STATE_DICT] == 0:
             if STATE_DICT in self.announced or (CHECKPOINT in self.announced and STATE_DICT in self.registered):
@@ -50,20 +51,20 @@ class StepSaves:
 
 @dataclass
 class SaveState:
-    """Everything that the processes of one monitor share."""
+    """The state that the processes of one monitor share."""
 
     savers: dict[int, Saver] = field(default_factory=dict[int, Saver])
     """By ticket, in order of arrival."""
     steps: dict[int, StepSaves] = field(default_factory=dict[int, StepSaves])
     broken: dict[int, str] = field(default_factory=dict[int, str])
-    """Why a step cannot become complete."""
+    """Step -> why it cannot become complete."""
     tickets: int = 0
 
     # ------------------------------------------------------------------ as values of a board
 
     @classmethod
     def of(cls, values: Values) -> Self:
-        """The state on a board."""
+        """Returns the state of a board."""
         savers = {
             int(ticket): Saver(**{**saver, "alive": ProcessLife(**saver["alive"])})
             for ticket, saver in values.get("savers", {}).items()
@@ -76,7 +77,7 @@ class SaveState:
         )
 
     def values(self) -> Values:
-        """JSON values."""
+        """Returns the state as JSON values."""
         return {
             "savers": {str(ticket): asdict(saver) for ticket, saver in self.savers.items()},
             "steps": {str(step): asdict(entry) for step, entry in self.steps.items()},
@@ -94,8 +95,8 @@ class SaveState:
         return self.tickets
 
     def may_write(self, ticket: int) -> bool:
-        """Whether all savers that write have the place of this one; if no saver writes, whether the first in the queue
-        has it. Also true for a saver that was removed."""
+        """Whether this saver may write: all writing savers have its place or, if no saver writes, the first in the
+        queue has it. Also true for a removed saver."""
         mine = self.savers.get(ticket)
         if mine is None:
             return True
@@ -103,7 +104,7 @@ class SaveState:
         return mine.writing or mine.place in (writing or {next(iter(self.savers.values())).place})
 
     def admit(self, ticket: int) -> bool | None:
-        """Lets a saver write if it may. Returns whether it may, or None if it was removed."""
+        """Admits a saver if it may write. Returns whether it may, or None if it was removed."""
         if (mine := self.savers.get(ticket)) is None:
             return None
         mine.writing = self.may_write(ticket)
@@ -120,8 +121,8 @@ class SaveState:
         return ticket
 
     def remove_dead(self, causes: Mapping[int, tuple[int, str]]) -> list[tuple[str, str]]:
-        """Removes savers that died: their tickets with (beats at that time, cause). The steps for which their processes
-        registered savers cannot become complete. Returns (name, cause) of each saver that was removed."""
+        """Removes dead savers, given as ticket -> (heartbeats at that time, cause). The steps for which their processes
+        registered savers cannot become complete. Returns (name, cause) of each removed saver."""
         removed: list[tuple[str, str]] = []
         for ticket, (beats, cause) in causes.items():
             saver = self.savers.get(ticket)
@@ -152,27 +153,28 @@ class SaveState:
             entry.registered_by.append(caller)
 
     def announce(self, step: int, kind: str) -> None:
-        """All savers of this save are registered."""
+        """Records that all savers of this save are registered."""
         if step not in self.broken and kind not in self.step(step).announced:
             self.step(step).announced.append(kind)
 
     def finish(self, step: int, kind: str, caller: ProcessLife) -> int | None:
-        """A saver of the caller's process has finished. Returns its ticket, or None if no saver writes."""
+        """Records that a saver of the caller's process has finished. Returns its ticket, or None if no saver writes."""
         if step not in self.broken:
             self.step(step).counts[kind] -= 1
         return self.remove(caller)
 
     def give_up(self, step: int, cause: str) -> None:
-        """The step cannot become complete."""
+        """Records that the step cannot become complete, with the cause."""
         self.broken[step] = cause
         self.steps.pop(step, None)
 
     def complete(self, step: int) -> list[str]:
-        """The kinds of this step that are complete."""
+        """Returns the complete kinds of this step."""
         return self.steps[step].complete() if step in self.steps else []
 
     def forget(self, step: int, kinds: Iterable[str]) -> None:
-        """Forgets complete saves of a step, and a step of which nothing is missing."""
+        """Forgets complete saves of a step, and the step itself if it has no more unfinished savers or
+        announcements."""
         if (entry := self.steps.get(step)) is None:
             return
         entry.registered = [kind for kind in entry.registered if kind not in kinds]
@@ -181,7 +183,7 @@ class SaveState:
             del self.steps[step]
 
     def describe(self) -> str:
-        """For the error of a wait."""
+        """Describes the state in the error of a wait."""
         writing = [saver.name for saver in self.savers.values() if saver.writing]
         missing = {step: entry.counts for step, entry in self.steps.items()}
         return f"writing: {', '.join(writing) or 'no saver'}; still to finish: {missing or 'nothing'}"

@@ -1,4 +1,4 @@
-"""Trinity-RFT's Synchronizer: one for all processes of a namespace, over the core's."""
+"""Trinity-RFT's Synchronizer, on top of the core's: one for all processes of a namespace."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ _SERVED_OTHERWISE = {
     "get_latest_model_path": "call get_model_state_dict(), or read the directory of sync.method checkpoint",
     "get_model_state_dict_iterator": "call get_model_state_dict()",
 }
-"""What else Trinity-RFT's synchronizer has, and what to do instead."""
+"""Other members of Trinity-RFT's synchronizer -> what to do instead."""
 
 
 @actor_like
 class Synchronizer(core.Synchronizer):
-    """One made by `get_actor` stands for the synchronizer of a namespace: in every process that asks for it, over one
-    board.
+    """The synchronizer of a namespace. `get_actor` returns an instance in each process; all instances use one board.
 
     Explorers that report by `set_explorer_status(status, old_status)` need no name: each belongs to the process that
-    first reported it, and counts as stopped when that process is gone. Methods are called as they are, or, on Ray, by
-    `.remote(...)` as those of an actor.
+    first reported it, and counts as stopped when that process ends. Methods can be called directly or, on Ray, by
+    `.remote(...)` like those of an actor.
     """
 
     shared: Shared | None = None
     channel: WeightChannel | None = None
-    """The channel of the Trainer of this process: `set_model_state_dict` offers weights by it, to the explorers."""
+    """The channel of this process's Trainer, by which `set_model_state_dict` offers weights to the explorers."""
     _options: Mapping[str, Any]
 
     @classmethod
     def get_actor(cls, config: object = None, namespace: str | None = None) -> Synchronizer:
-        """The synchronizer of a run; the first call of all its processes makes it, and needs the config (of Trinity's
-        shape, or a RunConfig). Others may pass the namespace alone: the config's `ray_namespace` or `run.name`, and
-        without one the run directory.
+        """Returns the synchronizer of a run. The first call in any of its processes creates it, and requires the config
+        (of Trinity's shape, or a RunConfig). Later calls may pass the namespace alone: the config's `ray_namespace` or
+        `run.name`; if both are unset, the run directory.
 
-        With a buffer that processes share it lies beside that buffer, where the commands of the run meet too. Else its
-        processes are those of a Ray cluster where this one is connected to it, or those of this machine and user.
-        Raises ConfigError for another `sync` section, or on one machine another run directory, than it was made with.
+        If processes share the buffer, the board is in the buffer's database, which the commands of the run share too.
+        Otherwise its processes are those of the Ray cluster that this process is connected to, or those of this machine
+        and user. Raises ConfigError if the `sync` section or, on one machine, the run directory differs from that of
+        the first call.
         """
         run_config = _run_config(config)
         if namespace is None and run_config is None:
@@ -120,7 +120,7 @@ class Synchronizer(core.Synchronizer):
         return Synchronizer.get_actor, (None, self.shared.namespace)
 
     def leave(self) -> None:
-        """This process does without it from now on; the next `get_actor` makes another one."""
+        """Detaches this process; the next `get_actor` creates another instance."""
         if self.shared is not None:
             forget(self.shared.namespace, ROLE)
 
@@ -139,7 +139,7 @@ class Synchronizer(core.Synchronizer):
         return {**{key: values[key] for key in (_RUN,) if key in values}, "explorers": anonymous}
 
     def _same_incarnation(self, values: Values) -> bool:
-        return not self._incarnation or super()._same_incarnation(values)  # one that takes no part sees every trainer's
+        return not self._incarnation or super()._same_incarnation(values)  # without an incarnation: every trainer
 
     # ------------------------------------------------------------------ statuses
 
@@ -148,27 +148,28 @@ class Synchronizer(core.Synchronizer):
         self.set_trainer_status(RunningStatus.RUNNING)
 
     def set_trainer_status(self, status: RunningStatus) -> None:
-        """The trainer is in a status: until the next call, or the end of the process that makes this one."""
+        """Sets the trainer's status until the next call, or the end of the calling process."""
         me = asdict(ProcessLife.of(os.getpid()))
         self._write(lambda values: {**values, "trainer": status.value, _TRAINS: me})
 
     @property
     def trainer_status(self) -> RunningStatus:
-        """STOPPED until a trainer is there, and once its process is gone."""
+        """The trainer's status: STOPPED before a trainer starts, and after its process has ended."""
         self._stop_dead()
         return super().trainer_status
 
     def get_trainer_status(self) -> RunningStatus:
-        """`trainer_status`, as Trinity-RFT calls it."""
+        """Returns `trainer_status`."""
         return self.trainer_status
 
     def set_explorer_status(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, status: RunningStatus | str, old_status: RunningStatus | None = None
     ) -> None:
-        """An explorer of this process is in a status: a further one, or, with `old_status`, one that was in that.
+        """Adds an explorer of this process with this status or, with `old_status`, changes the status of an explorer
+        that has the old status.
 
-        The core's form `set_explorer_status(name, status)` works too. Raises SyncError where no explorer that was
-        reported this way has the old status.
+        The core's form `set_explorer_status(name, status)` works too. Raises SyncError if no explorer that was reported
+        this way has the old status.
         """
         if not isinstance(status, RunningStatus):
             assert old_status is not None
@@ -195,31 +196,31 @@ class Synchronizer(core.Synchronizer):
         self._write(change)
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many explorers are in each status; those that died are stopped."""
+        """Returns the number of explorers in each status; dead explorers count as stopped."""
         self._stop_dead()
         return _counts(self.board.read())
 
     def explorer_requires_sync(self) -> bool:
-        """Whether an explorer asks for weights."""
+        """Whether an explorer requires weights."""
         return self.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] > 0
 
     def trainer_requires_weight_sync(self) -> bool | None:
-        """Whether the trainer asks for an exchange; None where it is stopped."""
+        """Whether the trainer requires an exchange; None if it is stopped."""
         status = self.trainer_status
         return None if status is RunningStatus.STOPPED else status is RunningStatus.REQUIRE_SYNC
 
     # ------------------------------------------------------------------ versions
 
     def get_latest_model_version(self) -> int:
-        """The newest version that was delivered or can be fetched; 0 where there is none."""
+        """Returns the newest version that was delivered or can be fetched; 0 if there is none."""
         return _latest(self.board.read())
 
     async def wait_new_model_state_dict(self, current_version: int, no_wait: bool = False) -> int:
-        """Waits for a version newer than `current_version`, and returns the newest; the same one where the trainer
-        stops, says that there is none (`notify_no_new_model_state_dict`), or with `no_wait`.
+        """Waits for a version newer than `current_version`, and returns the newest. Returns the current version if the
+        trainer stops or calls `notify_no_new_model_state_dict`, or with `no_wait`.
 
-        An explorer of this process requires an exchange meanwhile, and runs afterwards. Raises SyncError at the
-        deadline, its status as it was, and for a version that does not exist yet.
+        An explorer of this process has the status REQUIRE_SYNC during the wait and RUNNING afterwards. Raises SyncError
+        at the deadline, after restoring the status, and for a version that does not exist yet.
         """
         values = self.board.read()
         if _latest(values) < current_version:
@@ -240,13 +241,13 @@ class Synchronizer(core.Synchronizer):
         return _latest(values)
 
     def notify_no_new_model_state_dict(self) -> None:
-        """The trainer has nothing newer: who waits goes on."""
+        """Ends the waits for a new version: the trainer has no newer weights."""
         self._write(lambda values: {**values, _REFUSALS: values.get(_REFUSALS, 0) + 1})
 
     @contextmanager
     def _requiring(self) -> Generator[None]:
-        """An explorer of this process requires an exchange inside the block and runs afterwards; after an error it is
-        in its status before."""
+        """Sets an explorer of this process to REQUIRE_SYNC inside the block and to RUNNING afterwards. After an error,
+        restores its status."""
         name, before = self._own_explorer()
         if name is None:
             yield
@@ -260,7 +261,7 @@ class Synchronizer(core.Synchronizer):
         self._explorer(name, status=RunningStatus.RUNNING.value)
 
     def _own_explorer(self) -> tuple[str | None, str]:
-        """(name, status) of an explorer that this process has reported, one that does not wait yet first."""
+        """Returns (name, status) of an explorer that this process has reported, preferably one that is not waiting."""
         me = asdict(ProcessLife.of(os.getpid()))
         live = live_explorers(self.board.read())
         own = [(name, entry["status"]) for name, entry in live.items() if entry.get("alive") == me]
@@ -270,11 +271,12 @@ class Synchronizer(core.Synchronizer):
     # ------------------------------------------------------------------ weights
 
     def set_model_state_dict(self, state_dict: Mapping[str, Tensor] | str | Path | None, trainer_step: int) -> None:
-        """Offers the weights of a step, and publishes it where they were delivered or can be fetched: to the explorers
-        of this process's Trainer, by `sync.method`; without one, for `get_model_state_dict`. None: they lie elsewhere.
+        """Offers the weights of a step, and publishes the step if they were delivered or can be fetched. The weights go
+        to the explorers of this process's Trainer by `sync.method`; without a Trainer, to `get_model_state_dict`. None
+        publishes a step whose weights are stored elsewhere.
 
-        They are tensors by Hugging Face name, or the directory of safetensors files that holds them; ConfigError for
-        one that has none.
+        `state_dict` holds tensors by Hugging Face name, or is a directory of safetensors files. Raises ConfigError for
+        a directory without such files.
         """
         weights = _read(Path(state_dict)) if isinstance(state_dict, str | Path) else state_dict
         if weights is None:
@@ -283,8 +285,8 @@ class Synchronizer(core.Synchronizer):
             self.publish(trainer_step, channel.versions)
 
     def set_model_state_dict_with_step_num(self, step_num: int | None = None, world_size: int | None = None) -> int:
-        """Publishes a step whose weights lie elsewhere: with `world_size`, once so many callers have said so. Returns
-        it; the newest one where none is given."""
+        """Publishes a step whose weights are stored elsewhere; with `world_size`, after that many calls. Returns the
+        step; the newest version if `step_num` is None."""
         step = self.get_latest_model_version() if step_num is None else step_num
         counted = [1]
 
@@ -299,7 +301,7 @@ class Synchronizer(core.Synchronizer):
         return step
 
     def get_model_state_dict(self) -> tuple[dict[str, Tensor] | None, int]:
-        """(tensors by name, version) of the newest version; None where its weights lie elsewhere."""
+        """Returns (tensors by name, version) of the newest version; None for tensors that are stored elsewhere."""
         version = self.get_latest_model_version()
         for channel in (self.channel, self._weights):
             if channel is not None and version in channel.versions:
@@ -307,7 +309,7 @@ class Synchronizer(core.Synchronizer):
         return None, version
 
     def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """(name, type, shape) of each tensor of the newest version."""
+        """Returns (name, type, shape) of each tensor of the newest version."""
         weights, _ = self.get_model_state_dict()
         if weights is None:
             return None
@@ -315,7 +317,7 @@ class Synchronizer(core.Synchronizer):
 
     @cached_property
     def _weights(self) -> WeightChannel:
-        """Where weights are kept without a Trainer: in Ray's object store, or in files."""
+        """The channel that keeps weights without a Trainer: in Ray's object store, or in files."""
         if self.shared is None:
             raise SyncError("weights of a synchronizer", "it was not made by get_actor", "use the run's channel")
         keep = self._options["keep"]
@@ -333,9 +335,9 @@ class Synchronizer(core.Synchronizer):
     async def ready_to_nccl_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, module: str, trainer_step: int, address: str = ""
     ) -> Any:
-        """Waits until the trainer (`"trainer"`, with its step) and all live explorers (`"explorer"`) are ready; returns
-        the trainer's step to both, or None where the other side stops or is not there by the deadline. Statuses are
-        then as before.
+        """Waits until the trainer (`"trainer"`, with its step) and all live explorers (`"explorer"`) are ready. Returns
+        the trainer's step to both. Returns None, with the statuses as before, if the other side stops or is not ready
+        by the deadline.
 
         The core's form, for one of its roles, returns its Exchange.
         """
@@ -394,7 +396,7 @@ class Synchronizer(core.Synchronizer):
         try:
             values = await self._until(lambda v: met(v) or _trainer(v) == _STOPPED, f"explorer {name}", TRAINER)
         except SyncError:
-            pass  # the trainer did not come
+            pass  # the trainer was not ready by the deadline
         finally:
             if not met(values):
                 self._explorer(name, status=before)
@@ -403,7 +405,8 @@ class Synchronizer(core.Synchronizer):
     # ------------------------------------------------------------------ the board
 
     async def _until(self, over: Callable[[Values], bool], who: str, whom: str) -> Values:
-        """The board once this holds. Raises SyncError after `deadline_s` without a change."""
+        """Waits until `over` holds for the board, and returns its values. Raises SyncError after `deadline_s` without a
+        change."""
 
         async def poll(deadline: ProgressDeadline) -> tuple[Values | None, object]:
             self._stop_dead()
@@ -413,7 +416,7 @@ class Synchronizer(core.Synchronizer):
         return await wait_until(poll, lambda: Waiting(who, whom), self.deadline_s)
 
     def _stop_dead(self) -> None:
-        """The trainer and the explorers of processes that are gone count as stopped."""
+        """Sets the trainer and explorers whose processes have ended to stopped."""
         values = self.board.read()
         for name, entry in live_explorers(values).items():
             if "alive" in entry and not ProcessLife(**entry["alive"])():
@@ -424,11 +427,11 @@ class Synchronizer(core.Synchronizer):
 
 
 _RUN, _REFUSALS, _SHARDS, _PAIRED, _TRAINS = "run", "refusals", "shards", "paired", "trains"
-"""What a Synchronizer of this front door adds to the board."""
+"""Keys that this Synchronizer adds to the board."""
 
 
 def _read(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory's safetensors files, by name."""
+    """Reads the tensors of a directory's safetensors files, by name."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -438,16 +441,16 @@ def _read(directory: Path) -> dict[str, Tensor]:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    """What every process needs to stand for the synchronizer of a run. JSON values."""
+    """Returns the settings that every process needs to create the run's synchronizer, as JSON values."""
     in_database = shares_buffer(config) and config.cluster.kind != "ray"
-    # On Ray, roles are given their config by the process that starts them, and have nothing to agree on.
+    # On Ray, the starting process passes the config to the roles, so they need not agree on settings.
     like = build_synchronizer(config, MemoryBoard(), None if config.cluster.kind == "ray" else fingerprint(config))
     return {
         "deadline_s": like.deadline_s,
         "style": like.style.value,
         "interval": like.interval,
         "collective": like.collective,
-        # Where only a database is shared, nothing else tells whether a role lives.
+        # If the roles share only a database, only heartbeats show whether a role is alive.
         "heartbeat_s": config.sync.heartbeat_s if in_database else None,
         "settings": like.settings,
         "keep": kept_versions(config),

@@ -1,4 +1,4 @@
-"""TrainEngineWrapper: what Trinity-RFT's Trainer asks of an engine. Users write their own."""
+"""TrainEngineWrapper: the interface of an engine of Trinity-RFT's Trainer. Users write their own."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from trivium.types import Metrics
 
 
 class TrainEngineWrapper(ABC):
-    """An engine that trains by itself: the Trainer calls these members, and no others. Its constructor is given the
-    config that the Trainer was given.
+    """An engine that trains by itself. The Trainer calls only these members. The constructor gets the config of the
+    Trainer.
 
-    `prepare` and `train_step` may be `async`; all coroutines of an engine run on one event loop, which is its own.
+    `prepare` and `train_step` may be `async`; all coroutines of an engine run on one event loop of its own.
     """
 
     @abstractmethod
     def prepare(self) -> Any:
-        """Loads what training needs, from the engine's last checkpoint where it has one. Called once, first."""
+        """Loads the models, from the engine's last checkpoint if there is one. Called once, before any other method."""
 
     @property
     @abstractmethod
     def train_step_num(self) -> int:
-        """How many train steps the weights have behind them. As long as it stands, they are those of that step: a
-        `train_step` that fails half-way must not leave it behind changed weights."""
+        """The number of train steps that the weights have taken. While it is unchanged, so are the weights: a
+        `train_step` that fails half-way must not leave changed weights behind it."""
 
     @abstractmethod
     def train_step(self, batch: Experiences) -> Any:
-        """One train step, after which `train_step_num` is one more: (whether to go on, metrics), or metrics alone.
+        """Takes one train step and increments `train_step_num`. Returns (whether to continue, metrics), or metrics
+        alone.
 
         A parameter annotated as a list (`List[Experience]`) gets a list of Experience, any other Experiences.
         """
 
     @abstractmethod
     def save_checkpoint(self, block_until_saved: bool = False) -> None:
-        """Saves everything that `prepare` needs to go on from this step. Called every `checkpoint.save_every` steps, at
-        the end, and after a failure; twice for one step is one save."""
+        """Saves everything that `prepare` needs to continue from this step. Called every `checkpoint.save_every` steps,
+        at the end, and after a failure. A second call for one step has no effect."""
 
     @abstractmethod
     def sync_weight(self) -> None:
@@ -55,18 +56,19 @@ class TrainEngineWrapper(ABC):
 
     @abstractmethod
     def save_state_dict(self) -> None:
-        """Method `checkpoint`: the same, with the weights or with the directory that they were saved in."""
+        """Method `checkpoint`: hands the weights, or the directory that they were saved in, to
+        `Synchronizer.set_model_state_dict`."""
 
 
 class EngineCalls:
-    """Calls of an engine's methods from threads, plain ones and coroutines."""
+    """Calls an engine's methods, plain or coroutines, from threads."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where coroutines run; None before the first."""
+        """The event loop of the coroutines; None before the first call."""
 
     def __call__(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
-        """What the method returns. Blocks."""
+        """Calls the method and returns its result. Blocks."""
         answer = method(*args, **options)
         if not inspect.iscoroutine(answer):
             return answer
@@ -94,8 +96,8 @@ def takes_list(method: Callable[..., Any]) -> bool:
 
 
 def step_result(engine: object, answer: object) -> tuple[bool, Metrics]:
-    """(whether to go on, metrics) of what a `train_step` returned. Metrics that nothing declares are declared; names
-    without an area are of `train/`. Raises TriviumError for anything else."""
+    """Converts the result of a `train_step` to (whether to continue, metrics). Declares undeclared metrics; names
+    without an area get the prefix `train/`. Raises TriviumError for anything else."""
     going_on, metrics = answer if isinstance(answer, tuple) and len(cast(Any, answer)) == 2 else (True, answer)
     if not isinstance(metrics, Mapping):
         raise TriviumError(

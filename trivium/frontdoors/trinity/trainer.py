@@ -1,4 +1,4 @@
-"""Trainer: Trinity-RFT's trainer object over Trivium's. It has no loop of its own: `loops.run` trains."""
+"""Trainer: Trinity-RFT's trainer object, on top of Trivium's trainer. `loops.run` is its training loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trivium.types import TRAINER, RunningStatus
 
 
 class _OfCore:
-    """An attribute of the core's trainer, or of a part of it, read and written on this one."""
+    """Forwards an attribute to the core's trainer, or to a part of it."""
 
     def __init__(self, part: str = "") -> None:
         self._part = part
@@ -57,20 +57,20 @@ class _OfCore:
 class Trainer:
     """Consumes experiences and trains the model.
 
-    A subclass may override `train_step`, `need_sync`, `sync_weight`, `save_checkpoint` and `_log_experiences`: training
-    calls them.
+    Training calls `train_step`, `need_sync`, `sync_weight`, `save_checkpoint` and `_log_experiences`, which a subclass
+    may override.
     """
 
     train_continue = _OfCore()
     """Whether there is another step to take."""
     last_sync_step = _OfCore("publisher")
-    """The step whose weights were offered last; None before the first."""
+    """The step whose weights were offered last; None before the first offer."""
     last_trainer_sync_step = _OfCore("publisher")
-    """The step that `sync.interval` is counted from."""
+    """The step from which `sync.interval` counts."""
 
     def __init__(self, config: object) -> None:
-        """`config` has Trinity's shape, or is a RunConfig of one stage. The run directory is this process's alone until
-        training has ended."""
+        """`config` has Trinity's shape, or is a RunConfig of one stage. This process holds the run directory until
+        training ends."""
         self.config: Any = config
         self.logger = logging.getLogger("trivium")
         self.name = name_of_trainer(config)
@@ -107,7 +107,8 @@ class Trainer:
     # ------------------------------------------------------------------ training
 
     def prepare(self) -> Prepared:
-        """Prepares the engine, opens the run to explorers and sets the trainer's status RUNNING. Plain or awaited."""
+        """Prepares the engine, opens the run to explorers and sets the trainer's status to RUNNING. The result may be
+        awaited."""
         if not self._is_prepared:
             self.core.prepare()
             self._run.open_board()
@@ -116,10 +117,10 @@ class Trainer:
         return Prepared()
 
     async def train(self) -> str:
-        """Trains to the end, with an explorer beside it unless the mode is `train`; returns the trainer's name. The
-        status is STOPPED then, however it ends.
+        """Trains to the end, with an explorer beside it unless the mode is `train`; returns the trainer's name. Sets
+        the status to STOPPED at the end, also after an error.
 
-        Raises the first cause of whatever stopped it, once the last whole step is saved.
+        Raises the first cause of an error, after the last whole step is saved.
         """
         try:
             await asyncio.to_thread(self.prepare)
@@ -136,7 +137,7 @@ class Trainer:
         return self.name
 
     async def _explorer(self) -> Explorer | None:
-        """The explorer of this process: with an engine of its own, or over engines on Ray."""
+        """Returns the explorer of this process: with an engine of its own, or over engines on Ray."""
         run = self._run
         if run.config.run.mode == "train" or run.stage.num_explorers == 0:
             return None
@@ -149,15 +150,15 @@ class Trainer:
         return await asyncio.to_thread(build_explorer, run.stage, name, engine)
 
     async def train_step(self) -> bool:
-        """Trains one step, and waits for its experiences; returns whether to go on."""
+        """Trains one step, after waiting for its experiences; returns whether to continue."""
         return await self.core.default_train_step()
 
     def need_sync(self) -> bool:
-        """Whether explorers are to be offered the current weights now."""
+        """Whether to offer the current weights to the explorers."""
         return self.core.default_need_sync()
 
     def sync_weight(self) -> None:
-        """Offers the current weights to the explorers, by the verb of the engine that `sync.method` stands for."""
+        """Offers the current weights to the explorers, with the engine's method for `sync.method`."""
         self.core.default_sync_weight()
 
     def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
@@ -166,8 +167,8 @@ class Trainer:
         self.core.default_preview(samples)
 
     def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Prepared:
-        """Saves this step: the engine by its own verb, and what else the run needs to go on from it. A step that is
-        saved is not saved again. Plain or awaited."""
+        """Saves this step, unless it is saved already: the engine by its own method, and the rest of the run's state.
+        The result may be awaited."""
         if isinstance(self.engine, VerlPPOTrainerWrapper):
             self.engine.save_checkpoint(block_until_saved, save_as_hf)
         elif self.train_step_num not in self._run.store.steps():
@@ -180,7 +181,7 @@ class Trainer:
     # ------------------------------------------------------------------ the end
 
     async def shutdown(self) -> None:
-        """Closes the monitor, frees the engine and lets explorers go."""
+        """Closes the monitor, frees the engine and releases the explorers."""
         if self._is_prepared and not self._has_ended:
             self._has_ended = True
             await self.core.buffer.close()
@@ -189,7 +190,7 @@ class Trainer:
         self._closing.close()
 
     def is_alive(self) -> bool:
-        """True: a trainer that can answer is alive."""
+        """Returns True: only a live trainer can answer."""
         return True
 
     @property
@@ -199,12 +200,12 @@ class Trainer:
 
     @property
     def train_step_num(self) -> int:
-        """How many train steps the engine has taken."""
+        """The number of train steps that the engine has taken."""
         return self.engine.train_step_num
 
 
 def _check(config: RunConfig) -> None:
-    """Raises ConfigError for what a Trainer does not do."""
+    """Raises ConfigError for settings that a Trainer does not support."""
     if config.run.mode not in ("both", "train", "serve"):
         raise ConfigError(f"a Trainer with run.mode {config.run.mode!r}", "it trains", "use both, train or serve")
     if config.cluster.kind == "ray" and shares_buffer(config):

@@ -1,6 +1,6 @@
-"""Trinity-RFT's config as a RunConfig, by the keys of `config_table`.
+"""Translates Trinity-RFT's config to a RunConfig, by the keys of `config_table`.
 
-Everything that cannot be translated is reported at once, by name, before anything is built.
+Reports every key that cannot be translated at once, by name, before anything is built.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def translate(config: object, device: str | None = None) -> Translation:
-    """The whole of a config of Trinity-RFT's shape. `device` is `cpu` or `cuda`; unset, what this machine has.
+    """Translates a config of Trinity-RFT's shape. `device` is `cpu` or `cuda`; by default, a device of this machine.
 
-    Raises ConfigError with everything in it that cannot be translated.
+    Raises ConfigError with every key that cannot be translated.
     """
     device = device or _device()
     trinity = TrinityConfig(config)
@@ -70,7 +70,7 @@ def translate(config: object, device: str | None = None) -> Translation:
         shared["run"] = {**shared["run"], "mode": _mode_of_all(trinity, [stage.mode for _, stage in stages])}
         own = [{name: part.get(name) for name in _OF_A_STAGE if name in part} for part in translated]
         sections = {**shared, "tasks": {}, "stages": own}
-        trinity.problems = []  # what the stages set need not be set outside them
+        trinity.problems = []  # settings of the stages are optional outside the stages
     problems = [problem for reader in (trinity, *(stage for _, stage in stages)) for problem in reader.problems]
     refuse(dict.fromkeys(problems))
     notes = [note for reader in (trinity, *(stage for _, stage in stages)) for note in reader.all_notes()]
@@ -84,7 +84,7 @@ def _device() -> str:
 
 
 def _mode_of_all(trinity: TrinityConfig, modes: list[str]) -> str:
-    """The run.mode of a run with these modes of its stages: stages that learn from rows go with any."""
+    """Returns the run.mode for stages with these modes. Stages that learn from rows fit any mode."""
     explored = {mode for mode in modes if mode != "train"} or {"both"}
     if explored != {"both"}:
         do = "give every stage mode both or train, or run the stages one after the other"
@@ -93,13 +93,13 @@ def _mode_of_all(trinity: TrinityConfig, modes: list[str]) -> str:
 
 
 def _warmup(trinity: TrinityConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The supervised steps before the others, as a stage."""
+    """Returns the supervised steps before the others, as a stage."""
     steps = trinity["buffer.trainer_input.sft_warmup_steps"]
     return [("sft_warmup", trinity.warmup_config(steps))] if steps else []
 
 
 def _sections(trinity: TrinityConfig, device: str) -> dict[str, Any]:
-    """The RunConfig of one stage as a mapping. What is wrong is noted in `trinity`."""
+    """Returns the RunConfig of one stage as a mapping. Notes problems in `trinity`."""
     workflow = workflow_of(trinity)
     tasks = tasks_of(trinity)
     steps = _steps(trinity, tasks)
@@ -132,7 +132,7 @@ def _run(trinity: TrinityConfig) -> dict[str, Any]:
     run: dict[str, Any] = {
         "dir": trinity.run_dir,
         "name": trinity.run_name,
-        # Rows are learnt without an explorer: one command is the whole of such a run.
+        # Learning from rows needs no explorer: one command performs the whole run.
         "mode": "both" if trinity.offline and trinity.mode == "train" else trinity.mode,
         "seed": trinity["explorer.rollout_model.seed"],
         "resume": bool(trinity["continue_from_checkpoint"]),
@@ -183,7 +183,8 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
 
 
 def _engine_kind(trinity: TrinityConfig) -> str:
-    """vLLM where the config asks for it and it is installed. Unset, the original's default, asks for nothing."""
+    """Returns vLLM if the config requests it and it is installed. An unset value, the default in Trinity-RFT, requests
+    nothing."""
     where = "explorer.rollout_model.engine_type"
     kind = str(trinity[where])
     if trinity.offline or trinity.mode == "train" or kind == "torch":
@@ -247,7 +248,7 @@ _OPTIONS = (
 
 
 def _actor_optimizer(trinity: TrinityConfig) -> dict[str, Any]:
-    """The options of the policy's optimizer: algorithm.optimizer, else trainer_config, where 0.2 has them."""
+    """Returns the options of the policy's optimizer: from algorithm.optimizer, else from trainer_config, as in 0.2."""
     ours, theirs = "algorithm.optimizer", f"{_ACTOR}.optim"
     return {
         name: trinity[f"{ours}.{name}"]
@@ -278,7 +279,7 @@ def _lora(lora: Settings) -> dict[str, Any]:
 
 
 def _steps(trinity: TrinityConfig, tasks: Mapping[str, Any]) -> int:
-    """schedule.steps: what the data are enough for, or trainer.total_steps where that is less."""
+    """Returns schedule.steps: the steps for which the data suffice, or trainer.total_steps if that is less."""
     batches, limit = trinity.batches, trinity["trainer.total_steps"]
     total, epochs = trinity["buffer.total_steps"], trinity["buffer.total_epochs"]
     tasks_of_step = batches.explored
@@ -317,7 +318,7 @@ def _schedule(trinity: TrinityConfig, steps: int, staleness: int | None) -> dict
 
 
 def _order(trinity: TrinityConfig) -> dict[str, Any]:
-    """How tasks are visited."""
+    """Returns the order of the tasks."""
     settings = [trinity.experiences] if trinity.offline else trinity.tasksets
     where = "buffer.explorer_input.taskset.data_selector"
     kinds = {
@@ -330,7 +331,7 @@ def _order(trinity: TrinityConfig) -> dict[str, Any]:
         return {"shuffle": True}
     if kind == "offline_easy2hard" and len(settings) == 1:
         keys = settings[0].first("data_selector.feature_keys", "task_selector.feature_keys")
-        if len(keys) == 1:  # the feature is a pass rate, and the highest comes first
+        if len(keys) == 1:  # the feature is a pass rate, highest first
             return {"shuffle": True, "curriculum": {"column": keys[0], "easy_first": False, "spread": 0}}
         trinity.problem(f"{where}.feature_keys", repr(keys), "a curriculum has one column", "name one")
     elif kind != "sequential":
@@ -343,7 +344,7 @@ _SELECTOR = "data_selector.selector_type"
 
 
 def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
-    """The `sync` section, and max_staleness where that says it better than an offset."""
+    """Returns the `sync` section; max_staleness replaces an offset if it expresses it better."""
     where, deadline = "synchronizer", {"deadline_s": float(trinity["synchronizer.sync_timeout"])}
     if trinity.offline:
         return deadline
@@ -365,7 +366,8 @@ def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
 
 
 def _method(trinity: TrinityConfig, method: str, device: str) -> str:
-    """How weights travel: a broadcast needs processes on both ends, separate commands a directory."""
+    """Returns the transport of weights: a broadcast needs processes on both ends, separate commands need a
+    directory."""
     if trinity.mode in ("explore", "train", "bench", "serve"):
         return "checkpoint"
     if trinity.lora and method == "nccl":
@@ -401,7 +403,7 @@ def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:
 
 
 def _cluster(trinity: TrinityConfig, device: str) -> dict[str, Any]:
-    """Ray, where more than one GPU is to be used by one command; else one process."""
+    """Returns the cluster: Ray if one command uses more than one GPU, else one process."""
     if device == "cpu" or trinity.mode not in ("both", "train") or (trinity.mode == "train" and not trinity.offline):
         return {}
     nodes, each = trinity["cluster.node_num"] or 1, trinity["cluster.gpu_per_node"] or _gpus()

@@ -1,4 +1,4 @@
-"""A config of Trinity-RFT's shape, read: its values, those of the sections in its lists, and what is wrong with it."""
+"""Reads a config of Trinity-RFT's shape: its values, the sections in its lists, and its problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_SAMPLED = ("sft", "dpo")
 
 
 class TrinityConfig:
-    """The values of a config by dotted key, and what has been found wrong with it so far."""
+    """The values of a config by dotted key, and the problems found so far."""
 
     def __init__(self, config: object) -> None:
         """`config` is a mapping, an OmegaConf container, or an object with attributes; values may nest."""
@@ -54,7 +54,7 @@ class TrinityConfig:
         )
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key of the table, or Trinity-RFT's default where it is not set."""
+        """Returns the value of a key of the table, or Trinity-RFT's default if it is unset."""
         return self._top[key]
 
     def has(self, key: str) -> bool:
@@ -62,15 +62,15 @@ class TrinityConfig:
         return self._top.has(key)
 
     def text(self, key: str) -> str:
-        """The text of a key; empty where it is not set."""
+        """Returns the text of a key; empty if it is unset."""
         return str(self[key] or "")
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of these keys that is set, else the first default that there is."""
+        """Returns the value of the first of these keys that is set, else the first default."""
         return self._top.first(*keys)
 
     def problem(self, where: str, asked: str, found: str, do: str) -> None:
-        """Notes what is wrong; all of it is reported at once."""
+        """Notes a problem. All problems are reported at once."""
         self.problems.append(Problem(where, asked, found, do))
 
     def is_wrong(self, key: str) -> bool:
@@ -78,16 +78,16 @@ class TrinityConfig:
         return any(problem.where == key for problem in self.problems)
 
     def all_notes(self) -> Iterator[str]:
-        """What is set and has no effect, and what is left to do."""
+        """Yields notes on keys that have no effect and on work left to the user."""
         yield from self.notes
         yield from self._top.notes()
 
     def buffer_of(self, key: str, value: object) -> Settings:
-        """A further section of the shape of the experience buffer."""
+        """Returns another section with the keys of the experience buffer."""
         return self._read(EXPERIENCE_BUFFER, value, key)
 
     def stage_configs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, the whole config) of each stage: its sections take the place of those of the config."""
+        """Yields (name, whole config) of each stage: the stage's sections replace those of the config."""
         whole = {key: value for key, value in self._plain.items() if key != "stages"}
         for number, stage in enumerate(self["stages"]):
             if not isinstance(stage, Mapping):
@@ -97,7 +97,7 @@ class TrinityConfig:
             yield str(sections.pop("stage_name", number)), {**whole, **sections}
 
     def warmup_config(self, steps: int) -> dict[str, Any]:
-        """The config of the supervised steps that 0.2 begins a run with."""
+        """Returns the config of the supervised steps that begin a run in 0.2."""
         buffer = self._plain.get("buffer", {})
         experiences = {**(self["buffer.trainer_input.sft_warmup_dataset"] or {}), "storage_type": "file"}
         size = self["buffer.train_batch_size"] or self["buffer.batch_size"] * self["algorithm.repeat_times"]
@@ -114,7 +114,7 @@ class TrinityConfig:
         }
 
     def without_warmup(self) -> dict[str, Any]:
-        """The config without its supervised steps."""
+        """Returns the config without its supervised steps."""
         buffer = self._plain["buffer"]
         trainer_input = {**buffer["trainer_input"], "sft_warmup_steps": 0}
         return {**self._plain, "buffer": {**buffer, "trainer_input": trainer_input}}
@@ -142,12 +142,12 @@ class TrinityConfig:
 
     @cached_property
     def offline(self) -> bool:
-        """Whether it learns from rows, and nothing is generated."""
+        """Whether the config learns from rows, without generating rollouts."""
         return str(self["algorithm.algorithm_type"]).lower() in _NOT_SAMPLED
 
     @cached_property
     def mode(self) -> str:
-        """run.mode."""
+        """The run.mode."""
         mode = str(self["mode"]).lower()
         modes = ("both", "explore", "train", "bench", "serve")
         if mode not in (*modes, "colocate"):
@@ -156,7 +156,7 @@ class TrinityConfig:
 
     @cached_property
     def batches(self) -> Batches:
-        """How many groups a step has, in either trainer's counting."""
+        """The sizes of a step."""
         return _batches(self)
 
     @property
@@ -166,7 +166,7 @@ class TrinityConfig:
 
     @property
     def max_staleness(self) -> int:
-        """How many versions old a group may become by the explorers' steps between two synchronisations."""
+        """The largest age of a group in versions, from the explorers' steps between two synchronisations."""
         least = self.sync_interval - 1
         if str(self["synchronizer.sync_style"]).lower() == "fully_async":
             return least + self["explorer.max_inflight_batches"]
@@ -176,20 +176,21 @@ class TrinityConfig:
 
     @property
     def run_dir(self) -> str:
-        """Where the run keeps everything."""
+        """The run directory."""
         parts = [self.text(key) for key in ("checkpoint_root_dir", "project", "group", "name")]
         return os.path.expanduser(os.path.join(*parts))
 
     @property
     def run_name(self) -> str:
-        """What commands that share a buffer call the run."""
+        """The name of the run for commands that share a buffer."""
         parts = [self.text(key) for key in ("project", "group", "name")]
         return self.text("ray_namespace") or "/".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The sizes of a step. A step there counts experiences; a group is `group_size` of them, an expert's is one."""
+    """The sizes of a step. Trinity-RFT counts experiences: a group is `group_size` of them, an expert's group is
+    one."""
 
     group_size: int
     fresh: int

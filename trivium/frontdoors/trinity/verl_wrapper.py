@@ -1,4 +1,4 @@
-"""VerlPPOTrainerWrapper: the built-in engine of Trinity-RFT's Trainer, over Trivium's train engine."""
+"""VerlPPOTrainerWrapper: the built-in engine of Trinity-RFT's Trainer, on top of Trivium's train engine."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of
 
 
 class Prepared:
-    """The result of `prepare`, which may be awaited and need not be."""
+    """The result of `prepare`, which may be awaited."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
 
 
 class Stepped(tuple[bool, Metrics]):
-    """The result of `train_step`: (whether to go on, metrics), as in Trinity-RFT 0.2; awaited, the metrics, as
-    in 0.4."""
+    """The result of `train_step`: (whether to continue, metrics), as in Trinity-RFT 0.2. Awaiting it returns the
+    metrics, as in 0.4."""
 
     def __await__(self) -> Generator[None, None, Metrics]:
         yield from ()
@@ -47,37 +47,37 @@ class Stepped(tuple[bool, Metrics]):
 
 @dataclass(frozen=True)
 class RunState:
-    """What a Trainer adds to a checkpoint of its engine."""
+    """The state that a Trainer adds to a checkpoint of its engine."""
 
     state: Mapping[str, Any]
     write: Callable[[Path], None]
 
 
 class VerlPPOTrainerWrapper(TrainEngineWrapper):
-    """Policy, and where the algorithm asks for them critic, reward model, reference and teacher: in this process, or
-    over the ranks on Ray that `cluster.ranks` asks for."""
+    """Trains the policy and, if the algorithm requires them, holds critic, reward model, reference and teacher: in this
+    process, or over the `cluster.ranks` ranks on Ray."""
 
     Config = TorchTrainEngine.Config
 
     def __init__(self, global_config: object) -> None:
-        """`global_config` has Trinity's shape, or is a RunConfig. Nothing is started or loaded before `prepare`."""
+        """`global_config` has Trinity's shape, or is a RunConfig. The constructor starts and loads nothing."""
         self.config = global_config
         self.run: RunParts | None = None
-        """The run that it belongs to: a Trainer's, or from `init_workers` on one of its own."""
+        """The run of the engine: that of a Trainer, or one that `init_workers` opens."""
         self.engine: TrainEngine | None = None
         self.state_of_run: Callable[[], RunState] | None = None
-        """What a Trainer adds to every checkpoint."""
+        """Returns the state that a Trainer adds to every checkpoint."""
         self.keep: Callable[[Batch], None] | None = None
-        """Gets the experiences of a step with everything that was computed for them, before the first update."""
+        """Gets the experiences of a step with all computed columns, before the first update."""
         self._writer = ThreadPoolExecutor(1, "trivium-save")
         self._writing: Future[None] | None = None
         self._saving_step = -1
-        """The step whose save was the last to begin."""
+        """The step of the save that began last."""
 
     # ------------------------------------------------------------------ the start
 
     def init_workers(self) -> None:
-        """Starts the ranks, where the config asks for several. Raises ConfigError where the cluster is too small."""
+        """Starts the ranks, if the config has several. Raises ConfigError if the cluster is too small."""
         if self.engine is not None:
             raise TriviumError("init_workers()", "the workers are there already", "call it once; prepare() calls it")
         if self.run is None:
@@ -87,14 +87,15 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         self.engine = self.run.train_engine()
 
     def prepare(self) -> Prepared:
-        """Loads the models, and the latest checkpoint of the run directory where there is one. Plain or awaited."""
+        """Loads the models, and the latest checkpoint of the run directory if there is one. The result may be
+        awaited."""
         if self.engine is None:
             self.init_workers()
         run, engine = self._prepared()
         engine.prepare()
         if run.latest is not None:
             engine.load(run.latest.path)
-        if self.state_of_run is None:  # else the Trainer does so
+        if self.state_of_run is None:  # otherwise, the Trainer does this
             if run.latest is not None:
                 run.channel.restore(run.latest.path / "versions")
                 run.algorithm.restore(run.latest.state["algorithm"])
@@ -103,12 +104,12 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
     @property
     def train_step_num(self) -> int:
-        """How many train steps have been taken."""
+        """The number of train steps taken."""
         return self.engine.version if self.engine is not None else 0
 
     @cached_property
     def processor(self) -> Any:
-        """The processor of the model's images; None for a model of text alone."""
+        """The processor of the model's images; None for a text-only model."""
         if self.run is None:
             self.init_workers()
         model_dir = self._prepared()[0].stage.model_dir
@@ -121,24 +122,24 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
     # ------------------------------------------------------------------ training
 
     def train_step(self, batch: object) -> Stepped:
-        """One step on Experiences, or on a list of Experience; the result is `(True, metrics)`, or the metrics where it
-        is awaited. Raises DataError for anything else."""
+        """Takes one step on Experiences, or on a list of Experience. Returns `(True, metrics)`; awaiting it returns the
+        metrics. Raises DataError for anything else."""
         run, engine = self._prepared()
         return Stepped((True, train_on(engine, batch_of(batch), run.algorithm, self.keep)))
 
     def post_process_batch(self, batch: Any) -> Any:
-        """The batch as it is: the model computes the positions of text and images itself."""
+        """Returns the batch unchanged: the model computes the positions of text and images itself."""
         return batch
 
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> None:
-        """Saves this step among the run's checkpoints, which are kept as `checkpoint.keep` says. A step that is there
-        already is not saved again.
+        """Saves this step among the run's checkpoints, unless it is saved already. `checkpoint.keep` limits the kept
+        checkpoints.
 
-        Returns once training may go on, or with `block_until_saved` once it is complete. `save_as_hf` leaves the policy
-        in `huggingface/step-N` of the run directory too, a Hugging Face directory that stays. Waits for the save
-        before, and raises what went wrong with it.
+        Returns once training may continue or, with `block_until_saved`, once the save is complete. `save_as_hf` also
+        writes the policy to `huggingface/step-N` in the run directory, as a Hugging Face directory that is never
+        removed. Waits for the previous save first, and raises its error.
         """
         run, engine = self._prepared()
         step, held = engine.version, threading.Event()
@@ -167,7 +168,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
                 self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Waits until the save that is being written is complete. Raises RunDirError where it failed."""
+        """Waits until the save in progress is complete. Raises RunDirError if it failed."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -179,7 +180,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
             raise save_failed(self._saving_step, error) from error
 
     def _run_state(self) -> RunState:
-        """What a checkpoint says of a run without a Trainer: so many steps were taken, on groups in order."""
+        """Returns the state of a run without a Trainer, which took its groups in order."""
         run, engine = self._prepared()
         schedule = build_schedule(run.stage)
         consumed = engine.version * schedule.fresh_per_step
@@ -202,18 +203,18 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
     # ------------------------------------------------------------------ weights
 
     def sync_weight(self) -> None:
-        """Offers the weights to the explorers by `sync.method`, and publishes their version where they were delivered,
-        or can be fetched. Blocks."""
+        """Offers the weights to the explorers by `sync.method`, and publishes their version if they were delivered or
+        can be fetched. Blocks."""
         run, engine = self._prepared()
         if engine.sync_weight():
             run.synchronizer.publish(engine.version, run.channel.versions)
 
     def upload_state_dict(self) -> None:
-        """`sync_weight`; with method `memory`, explorers fetch the version."""
+        """Offers the weights like `sync_weight`; with method `memory`, explorers fetch the version."""
         self.sync_weight()
 
     def save_state_dict(self) -> None:
-        """Leaves a version that explorers by method `checkpoint` fetch; by another method, only the files."""
+        """Writes a version to files. With method `checkpoint`, explorers fetch it."""
         run, engine = self._prepared()
         if run.stage.config.sync.method == SyncMethod.CHECKPOINT:
             self.sync_weight()
@@ -233,7 +234,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Completes the save that is being written, frees the models and ends the ranks."""
+        """Completes the save in progress, frees the models and ends the ranks."""
         try:
             self.wait_for_save()
         finally:
@@ -250,7 +251,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
 
 def get_trainer_wrapper(config: object) -> TrainEngineWrapper:
-    """The engine that a config asks for: the user's (`trainer.trainer_type`, `train.kind`), or the built-in one.
+    """Returns the engine of a config: the user's (`trainer.trainer_type`, `train.kind`), or the built-in one.
 
     Raises ConfigError for a class that is neither.
     """

@@ -1,4 +1,4 @@
-"""Monitor and sample strategy of a run under the methods that Trinity-RFT gives them."""
+"""Adapts the monitor and the sample strategy of a run to Trinity-RFT's methods."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class MonitorView:
     monitors: Monitor
 
     def log(self, data: Mapping[str, float], step: int, commit: bool = False) -> None:
-        """A row of metrics; those that nothing declares are declared."""
+        """Logs a row of metrics; declares undeclared ones."""
         del commit  # every row is written at once
         declare_missing(data, "a number that user code logged")
         self.monitors.log(step, data)
 
     def log_table(self, table_name: str, experiences_table: Any, step: int) -> None:
-        """A table: a DataFrame, or a list of rows."""
+        """Logs a table: a DataFrame, or a list of rows."""
         to_dict = getattr(experiences_table, "to_dict", None)
         rows = list(experiences_table) if to_dict is None else to_dict("records")
         self.monitors.table(step, table_name, rows)
@@ -42,7 +42,7 @@ class SampleStrategyView:
     trainer: CoreTrainer
 
     async def sample(self, step: int) -> tuple[Experiences, Metrics, list[dict[str, Any]]]:
-        """(the experiences of a train step, metrics, rollouts to show). Waits for them.
+        """Waits for the groups of a train step. Returns (experiences, metrics, rollouts to show).
 
         Raises StopAsyncIteration at the end of the data.
         """
