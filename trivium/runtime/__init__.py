@@ -1,1 +1,1 @@
-"""From a RunConfig to a finished run: builds the parts, runs the stages, owns the run directory, its logs, the demo."""
+"""Runs a RunConfig: builds the parts, runs the stages, manages the run directory and its logs, and holds the demo."""

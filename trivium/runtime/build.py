@@ -1,4 +1,4 @@
-"""RunConfig -> the parts of a stage. The one file that knows every package."""
+"""Builds the parts of a stage from a RunConfig. Only this module depends on every package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from trivium.trainer import Trainer
 from trivium.training.device import described_machine
 from trivium.types import SERVED, TRAINER, capabilities_of
 
-disable_progress_bar()  # transformers' own bars would break into the console's table
+disable_progress_bar()  # transformers' progress bars would break into the console's table
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Endpoints:
 
 
 def run_name(config: RunConfig) -> str:
-    """The name of the run in a shared buffer, by which separate commands find it."""
+    """Returns the name by which separate commands find the run in a shared buffer."""
     return config.run.name or Path(config.run.dir).name
 
 
 def explorer_name(config: RunConfig) -> str:
-    """The name of this process's explorer, unique among the processes of the run."""
+    """Returns the name of this process's explorer, unique among the processes of the run."""
     return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def shares_buffer(config: RunConfig) -> bool:
-    """Whether the buffer of a stage is shared between processes; a shared buffer also provides the board."""
+    """Whether processes share the buffer of a stage; a shared buffer also provides the board."""
     return any(capabilities_of(resolve("buffers", stage.buffer.kind)).shared for stage in config.stage_configs())
 
 
 def open_board(config: RunConfig) -> Board:
-    """The board of all stages: of the first shared buffer, else one in the memory of this process."""
+    """Returns the board of all stages: that of the first shared buffer, else one in the memory of this process."""
     for stage in config.stage_configs():
         buffer = resolve("buffers", stage.buffer.kind)
         if capabilities_of(buffer).shared:
@@ -91,7 +91,7 @@ def claim_name(config: RunConfig, run_dir: Path) -> None:
 
 
 def build_synchronizer(config: RunConfig, board: Board, settings: Mapping[str, str] | None = None) -> Synchronizer:
-    """The Synchronizer of one role; `settings` are digests of the sections that separate commands must agree on.
+    """Builds the Synchronizer of one role. `settings` are digests of the sections that separate commands must agree on.
 
     Roles that share a board may be processes without a handle: heartbeats detect their death. On Ray the board is
     always shared, and actor handles detect it.
@@ -123,7 +123,7 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
 
 
 def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
-    """The channel of weights, as `role` uses it."""
+    """Builds the weight channel of `role`."""
     config = stage.config
     return resolve("channels", config.sync.method)(
         keep=kept_versions(config),
@@ -134,12 +134,12 @@ def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> Weight
 
 
 def local_endpoints(stage: Stage, synchronizer: Synchronizer, role: str) -> Endpoints:
-    """Endpoints with a buffer and a channel in this process."""
+    """Returns endpoints with a buffer and a channel in this process."""
     return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
 
 
 def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """The checkpoints of a run directory, kept as the config says."""
+    """Opens the checkpoints of a run directory, with the retention settings of the config."""
     checkpoint = config.checkpoint
     return CheckpointStore(
         run_dir / "checkpoints",
@@ -151,7 +151,7 @@ def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 
 def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
-    """The rows of `evaluation.held_out`, read like those of the buffer."""
+    """Builds `evaluation.held_out`, whose rows are read like those of the buffer."""
     taskset = stage.config.evaluation.held_out
     if taskset is None:
         return None
@@ -173,8 +173,8 @@ def build_trainer(
     make_engine: BuildTrainEngine | None = None,
     make: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
-    """The trainer of a stage, nothing loaded yet. `make_engine` builds a train engine of several processes; `make` is
-    the Trainer, or a user's subclass of it."""
+    """Builds the trainer of a stage, without loading weights. `make_engine` builds a train engine of several processes;
+    `make` is the Trainer, or a user's subclass of it."""
     config, buffer = stage.config, endpoints.buffer
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
     schedule = build_schedule(stage)
@@ -225,7 +225,7 @@ def build_trainer(
 def build_parts(
     stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None, explorer: Explorer | None = None
 ) -> Parts:
-    """The roles of a stage that this process runs: the trainer, an explorer, or both."""
+    """Builds the roles of a stage that this process runs: the trainer, an explorer, or both."""
     return Parts(
         endpoints.buffer,
         build_schedule(stage) if trainer is None else trainer.schedule,
@@ -242,17 +242,17 @@ def build_parts(
 
 
 def _explore_function(stage: Stage) -> Explore:
-    """The loop that fills the buffer."""
+    """Returns the loop that fills the buffer."""
     if stage.config.run.mode != "serve":
         return explore_loop
-    from trivium.serving.serve import serve_agents  # its packages are optional
+    from trivium.serving.serve import serve_agents  # the packages of this loop are optional
 
     judge = make_judge(stage.config.rewards)
     return serve_agents(stage.config, stage.run_dir, judge.check_columns, is_last=stage.is_last)
 
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:
-    """The algorithm of a stage's config, with the values that follow from other sections filled in."""
+    """Builds the algorithm of a stage's config, with the values that follow from other sections filled in."""
     section = config.algorithm.for_run(config)
     return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
 
@@ -294,12 +294,12 @@ def build_tasks(config: RunConfig, name: str) -> TaskSource:
 
 
 def digest_of(tasks: TaskSource) -> str:
-    """The number and hash of the rows that the source read; empty if it makes its tasks on access."""
+    """Returns the number and hash of the rows of the source; empty if the source generates its tasks on access."""
     return tasks.digest if isinstance(tasks, RowTasks) else ""
 
 
 def build_engine(stage: Stage) -> RolloutEngine:
-    """The rollout engine, its model loaded."""
+    """Builds the rollout engine and loads its model."""
     renderer = stage.renderer
     with activity("loading the engine's model"):
         return build(
@@ -313,11 +313,11 @@ def build_engine(stage: Stage) -> RolloutEngine:
 
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
-    """An explorer over `engine`, or over a new engine."""
+    """Builds an explorer over `engine`, or over a new engine."""
     config, workflow = stage.config, stage.config.workflow
     judge = make_judge(config.rewards, workflow.deadline_s)
     for taskset in {"train", config.evaluation.taskset or "train"}:
-        if config.tasks[taskset].kind != SERVED:  # `serve`: requests of agents are checked as they arrive
+        if config.tasks[taskset].kind != SERVED:  # `serve`: the requests of agents are checked on arrival
             judge.check_columns(build_tasks(config, taskset)[0].columns)
     engine = engine or build_engine(stage)
     return Explorer(
@@ -370,7 +370,8 @@ def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -
 
 
 def explain(config: RunConfig) -> str:
-    """What each stage of a config minimises, as formulas with the config's values, each part with its source."""
+    """Describes the objective of each stage of a config, as formulas with the config's values and the source of each
+    part."""
     stages = config.stage_configs()
     texts = [
         explain_algorithm(algorithm_of(stage), getattr(resolve("algorithms", stage.algorithm.kind), "source", ""))

@@ -1,12 +1,12 @@
-"""A recorded train step as one zip file: what another machine needs to replay it.
+"""A recorded train step as one zip file, for a replay on another machine.
 
-    config.yaml, bundle.json   the config, seen from the bundle; step, task, versions of packages, both machines, report
-    base-model/, checkpoints/  the model that the run began with, the checkpoint that the replay begins from
-    rollouts/, tokens/         the groups of the steps from there on, their media, what the step computed
+    config.yaml, bundle.json   the config with paths of the bundle; step, task, package versions, both machines, report
+    base-model/, checkpoints/  the run's initial model, the checkpoint that the replay begins from
+    rollouts/, tokens/         the groups of the steps since that checkpoint, their media, the computed columns
     steps.jsonl, metrics.jsonl, ...
-    code/                      the user's files that the config names, and the files beside them that they import
+    code/                      the user's files named in the config, and the files beside them that they import
 
-Opened, it is a run directory. A replay of it runs that code.
+An extracted bundle is a run directory. A replay of it runs the code in `code/`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WHOLE = ("plan.yaml", "summary.json", "changes.jsonl", "metrics.jsonl", STEPS)
 
 @dataclass(frozen=True)
 class Opened:
-    """A run directory to be replayed, and the description in its bundle."""
+    """A run directory to replay, and the description in its bundle."""
 
     path: Path
     step: int | None = None
@@ -57,8 +57,8 @@ class Opened:
 
 @contextmanager
 def opened(source: Path) -> Generator[Opened]:
-    """The run directory itself or, for a bundle, one with its content, for as long as the block lasts. Raises
-    RunDirError for a file that is no bundle."""
+    """Yields the run directory or, for a bundle, a temporary directory with its content. Raises RunDirError if the file
+    is not a bundle."""
     if not source.is_file():
         yield Opened(source)
         return
@@ -76,7 +76,8 @@ def opened(source: Path) -> Generator[Opened]:
 
 
 def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: Path) -> None:
-    """Writes what a replay of the step needs. Raises RunDirError if the run no longer has it."""
+    """Writes a bundle with the files that a replay of the step needs. Raises RunDirError if the run no longer has
+    them."""
     run = RecordedRun.open(run_dir)
     with TemporaryDirectory() as scratch, writing(out), zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         writer = _Writer(archive)
@@ -86,7 +87,7 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
         versions = {int(v) for group in groups for turn in group.turns() for v in turn.policy_version}
         base = run.checkpoint_before(min({*versions, step - 1}), stage.first_version)
         began = stage.first_version if base is None else base.step
-        # A strategy that trains on groups again may take some of any earlier step.
+        # A strategy that replays groups may take groups of any earlier step.
         for earlier in range(stage.first_version + 1 if schedule.stored_per_step else began + 1, step):
             _groups(run, earlier, schedule, writer)
         if base is not None:
@@ -114,7 +115,8 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
 
 
 def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) -> list[Group]:
-    """The groups that a step took, their files and media added to the bundle; none where explorers gave none."""
+    """Adds the groups that a step took, and their media, to the bundle. Returns the groups; empty if explorers do not
+    fill the buffer."""
     config = run.stage_config(step)
     if not capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         writer.absent.append("the rows of buffer.path and tasks: put them where config.yaml says")
@@ -136,13 +138,13 @@ def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) ->
 class _Writer:
     archive: zipfile.ZipFile
     absent: list[str] = field(default_factory=list[str])
-    """Descriptions of what the bundle refers to and does not hold."""
+    """Descriptions of the objects that the bundle refers to but does not contain."""
 
     def text(self, name: str, text: str) -> None:
         self.archive.writestr(name, text)
 
     def file(self, path: Path, name: str) -> None:
-        """Adds a file, once; nothing where there is none."""
+        """Adds a file once, if it exists."""
         if path.is_file() and name not in self.archive.namelist():
             packed = path.suffix in (".safetensors", ".png", ".jpg")
             self.archive.write(path, name, zipfile.ZIP_STORED if packed else None)
@@ -152,7 +154,7 @@ class _Writer:
             self.file(path, f"{name}/{path.relative_to(directory)}")
 
     def with_code(self, values: Any) -> Any:
-        """The values with each `/path/file.py:Name` replaced by the copy in the bundle."""
+        """Replaces each `/path/file.py:Name` in the values by the copy in the bundle."""
         if is_mapping(values):
             return {key: self.with_code(value) for key, value in values.items()}
         if isinstance(values, list | tuple):
@@ -172,7 +174,7 @@ class _Writer:
 
 
 def _with_siblings(path: Path) -> list[Path]:
-    """A file of Python, and the files beside it that it imports, theirs included."""
+    """Returns a Python file and the files beside it that it imports, directly or indirectly."""
     files, waiting = list[Path](), [path]
     while waiting:
         file = waiting.pop()

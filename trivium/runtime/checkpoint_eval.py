@@ -24,8 +24,8 @@ from trivium.types import Group, Metrics, capabilities_of
 def evaluate(config: RunConfig, step: int, save: Path | None = None) -> Metrics:
     """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage.
 
-    `save` is a file for the rollouts that did not fail, a row of JSON each: id, prompt, completion, reward, and the
-    task's columns. `tasks.kind: jsonl` reads it, and `buffer.kind: files` learns from it.
+    `save` is a file for the rollouts without a failure, one JSON row each: id, prompt, completion, reward, and the
+    task's columns. `tasks.kind: jsonl` and `buffer.kind: files` read it.
     """
     run_dir = Path(config.run.dir)
     last = config.stage_configs()[-1]

@@ -1,4 +1,4 @@
-"""`trivium demo`: the arithmetic recipe, from nothing to a report."""
+"""`trivium demo`: runs the arithmetic recipe and writes a report."""
 
 from __future__ import annotations
 

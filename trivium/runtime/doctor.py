@@ -1,4 +1,4 @@
-"""`trivium doctor`: what is wrong with a run, by the rules of `trivium.monitors.health`, or with this machine."""
+"""`trivium doctor`: finds problems of a run, by the rules of `trivium.monitors.health`, or of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trivium.training.device import processor_name
 
 _GIB = 2**30
 _ROLLOUT_BYTES = 64 * 2**20
-"""Size of the recorded rollouts that are read: those of all train steps, or of as many of them, evenly spread."""
+"""Most bytes of recorded rollouts to read: of all train steps or, beyond this size, of evenly spread ones."""
 _PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
 """Default ports of the servers."""
 _LOG_BYTES = 65536
@@ -36,14 +36,14 @@ _LOG_BYTES = 65536
 
 @dataclass(frozen=True)
 class Report:
-    """What was examined, and what is wrong."""
+    """The examined facts and the problems found."""
 
     facts: list[str]
     findings: list[Problem]
 
 
 def diagnose(run_dir: Path) -> Report:
-    """Applies the rules to a run directory, of a run finished or in progress. Raises RunDirError if it holds no run."""
+    """Applies the rules to the directory of a finished or running run. Raises RunDirError if it holds no run."""
     rows, error = rows_of(run_dir), _error(run_dir / "log.txt")
     if not rows and not error:
         found = "no rows in metrics.jsonl" if (run_dir / "config.yaml").is_file() else "no run there"
@@ -62,7 +62,7 @@ def diagnose(run_dir: Path) -> Report:
 
 
 def _error(log: Path) -> str:
-    """The error that ended the newest session, in one line; empty if no error ended it."""
+    """Returns the error that ended the newest session, in one line; empty if no error ended it."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -73,7 +73,7 @@ def _error(log: Path) -> str:
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:
-    """The train steps whose rollouts are read, the newest one among them; empty if none are recorded."""
+    """Returns the train steps whose rollouts are read, including the newest; empty if none are recorded."""
     size = sum(path.stat().st_size for path in (run_dir / "rollouts").glob("stage-*/*.msgpack"))
     steps = planned_steps(run_dir) if size else []
     number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
@@ -81,12 +81,13 @@ def _steps_to_read(run_dir: Path) -> list[int]:
 
 
 def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list[str]:
-    """The tokens whose log-probabilities by engine and trainer differ most; empty if the run kept none."""
+    """Describes the tokens whose log-probabilities by engine and trainer differ most; empty if the run did not keep
+    them."""
     places: list[tuple[float, int, str, str]] = []
     for rollout in rollouts:
         for sequence in rollout.sequences:
             old = sequence.columns.get("old_log_prob")
-            if old is None or np.array_equal(old, sequence.log_prob):  # the engine's, where no pass computed others
+            if old is None or np.array_equal(old, sequence.log_prob):  # the engine's values, if no pass computed others
                 continue
             gaps = np.where(sequence.response_mask, np.abs(old - sequence.log_prob), 0.0)
             at = int(gaps.argmax())
@@ -101,7 +102,7 @@ def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list
 
 
 def _decoder(run_dir: Path) -> Callable[[int], str]:
-    """A function from token to text; to its id if there is no tokenizer."""
+    """Returns a function that decodes a token; it returns the token's id if there is no tokenizer."""
     try:
         decode = decoder(run_dir)
     except RunDirError:
@@ -113,7 +114,7 @@ def _decoder(run_dir: Path) -> Callable[[int], str]:
 
 
 def examine_machine(directory: Path) -> Report:
-    """The resources of this machine, and problems for a run in `directory`."""
+    """Reports the resources of this machine, and problems for a run in `directory`."""
     free = {name: f"{size / _GIB:.1f} GiB" for name, size in _free(directory).items()}
     used = f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} of {os.cpu_count()} cores may be used"
     facts = [
@@ -129,7 +130,7 @@ def examine_machine(directory: Path) -> Report:
 
 
 def _free(directory: Path) -> dict[str, int]:
-    """Bytes by name: free on the disk and in /dev/shm, and all of the memory. What is absent or unknown is left out."""
+    """Returns bytes by name: free on the disk and in /dev/shm, and total memory. Omits unknown values."""
     sizes = {"disk": shutil.disk_usage(directory).free}
     if (shm := Path("/dev/shm")).is_dir():
         sizes["/dev/shm"] = shutil.disk_usage(shm).free
@@ -137,7 +138,8 @@ def _free(directory: Path) -> dict[str, int]:
 
 
 def machine_problems(directory: Path) -> Iterator[Problem]:
-    """The rule for a machine: it has too little for a run that writes to the directory, or hides what it has."""
+    """Finds resources that this machine lacks for a run that writes to the directory, and settings that hide or block
+    them."""
     for name, free in _free(directory).items():
         wanted, do = _WANTED[name]
         if free < wanted * _GIB:
@@ -165,7 +167,7 @@ _WANTED = {
     "/dev/shm": (1, "docker run --shm-size=8g: Ray keeps objects there"),
     "memory": (2, "close other programs; `trivium check` plans a config"),
 }
-"""GiB that a run wants, and what to do if there is less."""
+"""GiB that a run needs, and the remedy if there is less."""
 
 
 def _gpus() -> str:
@@ -185,7 +187,7 @@ def _driver_version() -> str:
 
 
 def _refused(port: int) -> str:
-    """Why a server cannot listen on the port; empty if it can."""
+    """Returns why a server cannot listen on the port; empty if it can."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -196,7 +198,7 @@ def _refused(port: int) -> str:
 
 
 def _packages() -> Iterator[str]:
-    """The installed versions of the required packages and of each extra."""
+    """Yields the installed versions of the required packages and of each extra."""
     wanted: dict[str, list[str]] = {}
     for line in requires("trivium") or ():
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)

@@ -1,4 +1,4 @@
-"""What `trivium export` does: a checkpoint's policy or reward model as a plain Hugging Face directory."""
+"""`trivium export`: writes a checkpoint's policy or reward model as a plain Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ disable_progress_bar()
 def export(run_dir: Path, step: int | None, out: Path, role: str = "policy") -> Path:
     """Writes a model of a checkpoint (None: the latest) as a plain Hugging Face directory.
 
-    The `policy` is a causal language model, the `reward` model a sequence classifier with an output for each head; of a
-    model that sees, for which transformers has no such class, its backbone and `value_head.safetensors`. Raises
-    RunDirError for a run that has not trained it, or where `out` is not empty.
+    The `policy` is a causal language model. The `reward` model is a sequence classifier with an output for each head. A
+    vision reward model, for which transformers has no such class, is its backbone and `value_head.safetensors`. Raises
+    RunDirError if the run has not trained the model, or if `out` is not empty.
     """
     store = CheckpointStore(run_dir / "checkpoints")
     checkpoint = store.latest() if step is None else store.open(step)
@@ -36,8 +36,8 @@ def export(run_dir: Path, step: int | None, out: Path, role: str = "policy") -> 
 
 
 def _check_trained(checkpoint: Checkpoint, role: str) -> None:
-    """Raises RunDirError where neither this stage nor one before it trained the role. A train engine that keeps no
-    `<role>-optimizer` files is taken to have trained the policy."""
+    """Raises RunDirError if no stage up to this one has trained the role. A train engine without `<role>-optimizer`
+    files counts as having trained the policy."""
     ends = [checkpoint.path.with_name(f"step-{step:06d}") for step in checkpoint.state.get("pinned", ())]
     current, earlier = _trained_roles(checkpoint.path), set[str]().union(*map(_trained_roles, ends))
     if role in current or (role == "policy" and (role in earlier or not current)):
@@ -55,10 +55,10 @@ def _trained_roles(checkpoint: Path) -> set[str]:
 
 
 def _export_reward_model(checkpoint: Checkpoint, out: Path) -> Path:
-    """`reward/` as a sequence classifier, with the tokenizer that the run trained it with.
+    """Writes `reward/` as a sequence classifier, with the tokenizer that the run trained it with.
 
-    Training reads the score at the token that ends the completion's turn: the end of sequence of what is written, and
-    never its padding.
+    Training reads the score at the token that ends the completion's turn. The exported model uses this token as its end
+    of sequence, and never as padding.
     """
     export_policy(checkpoint, out, leave_out=("*.safetensors*", "config.json", "generation_config.json"))
     tokenizer = hf_tokenizer(out, correct_pad_token=False)

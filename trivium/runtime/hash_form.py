@@ -1,4 +1,4 @@
-"""The form of the hashes of weights in a run that an earlier version of Trivium began."""
+"""Selects the form of weight hashes, for runs that an earlier version of Trivium began."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from trivium.sync.hashes import continue_form
 
 
 def continue_recorded_form(run_dir: Path) -> None:
-    """Makes this process hash weights in the form that the run recorded last, so that its trainer can compare them."""
+    """Makes this process hash weights in the form that the run recorded last, so that its trainer can compare
+    hashes."""
     continue_form(recorded_hash(run_dir))

@@ -1,4 +1,4 @@
-"""What `trivium run` does: opens the run directory and trains stage after stage, in the mode the config says."""
+"""`trivium run`: opens the run directory and runs the configured mode, stage by stage."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ _CARRIED = (
 
 def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str, Any]:
     """Runs the mode `run.mode` and returns a summary; for training, the one written to `summary.json`. `open_session`
-    replaces the session that the config asks for.
+    replaces the session of the config.
 
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
-    cause of whatever stopped the run.
+    cause of an error that stops the run.
     """
     if launched_ranks() > 1:
         _connect_ranks(config)
@@ -114,7 +114,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
             from trivium.training.torchrun import stop_ranks
 
             stop_ranks(train_device(config))
-        asyncio.run(store.copied())  # what could not be copied on the way has to be now
+        asyncio.run(store.copied())  # the last chance to copy checkpoints that could not be copied earlier
         summary = {name: record[name] for name in (*_CARRIED, "changes") if record.get(name) is not None}
         summary = {"steps": store.steps()[-1], **summary}
         summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
@@ -124,9 +124,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
 
 
 def ready(config: RunConfig, here: Machine | None = None) -> Findings:
-    """What the checks before a run found: warnings, and which rows it reads. Raises ConfigError with everything that
-    prevents the run here, or on the machine given, and what `run` raises for a run directory that belongs to another
-    run."""
+    """Checks a run before it starts. Returns the warnings and the rows that it reads. Raises ConfigError with all
+    problems on this machine, or the given one, and the errors of `run` for a directory of another run."""
     ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
     findings = preflight(config, here or machine(), ranks)
     findings.refuse()
@@ -135,7 +134,8 @@ def ready(config: RunConfig, here: Machine | None = None) -> Findings:
 
 
 def _connect_ranks(config: RunConfig) -> None:
-    """Raises ConfigError, on every rank, for a mode that several ranks of one command cannot run."""
+    """Connects the ranks. Raises ConfigError, on every rank, for a mode that several ranks of one command cannot
+    run."""
     from trivium.training.torchrun import connect_ranks
 
     mode = config.run.mode
@@ -149,7 +149,7 @@ def _connect_ranks(config: RunConfig) -> None:
 
 
 def train_as_rank(config: RunConfig) -> dict[str, Any]:
-    """Trains as one of the ranks that torchrun started; rank 0 drives."""
+    """Trains as a rank that torchrun started; rank 0 drives the ranks."""
     from trivium.training.torchrun import life_of_rank
 
     run_dir, rank = Path(config.run.dir), this_rank()
@@ -160,14 +160,16 @@ def train_as_rank(config: RunConfig) -> dict[str, Any]:
 
 
 OpenSession = Callable[[RunConfig, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[TrainStage]]
-"""(config, run directory, its checkpoints, the latest of them) -> what trains its stages."""
+"""(config, run directory, its checkpoints, the latest checkpoint) -> a context manager of the function that trains a
+stage."""
 
 
 @contextmanager
 def _local_session(
     config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
 ) -> Generator[TrainStage]:
-    """Trains stages in this process, and explores beside it unless other processes do (`run.mode: train`)."""
+    """Trains stages in this process, with an explorer beside the trainer unless other processes explore (`run.mode:
+    train`)."""
     monitor, board = build_monitor(config, run_dir, latest), open_board(config)
 
     def train_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
@@ -207,18 +209,18 @@ def _ray_session(
 
 
 def carried(resume: Checkpoint | None) -> dict[str, Any]:
-    """The record of a run at a checkpoint, for the run that continues from it."""
+    """Returns the record of a run at a checkpoint, for the run that continues from it."""
     return {} if resume is None else {name: resume.state[name] for name in _CARRIED if name in resume.state}
 
 
 def _remaining_stages(
     config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, record: dict[str, Any]
 ) -> Iterator[tuple[Stage, Checkpoint | None]]:
-    """Each stage that is not done, and the checkpoint to continue it from; `record` is brought up to date before it. A
-    stage starts from the weights that the one before it saved, with a fresh optimizer."""
+    """Yields each unfinished stage and the checkpoint to continue it from, after updating `record`. A stage starts from
+    the weights that the previous stage saved, with a fresh optimizer."""
     stages = config.stage_configs()
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    # The steps that stages ended at; earlier than planned where their data did.
+    # The last step of each ended stage, which is earlier than planned if the data ended.
     ends: list[int] = list(latest.state["pinned"]) if latest is not None else []
     first_version = 0
     for number, stage_config in enumerate(stages):
@@ -232,7 +234,7 @@ def _remaining_stages(
                 evaluated = store.open(ends[number - 1]).state["evaluated"] if known else None
                 record |= {"stage": number, "pinned": list(ends), "evaluated": evaluated}
                 _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
-                (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks the run as finished
+                (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks a finished run
                 stage_config = with_reward_models(stage_config, config.stage_names, ends, store)
                 yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
                 latest = None
@@ -243,13 +245,13 @@ def _remaining_stages(
 
 
 def explore(config: RunConfig) -> dict[str, Any]:
-    """Explores (or serves) and evaluates, stage after stage, for a trainer elsewhere (`run.mode: train`)."""
+    """Explores (or serves) and evaluates, stage by stage, for a trainer in another process (`run.mode: train`)."""
     name, run_dir = explorer_name(config), Path(config.run.dir)
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
     board = open_board(config)
     waiting = build_synchronizer(config, board, fingerprint(config))
-    with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # it has no monitor
+    with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # an explorer has no monitor
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number: int | None = -1
         explored = 0
@@ -280,7 +282,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
 
 
 async def _wait_for_stage_end(synchronizer: Synchronizer, name: str) -> None:
-    """Waits until a stage without explorers is over, for as long as its trainer lives."""
+    """Waits until a stage without explorers ends, or until its trainer dies."""
     async with asyncio.TaskGroup() as tasks:
         monitoring = tasks.create_task(synchronizer.monitor(name))
         await synchronizer.wait_finished(name)

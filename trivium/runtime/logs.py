@@ -1,4 +1,4 @@
-"""The log of a run: a file in the run directory, warnings on the terminal too."""
+"""The log of a run: a file in the run directory; warnings also appear on the terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trivium.phases import SPANS, spans_to
 
 _log = logging.getLogger("trivium")
 ENDED = "ended by an error: "
-"""The line of log.txt that says why a session did not finish."""
+"""Begins the line of log.txt with the error that ended a session."""
 BEGINS = "begins at step"
-"""The line that every session has."""
+"""Part of a line that every session logs."""
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that says on stderr, once, that it cannot be written; logging would print a traceback each time."""
+    """A log file that reports once on stderr that it cannot be written; logging would print a traceback each time."""
 
     failed = False
 
@@ -32,7 +32,7 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # flushes what is buffered
+        except OSError as error:  # flushes the buffered records
             self._report(error)
 
     def _report(self, error: OSError) -> None:
@@ -43,19 +43,19 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = logging.WARNING) -> Generator[None]:
-    """The logger `trivium` goes to a file of the run directory while the block runs; from the level `shown` on, to
-    stderr as well. When the process did what goes to a file of its own (`phases.SPANS`).
+    """Sends the logger `trivium` to a file of the run directory while the block runs; records from the level `shown` on
+    also go to stderr. Time spans go to a separate file of the process (`phases.SPANS`).
 
-    Several processes may write to one file, each saying which `role` it is: a record is appended whole.
+    Several processes may write to one file, with their `role` in each record: every record is appended whole.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     format_ = f"{role}: %(message)s" if role else "%(message)s"
     handler = _LogFile(run_dir / file_name, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
-    terminal = logging.StreamHandler()  # stderr shows warnings without a look into the file
+    terminal = logging.StreamHandler()  # stderr shows warnings to users who do not read the file
     terminal.setFormatter(logging.Formatter(format_))
     terminal.setLevel(shown)
-    terminal.addFilter(lambda record: not record.exc_info)  # tracebacks are for the file
+    terminal.addFilter(lambda record: not record.exc_info)  # only the file gets tracebacks
     _log.setLevel(logging.INFO)
     for each in (handler, terminal):
         _log.addHandler(each)

@@ -1,5 +1,5 @@
 """The event loop of a run's process. User code may raise SystemExit, stop the loop, ignore cancellation or block: the
-run still ends in time, and never as if it had finished.
+run still ends in time, and never looks finished.
 
 `asyncio.Runner` cannot drive this loop. It fails when a task stops the loop, and its `close` waits without a deadline
 for tasks that ignore their cancellation and, before Python 3.12, for the threads of the executor.
@@ -32,32 +32,32 @@ T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 GRACE_S = 10.0
-"""Seconds by which a function that blocks the loop may exceed `deadline_s`."""
+"""Seconds beyond `deadline_s` that a function may block the loop."""
 _CANCEL_S = 2.0
 """Seconds that a cancelled task has to end."""
 _THREADS_S = 300.0
-"""Longest wait for threads at the end of the loop, for example that of a train step, in seconds."""
+"""Longest wait, in seconds, for threads (for example of a train step) at the end of the loop."""
 _LOOK_S = 1.0
 """Seconds between two checks of the watchdog."""
 _COLLECT_AFTER = 50_000
 """New objects between two collections of the youngest generation; Python's default is 700. With thousands of rollouts
-in flight, the collector would traverse hundreds of thousands of live objects again and again, for half of the
-explorer's time. The run itself makes no cycles that grow with its steps or hold tensors."""
+in flight, the default collector would traverse hundreds of thousands of live objects repeatedly and take half of the
+explorer's time. A run creates no reference cycles that grow with its steps or hold tensors."""
 _SWITCH_S = 0.0005
-"""How long a thread keeps the interpreter while another waits for it; Python's default is 5 ms. The threads of a train
-step and of the engine release it with every operation, and would wait for it that long each time."""
+"""Seconds that a thread keeps the interpreter while another waits for it; Python's default is 5 ms. The threads of a
+train step and of the engine release it with every operation, and would wait that long each time."""
 _left_behind: set[asyncio.Task[Any]] = set()
 """Tasks that ignore their cancellation. The event loop itself holds only weak references to tasks."""
 
 
 def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """Runs the coroutine in an event loop of its own and returns its result, like `asyncio.run`. In addition:
+    """Runs the coroutine in a new event loop and returns its result, like `asyncio.run`. In addition:
 
-    - the loop goes on after SystemExit in a task and after `loop.stop()`; if `main` is cancelled without Ctrl-C, this
+    - the loop continues after SystemExit in a task and after `loop.stop()`; if `main` is cancelled without Ctrl-C, this
       raises an error;
-    - a task that ignores its cancellation for two seconds is abandoned, and named in the log;
-    - a function that blocks the loop for longer than `deadline_s` and `GRACE_S` is named in the log, and the process
-      ends with code 1;
+    - a task that ignores its cancellation for two seconds is abandoned and logged;
+    - a function that blocks the loop for longer than `deadline_s` and `GRACE_S` is logged, and the process ends with
+      code 1;
     - the garbage collector runs seldom;
     - Ctrl-C cancels `main` and raises KeyboardInterrupt; a second Ctrl-C ends the process at once.
     """
@@ -79,10 +79,9 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
 
 
 class _InterpreterSettings:
-    """Settings of the whole process while at least one block runs: the garbage collector runs seldom (unless its first
-    threshold is higher already, or 0: off), and threads switch often. Blocks of several threads overlap in any order:
-    the first one changes the settings, the last one restores them.
-    """
+    """Process-wide settings while at least one block runs: the garbage collector runs seldom (unless its first
+    threshold is higher already, or 0: off), and threads switch often. Blocks of several threads may overlap in any
+    order: the first one changes the settings, the last one restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,7 +108,7 @@ interpreter_settings = _InterpreterSettings()
 
 
 def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:
-    """The task's result. Raises its error; a BaseException such as SystemExit becomes a TriviumError."""
+    """Returns the task's result, or raises its error; a BaseException such as SystemExit becomes a TriviumError."""
     if task.cancelled():
         raise raised or _not_finished("all of its tasks were cancelled")
     error = task.exception()
@@ -128,7 +127,7 @@ def _not_finished(problem: str) -> TriviumError:
 
 
 def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _Signals) -> None:
-    """Runs the loop until the task is done, again after user code has stopped it or raised through it."""
+    """Runs the loop until the task is done. Restarts the loop if user code stops it or raises through it."""
     task.add_done_callback(lambda _: loop.stop())
     while not task.done():
         try:
@@ -143,14 +142,14 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _S
 
 
 async def _end() -> None:
-    """Cancels all tasks, and abandons those that ignore it."""
+    """Cancels all tasks, and abandons those that ignore the cancellation."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     ended, ignoring = await asyncio.wait(others, timeout=_CANCEL_S) if others else (set(), set())
     for task in ended:
         if not task.cancelled():
-            task.exception()  # else asyncio logs that it was never retrieved
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
     places = Counter(user_place(_stack_of(task)) or repr(task.get_coro()) for task in ignoring)
     for place, number in places.items():
         _log.warning("left behind: %d task(s) that ignore their cancellation, in %s", number, place)
@@ -160,7 +159,7 @@ async def _end() -> None:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
-    """(file, line, function) of the coroutines that await one another, outermost first."""
+    """Yields (file, line, function) of the coroutines that await one another, outermost first."""
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -172,15 +171,15 @@ def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
 
 @dataclass
 class _Signals:
-    """What is known of SIGINT and SIGTERM."""
+    """The state of SIGINT and SIGTERM."""
 
     handled: bool
-    """Whether Ctrl-C is handled here. If it is, a KeyboardInterrupt was raised by user code."""
+    """Whether this module handles Ctrl-C. If it does, a KeyboardInterrupt comes from user code."""
     raised: BaseException | None = None
-    """The exception of the signal that arrived."""
+    """The exception of the received signal."""
 
     def sent(self, raised: BaseException) -> bool:
-        """Whether a signal handler may have raised this, and not user code."""
+        """Whether a signal handler, and not user code, may have raised this."""
         if isinstance(raised, KeyboardInterrupt):
             return not self.handled
         return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGTERM))
@@ -188,14 +187,14 @@ class _Signals:
 
 @contextmanager
 def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Generator[_Signals]:
-    """Makes Ctrl-C cancel the task. At the second Ctrl-C the kernel ends the process, whatever the process does."""
+    """Makes Ctrl-C cancel the task. At the second Ctrl-C the kernel ends the process in any state."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     signals = _Signals(in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signals.raised = KeyboardInterrupt()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with suppress(OSError):  # its reader may be gone
+        with suppress(OSError):  # the reader of the stream may have ended
             os.write(2, b"interrupted: the run ends; Ctrl-C again ends it at once\n")
         loop.call_soon_threadsafe(task.cancel)
 
@@ -211,8 +210,8 @@ def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> 
 
 
 def _for_one_signal(number: int) -> None:
-    """Makes the kernel restore the default action when the signal arrives, if the C library can; Python's `signal` does
-    not offer this. A handler in Python waits for the interpreter, which a function in C may hold forever."""
+    """Makes the kernel restore the default action when the signal arrives, if the C library can; Python's `signal`
+    lacks this. A handler in Python waits for the interpreter, which a function in C may hold forever."""
     libc = CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "sysv_signal"):
         return
@@ -226,7 +225,7 @@ def _for_one_signal(number: int) -> None:
 
 @contextmanager
 def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[None]:
-    """Ends the process if the loop does not turn for `patience_s`, counted in looks of a thread. Time during which the
+    """Ends the process if the loop is blocked for `patience_s`, which a thread counts in checks. Time during which the
     process is stopped does not count. It does count for faulthandler's timer: after a stop by SIGSTOP or in a paused
     container for longer than that, the process may end."""
     thread_id, stopped = threading.get_ident(), threading.Event()
@@ -236,7 +235,7 @@ def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[No
         look_s = min(_LOOK_S, patience_s / 4)
         silent_s = 0.0
         answered.set()
-        # While C code holds the interpreter, no Python thread runs. faulthandler's timer prints all stacks without it.
+        # While C code holds the interpreter, no Python thread runs. faulthandler's timer prints all stacks anyway.
         faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
         while not stopped.wait(look_s):
             faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
@@ -260,7 +259,7 @@ def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[No
 
 @contextmanager
 def _suspendable() -> Generator[None]:
-    """Cancels faulthandler's timer before Ctrl-Z stops the process. The watchdog's next look sets it again."""
+    """Cancels faulthandler's timer before Ctrl-Z stops the process. The watchdog's next check sets it again."""
 
     def suspend(number: int, frame: FrameType | None) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -298,7 +297,7 @@ def _innermost(stack: traceback.StackSummary) -> str:
 
 
 def join(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
-    """Waits for the threads for at most `seconds`. Returns those that still run, and names them in the log."""
+    """Waits for the threads for at most `seconds`. Returns and logs those that still run."""
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

@@ -1,6 +1,6 @@
-"""The rules before a run, checked without starting it: files, rows, rewards, devices, packages.
+"""Checks a config before a run without starting it: files, rows, rewards, devices, packages.
 
-`trivium check` prints what they find. A run is refused by the same problems and logs the same warnings.
+`trivium check` prints the problems. `trivium run` refuses to start with the same problems and logs the same warnings.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ from trivium.workflows.single_turn import SingleTurn
 T = TypeVar("T")
 
 _MESSAGE_TOKENS = 64
-"""Upper bound on what a chat template adds to a message: a prompt that fits with this much added is not rendered to be
-counted."""
+"""Upper bound on the tokens that a chat template adds to a message. A prompt that fits with this many added tokens is
+not rendered."""
 _MADE_TASKS = 1000
-"""Number of tasks checked of a source that generates them on access; a source that holds its rows is checked in
-full."""
+"""Number of tasks to check of a source that generates them on access. All tasks of a source with rows are checked."""
 _FIRST_ROWS = 64
-"""Number of expert completions checked in full; of further rows, only those that may be too long."""
+"""Number of expert completions to check in full; of further rows, only those that may be too long."""
 _FIRST_IMAGES = 256
-"""Number of prompts with images that are rendered; of further ones, only the images are decoded."""
+"""Number of prompts with images to render; of further ones, only the images are decoded."""
 _DECODING_S = 20.0
-"""How long images are decoded. Of the others, only the headers and checksums are checked."""
+"""Seconds for decoding images. Of the remaining images, only the headers and checksums are checked."""
 _LEAST_RANDOM_LR = 1e-5
 """Below this learning rate, the check warns about a model with random weights."""
 _MONITORS = {
@@ -71,13 +70,13 @@ _MONITORS = {
 
 @dataclass
 class Findings:
-    """What the rules found before a run."""
+    """The result of the checks before a run."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
-    """What prevents the run here."""
+    """The problems that prevent the run on this machine."""
     warnings: list[Problem] = field(default_factory=list[Problem])
     rows: dict[str, str] = field(default_factory=dict[str, str])
-    """The `RowTasks.digest` of each task source that reads rows, by its place in the config."""
+    """The `RowTasks.digest` of each task source with rows, by its place in the config."""
 
     def refuse(self) -> None:
         """Raises ConfigError with all problems, if there are any."""
@@ -96,7 +95,7 @@ class _StageHere:
     ranks: int
     """Training ranks on this machine."""
     sources: dict[str, TaskSource | None]
-    """The task sources that were read for this or an earlier stage; None for one that cannot be read."""
+    """The task sources read for this or an earlier stage; None for an unreadable one."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """See `Findings.rows`; filled in while the tasks are checked."""
 
@@ -113,7 +112,7 @@ class _Taskset:
     name: str
     tasks: TaskSource
     judge: Judge | None
-    """None if no explorer rolls the tasks out, or the rewards cannot be built."""
+    """None if no explorer rolls the tasks out, or if the rewards cannot be built."""
     renderer: ChatRenderer | None
 
     @property
@@ -122,8 +121,8 @@ class _Taskset:
         return range(len(self.tasks) if digest_of(self.tasks) else min(len(self.tasks), _MADE_TASKS))
 
     def report(self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False) -> Iterator[Problem]:
-        """Counts the failing tasks and describes the first. Tasks that cannot succeed are a problem if more fail than
-        `workflow.max_failed_fraction` allows, else a warning. With `warns` (probably a mistake): always a warning."""
+        """Counts the failing tasks and describes the first. Failing tasks are a problem if they exceed
+        `workflow.max_failed_fraction`, else a warning. With `warns` (a probable mistake), they are always a warning."""
         if failing:
             total, allowed = len(self.seen), self.config.workflow.max_failed_fraction
             may_fail = len(failing) < total and len(failing) <= allowed * total
@@ -137,7 +136,8 @@ TASKSET_RULES = Rules[_Taskset]()
 
 
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
-    """Checks everything that the stages of a config read or use on this machine, on which `ranks` ranks train."""
+    """Checks the files, rows and devices that the stages of a config use on this machine, on which `ranks` ranks
+    train."""
     problems, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
     sources: dict[str, TaskSource | None] = {}
     for number, stage_config in enumerate(config.stage_configs()):
@@ -147,7 +147,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
             own += _order_problems(stage)
         prefix = f"stages[{number}]." if config.stages else ""
         rows |= {prefix + where: digest for where, digest in stage.digests.items()}
-        known = {problem[1:] for problem in problems}  # by an earlier stage
+        known = {problem[1:] for problem in problems}  # from an earlier stage
         problems += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
     return Findings(
         problems=[problem for problem in problems if not isinstance(problem, Caution)],
@@ -157,7 +157,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
 
 
 def attempt(where: str, make: Callable[[], T]) -> Generator[Problem, None, T | None]:
-    """Returns the result of `make`; if it fails, reports why and returns None."""
+    """Returns the result of `make`; if it fails, yields the problem and returns None."""
     try:
         return make()
     except TriviumError as error:
@@ -176,7 +176,7 @@ def _trains_here(config: RunConfig) -> bool:
 
 
 def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
-    """Whether an explorer rolls the taskset out, which rewards then judge."""
+    """Whether an explorer rolls the taskset out, so that rewards judge it."""
     explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
     return taskset == config.evaluation.taskset or (taskset == "train" and explored)
 
@@ -210,7 +210,7 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
         yield Problem("cluster.engines", f"{engines + ranks} engines and ranks with a GPU each", found, do)
     for where, device, wanted in (("engine", engine, engines), ("train", train, ranks)):
         if where == "engine" and device == "auto":
-            continue  # it samples on the CPU if there are too few
+            continue  # the engine samples on the CPU if there are too few
         if device.startswith("cuda") and not gpus:
             yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
@@ -220,7 +220,7 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
 
 @STAGE_RULES.rule
 def slow_devices(stage: _StageHere) -> Iterator[Problem]:
-    """Engines sample on the CPU while training uses GPUs, or a variable asks for threads and has no effect."""
+    """Engines sample on the CPU while training uses GPUs, or a variable that sets threads has no effect."""
     config, here, asked_for = stage.config, stage.machine, os.environ.get("OMP_NUM_THREADS", "")
     threads = config.cluster.threads or usable_cores()
     if config.cluster.kind == "local" and stage.ranks == 1 and asked_for not in ("", str(threads)):
@@ -259,7 +259,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
 
 @STAGE_RULES.rule
 def settings(stage: _StageHere) -> Iterator[Problem]:
-    """A section or what it names cannot be used on this machine, or warns."""
+    """A section, or an object that it names, cannot be used on this machine or causes a warning."""
     config, teacher = stage.config, getattr(stage.config.algorithm, "teacher", None)
     if config.run.mode == "serve":
         yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
@@ -273,7 +273,7 @@ def settings(stage: _StageHere) -> Iterator[Problem]:
 
 @STAGE_RULES.rule
 def values(stage: _StageHere) -> Iterator[Problem]:
-    """A value is valid and rarely meant."""
+    """A value is valid but rarely intended."""
     config, limit = stage.config, context_limit(stage.config)
     lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
     is_random = stage.number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
@@ -294,11 +294,12 @@ def values(stage: _StageHere) -> Iterator[Problem]:
 
 @STAGE_RULES.rule
 def tasks(stage: _StageHere) -> Iterator[Problem]:
-    """Model, rewards or tasks cannot be read, or do not fit each other. What depends on a broken part is skipped."""
+    """Model, rewards or tasks cannot be read, or do not fit each other. Checks that depend on a broken part are
+    skipped."""
     config = stage.config
     renderer = yield from attempt("model", lambda: stage.renderer)
-    # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is a
-    # reward built that is called elsewhere, for this machine may lack what it needs (a GPU, a service).
+    # With workers, only the signature of a class is read. Neither a reward model nor a reward that runs on another
+    # machine is built here: this machine may lack what it needs (a GPU, a service).
     elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
     rewards = changed(
         config.rewards,
@@ -320,7 +321,7 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
 
 @TASKSET_RULES.rule
 def columns(taskset: _Taskset) -> Iterator[Problem]:
-    """Tasks lack columns that the rewards read, have some that nothing reads, or have the ids of earlier ones."""
+    """Tasks lack columns that the rewards read, have unused ones, or repeat the ids of earlier tasks."""
     config, judge = taskset.config, taskset.judge
     if judge is not None:
         rows = [taskset.tasks[place].columns for place in taskset.seen]
@@ -342,13 +343,13 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
 
 @TASKSET_RULES.rule
 def prompts(taskset: _Taskset) -> Iterator[Problem]:
-    """Prompts cannot be rendered, leave no space for a completion, or have characters that no token stands for."""
+    """Prompts cannot be rendered, leave no space for a completion, or have characters without a token."""
     config, renderer = taskset.config, taskset.renderer
     if renderer is None:
         return
     if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset.name):
         yield from _image_problems(taskset)
-        return  # another workflow makes its own prompts
+        return  # another workflow makes its prompts itself
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
@@ -399,7 +400,7 @@ def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
 
 
 def _renderer(config: RunConfig) -> ChatRenderer | None:
-    """The renderer of the model, without loading the model; None for a user's own kind of model."""
+    """Returns the renderer of the model, without loading the model; None for a user's own kind of model."""
     model, max_pixels = config.model, config.workflow.max_image_pixels
     if isinstance(model, TinyModel.Config):
         images = TinyVisionModel.images(model, max_pixels) if isinstance(model, TinyVisionModel.Config) else None
@@ -408,7 +409,7 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
         return None
     try:
         tokenizer = hf_tokenizer(Path(model.path))
-    except (ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises for damaged files
+    except (ValueError, KeyError, TypeError, ImportError) as error:  # transformers raises this for damaged files
         if isinstance(error, TriviumError):
             raise
         raise ConfigError(
@@ -421,7 +422,7 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
 
 
 def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
-    """Whether a prompt is certainly shorter than this: a token stands for at least one byte."""
+    """Whether a prompt is certainly shorter than this limit: a token stands for at least one byte."""
     return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
 
 
@@ -474,7 +475,7 @@ def _row_problems(
 
 
 def _texts(task: Task) -> list[Message]:
-    """A task's prompt and everything that may be a completion of it, as messages."""
+    """Returns a task's prompt and all texts that may be its completion, as messages."""
     texts = [
         entry["content"]
         for value in task.columns.values()

@@ -1,4 +1,4 @@
-"""`trivium.run`: a run of what Python holds (functions, rows, data sets), from a script or a notebook."""
+"""`trivium.run`: runs functions, rows and data sets that Python code holds, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_given(
 def configured(
     config: ConfigSource, rewards: Sequence[Reward] | None, tasks: Rows | Mapping[str, Rows] | None
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """The complete config, and the files of rows that it names: each by its path."""
+    """Returns the complete config, and the text of each file of rows by its path."""
     base = Path(config).resolve().parent if isinstance(config, str | Path) else None
     data = _as_mapping(config)
     if rewards is not None:
@@ -60,7 +60,7 @@ def configured(
         for name, source in (tasks if is_mapping(tasks) else {"train": tasks}).items():
             data["tasks"][name], text = _section(data["tasks"].get(name), source, f"tasks[{name!r}]")
             texts |= {} if text is None else {name: text}
-    # Where the rows are follows from the run directory, which is known once the rest is validated.
+    # The path of the rows depends on the run directory, which validating the other sections yields.
     directory = Path(config_from_mapping(_named(data), base).run.dir).resolve() if texts else Path()
     files: dict[Path, str] = {}
     for name, text in texts.items():
@@ -80,8 +80,8 @@ def _as_mapping(config: ConfigSource) -> dict[str, Any]:
 
 
 def _section(own: object, source: Rows, where: str) -> tuple[Any, str | None]:
-    """A taskset's section of the config, and its rows as text where they were given. What the config says of how a row
-    becomes a task (`template`, `answer`, ...) holds for them, unless it is of another kind of source."""
+    """Returns a taskset's section of the config, and the given rows as text. For given rows and functions, the config's
+    `template`, `answer`, ... apply, unless the config names a kind of source."""
     if isinstance(source, str) or is_mapping(source):
         return source, None
     columns = {} if not is_mapping(own) or "kind" in own else dict(own)
@@ -92,7 +92,7 @@ def _section(own: object, source: Rows, where: str) -> tuple[Any, str | None]:
 
 
 def _named(value: object) -> Any:
-    """The value with functions, classes and callable objects as names, and paths as text."""
+    """Returns the value with functions, classes and callable objects as names, and paths as text."""
     if isinstance(value, Path):
         return str(value)
     if is_mapping(value):
@@ -103,8 +103,8 @@ def _named(value: object) -> Any:
 
 
 def beside_a_loop(work: Callable[[], T]) -> T:
-    """The result of `work`, which may run event loops of its own: in a thread where this one runs one, as a notebook's
-    does. An interrupt ends it there."""
+    """Runs `work`, which may run event loops, and returns its result. If this thread runs an event loop, as in a
+    notebook, uses another thread, where an interrupt ends `work`."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -119,7 +119,7 @@ def beside_a_loop(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=copy_context().run, args=(settle,), name="trivium-run", daemon=True)
     in_main_thread = threading.current_thread() is threading.main_thread()
-    # Its own handler would cancel the task that waits here, which cannot be cancelled.
+    # The loop's own handler would cancel the waiting task, which cannot be cancelled.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler) if in_main_thread else None
     try:
         thread.start()
@@ -137,4 +137,4 @@ def beside_a_loop(work: Callable[[], T]) -> T:
 
 
 _GRACE_S = 30.0
-"""How long an interrupted run may take to end."""
+"""Seconds that an interrupted run has to end."""

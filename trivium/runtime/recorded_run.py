@@ -1,7 +1,7 @@
-"""Reads a run directory: its config at any step, its stages, checkpoints and metrics. No file is changed.
+"""Reads a run directory: its config at any step, its stages, checkpoints and metrics. Changes no file.
 
-Rollouts and what train steps computed for their tokens are read by `trivium.buffers.rollouts`, the log of each step by
-`trivium.buffers.step_log`.
+`trivium.buffers.rollouts` reads rollouts and the columns that train steps computed; `trivium.buffers.step_log` reads
+the log of each step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecordedRun:
 
     path: Path
     config: RunConfig
-    """The config of its newest session."""
+    """The config of the newest session."""
     steps: Mapping[int, StepRecord]
     """The log of each step (`steps.jsonl`)."""
     changes: Sequence[Mapping[str, Any]]
@@ -39,7 +39,8 @@ class RecordedRun:
 
     @classmethod
     def open(cls, path: Path) -> RecordedRun:
-        """Raises RunDirError for a directory that holds no run, ConfigError for a config that cannot be read here."""
+        """Opens a run directory. Raises RunDirError if it holds no run, ConfigError if its config cannot be read on
+        this machine."""
         file = path / "config.yaml"
         if not file.is_file():
             found = "no config.yaml there" if path.is_dir() else "no such directory"
@@ -48,7 +49,8 @@ class RecordedRun:
         return cls(path, config, read_steps(path), recorded_changes(path), CheckpointStore(path / "checkpoints"))
 
     def stage_at(self, step: int) -> tuple[int, int]:
-        """(number, first version) of the stage that makes a train step. Raises RunDirError where none does."""
+        """Returns (number, first version) of the stage of a train step. Raises RunDirError if no stage has this
+        step."""
         first = 0
         stages = self.config.stage_configs()
         for number, stage in enumerate(stages):
@@ -58,7 +60,7 @@ class RecordedRun:
         raise RunDirError(f"step {step} of {self.path}", f"its config has steps 1 to {first}", "name one of these")
 
     def stage_config(self, step: int) -> RunConfig:
-        """The config that this train step was made with: later changes undone, models of earlier stages in place."""
+        """Returns the config of this train step: reverts later changes and fills in the models of earlier stages."""
         number, _ = self.stage_at(step)
         config = self.config.stage_configs()[number]
         prefix = f"stages[{number}]." if self.config.stages else ""
@@ -73,7 +75,7 @@ class RecordedRun:
         return with_reward_models(config, self.config.stage_names, stage_ends(self.store), self.store)
 
     def model_dir(self, step: int) -> Path:
-        """The weights that the stage of a train step began with."""
+        """Returns the directory of the weights that the stage of a train step began with."""
         number, _ = self.stage_at(step)
         if number:
             ends = stage_ends(self.store)
@@ -87,23 +89,24 @@ class RecordedRun:
         return build("models", self.config.model, seed=self.config.run.seed).materialize(self.path / "model")
 
     def checkpoint_before(self, version: int, first_version: int) -> Checkpoint | None:
-        """The newest checkpoint of at most this version in the stage that began with `first_version`; None if there is
-        none."""
+        """Returns the newest checkpoint of at most this version in the stage that began with `first_version`; None if
+        there is none."""
         steps = [step for step in self.store.steps() if first_version < step <= version]
         return self.store.open(steps[-1]) if steps else None
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, in order: several may be of one step. Empty where there is no such file."""
+        """Returns the rows of metrics.jsonl, in order; a step may have several. Empty if there is no such file."""
         return rows_of(self.path)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """The metrics of the train step, without those that depend on clock or machine; empty if it logged none."""
+        """Returns the metrics of the train step, without those that depend on clock or machine; empty if it logged
+        none."""
         row = next((row for row in self.rows() if row["step"] == step and "train/version" in row), {})
         return {key: value for key, value in row.items() if key != "step" and not depends_on_machine(key)}
 
 
 def bound(rows: Iterable[Mapping[str, float]]) -> str:
-    """A line on the phase that bounds a run with these rows of metrics, and its share of the time."""
+    """Describes the phase that bounds a run with these rows of metrics, and its share of the time."""
     seconds, total = dict[str, float](), 0.0
     for row in rows:
         total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
@@ -114,14 +117,14 @@ def bound(rows: Iterable[Mapping[str, float]]) -> str:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in a run directory whose config need not be readable here."""
+    """Returns the rows of metrics.jsonl in a run directory, without reading its config."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [row for line in lines if (row := _row(line)) is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """One row; None for an incomplete last line of a run in progress."""
+    """Parses one row; returns None for an incomplete last line of a run in progress."""
     try:
         return json.loads(line)
     except ValueError:
@@ -129,7 +132,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _put(values: Any, where: str, value: object) -> None:
-    """Sets what is at a path like `train.optimizer.lr` or `rewards[0].weight`."""
+    """Sets the value at a path like `train.optimizer.lr` or `rewards[0].weight`."""
     *parents, last = re.findall(r"\[\d+\]|[^.\[]+", where)
     for part in parents:
         values = values[int(part[1:-1])] if part.startswith("[") else values[part]

@@ -1,4 +1,4 @@
-"""Comparison of recorded with recomputed values, stage by stage, exactly or within a tolerance."""
+"""Compares recorded with recomputed values, stage by stage, exactly or within a tolerance."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ StageName = Literal["weights", "tokens", "log-probs", "reward", "advantage", "lo
 STAGES: tuple[StageName, ...] = ("weights", "tokens", "log-probs", "reward", "advantage", "loss", "update")
 """Each stage depends on those before it."""
 LOG_PROB_TOLERANCE = 2e-3
-"""Largest allowed distance of a log-probability from the recorded one if bits may differ, in nats."""
+"""Largest allowed difference, in nats, between a recorded and a recomputed log-probability if bits may differ."""
 TOLERANCE = 1e-2
-"""The same for any other number, relative to the larger of the two, or to 1 if both are below 1."""
+"""Largest allowed difference of any other number, relative to the larger of the two, or to 1 if both are below 1."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Compared:
     equal: int = 0
     """Number of values that are equal bit for bit."""
     worst: float = 0.0
-    """The largest distance of the others, in units of the tolerance."""
+    """The largest difference of the other values, in units of the tolerance."""
     differences: list[str] = field(default_factory=list[str])
     """Descriptions of the differences."""
     notes: list[str] = field(default_factory=list[str])
-    """Descriptions of what was not compared, with the reason."""
+    """Descriptions of the values that were not compared, with the reason."""
 
     @property
     def status(self) -> str:
@@ -115,7 +115,7 @@ def _shown(value: object) -> str:
 
 
 def title_of(group: Group, rollout: Trajectory) -> str:
-    """The rollout as named in messages."""
+    """Returns the name of the rollout in messages."""
     member = "the greedy rollout" if rollout is group.greedy else f"rollout {rollout.index + 1}"
     return f"{member} of task {group.task.task_id}"
 
@@ -123,8 +123,8 @@ def title_of(group: Group, rollout: Trajectory) -> str:
 def compare_rollout(
     comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> bool:
-    """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except those left
-    out, which were not computed). Returns whether the tokens are equal."""
+    """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except `left_out`,
+    which were not computed). Returns whether the tokens are equal."""
     if any("DeadlineExceeded" in str(each.failure) for each in (recorded, replayed)):
         comparison.note("tokens", f"{who} met its deadline: time is not replayed")
         return False

@@ -1,6 +1,5 @@
-"""A recorded stage, run again in this process: its config, its trainer on the recorded groups of each step, and engines
-with the policy versions that sampled the rollouts. Nothing is written into the run directory.
-"""
+"""Runs a recorded stage again in this process: its config, its trainer on the recorded groups of each step, and engines
+with the policy versions that sampled the rollouts. Writes nothing into the run directory."""
 
 from __future__ import annotations
 
@@ -45,13 +44,13 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 
 
 def remote_rewards(config: RunConfig) -> list[str]:
-    """The rewards computed by a server, whose results may have changed since the run."""
+    """Returns the rewards that a server computes, whose results may have changed since the run."""
     rewards = (part.reward for part in parts_of(config.rewards))
     return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
 
 
 def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
-    """The config without these rewards."""
+    """Returns the config without these rewards."""
     rewards = []
     for reward in config.rewards:
         if isinstance(reward, Recipe.Config):
@@ -63,13 +62,13 @@ def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
 
 
 def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collection[str]) -> Stage:
-    """The stage of a train step, configured to run in this process alone and without the `left_out` rewards."""
+    """Returns the stage of a train step, configured to run in this process alone and without the `left_out` rewards."""
     number, first = run.stage_at(step)
     config = without_rewards(run.stage_config(step), left_out)
     threads = int(machine_of(run, step).get("threads", 0)) or config.cluster.threads
     tasks = dict(config.tasks)
     if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
-        # Recorded groups hold their tasks; tasksets with expert data are still read.
+        # Recorded groups contain their tasks; tasksets with expert data are still read.
         experts = getattr(config.buffer.strategy, "taskset", None)
         tasks |= {"train": ServedTasks.Config(kind=SERVED)} if experts != "train" else {}
     update: dict[str, Any] = {
@@ -91,12 +90,12 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
 
 
 def machine_of(run: RecordedRun, step: int) -> Mapping[str, str]:
-    """The machine that computed a train step; empty if it was not recorded."""
+    """Returns the machine that computed a train step; empty if it was not recorded."""
     return run.steps[step].machine if step in run.steps else {}
 
 
 def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
-    """The reason why bits may legitimately differ from those of the run; empty if they may not."""
+    """Returns the reasons why bits may differ from those of the run; empty if they may not."""
     there, here = machine_of(run, step), described_machine(stage.config, stage.threads)
     if not there:
         return ["the run did not note the machine that it trained on"]
@@ -112,10 +111,10 @@ def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
 
 
 def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """The groups that a train step took, replayed groups and expert data included.
+    """Returns the groups that a train step took, including replayed groups and expert data.
 
-    They are recorded in `steps.jsonl` or, with `run.keep: tokens`, beside what was computed for them; a run in slot
-    order needs neither. Raises RunDirError if they cannot be determined.
+    `steps.jsonl` or, with `run.keep: tokens`, the files of the computed columns record them; a run in slot order needs
+    neither. Raises RunDirError if they cannot be determined.
     """
     record = run.steps.get(step)
     if record is not None and record.taken is not None:
@@ -134,7 +133,7 @@ def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ..
 
 
 def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """The groups of a step of a run in slot order; a dropped group shifts those after it."""
+    """Returns the groups of a step of a run in slot order; a dropped group shifts those after it."""
     recorded = {
         each.group.slot: (Taken(each.group.slot, each.group.attempt, each.planned_step), bool(each.group.dropped))
         for each in read_rollouts(run.path)
@@ -157,7 +156,7 @@ def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Tak
 
 
 class _Recorded(MemoryBuffer):
-    """A buffer that returns the groups that a trainer took in the recorded run."""
+    """A buffer that returns the groups that the trainer took in the recorded run."""
 
     def __init__(
         self,
@@ -201,7 +200,7 @@ class _Rows:
 
 
 class ReplayedTrainer:
-    """The trainer of a recorded stage, which repeats its train steps in memory."""
+    """The trainer of a recorded stage. Repeats its train steps in memory."""
 
     def __init__(self, run: RecordedRun, stage: Stage) -> None:
         self.run, self.stage = run, stage
@@ -209,7 +208,7 @@ class ReplayedTrainer:
         self.explored = capabilities_of(resolve("buffers", stage.config.buffer.kind)).explored
         self.channel = MemoryChannel(keep=1)
         self.hashes: dict[int, str] = {}
-        """Version -> hash of its weights, for the versions reached."""
+        """Version -> hash of its weights, for each version reached."""
         self._rows = _Rows()
         self._batch = Batch(())
         synchronizer = build_synchronizer(stage.config, MemoryBoard())
@@ -241,14 +240,14 @@ class ReplayedTrainer:
         )
 
     def fresh_groups(self, step: int) -> list[Group]:
-        """The groups that a train step took from the explorers, in order."""
+        """Returns the groups that a train step took from the explorers, in order."""
         first = self.stage.first_version + 1 if self.schedule.stored_per_step else step
         earlier = {each for number in range(first, step) for each in self._taken(number)}
         fresh = [each for each in self._taken(step) if each.slot >= 0 and each not in earlier]
         return read_groups(self.run.path, self.stage.number, fresh)
 
     def _groups_in(self, slots: Sequence[int]) -> list[Group]:
-        """The groups at these slots, which steps up to the checkpoint took."""
+        """Returns the groups at these slots that the steps up to the checkpoint took."""
         steps = range(self.stage.first_version + 1, self.trainer.train_step_num + 1)
         taken = {each.slot: each for step in steps for each in self._taken(step)}
         return read_groups(self.run.path, self.stage.number, [taken[slot] for slot in slots])
@@ -266,7 +265,7 @@ class ReplayedTrainer:
         self._note_hash()
 
     async def go_to(self, version: int, wanted: Collection[int] = ()) -> dict[int, list[tuple[str, torch.Tensor]]]:
-        """Takes the train steps up to a version; returns the weights of the `wanted` versions on the way."""
+        """Takes the train steps up to a version; returns the weights of the `wanted` versions passed."""
         weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
         while True:
             if self.version in wanted:
@@ -276,8 +275,8 @@ class ReplayedTrainer:
             await self.step()
 
     async def step(self, before_update: Callable[[Batch], None] | None = None) -> tuple[Metrics, Batch]:
-        """Takes the next train step; returns its metrics and the batch with its computed columns, which `before_update`
-        also gets before the weights change."""
+        """Takes the next train step; returns its metrics and the batch with its computed columns. `before_update` gets
+        the same batch before the weights change."""
 
         def keep(step: int, groups: Sequence[Group], batch: Batch) -> None:
             del step, groups
@@ -295,7 +294,7 @@ class ReplayedTrainer:
         return self._rows.row, self._batch
 
     def _note_hash(self) -> None:
-        """Offers the weights to the channel, and notes their hash in the form of the one that the run recorded."""
+        """Offers the weights to the channel, and notes their hash in the form of the recorded hash."""
         if self.trainer.engine.sync_weight():
             record = self.run.steps.get(self.version, StepRecord(self.version))
             self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or None)
@@ -341,7 +340,7 @@ def _place(group: Group, index: int, prompt: bytes) -> Place:
 async def engines_of(
     stage: Stage, weights: Mapping[int, Sequence[tuple[str, torch.Tensor]]], groups: Sequence[Group]
 ) -> EngineOfVersions:
-    """An engine for each of these versions."""
+    """Builds an engine for each of these versions."""
     engines: dict[int, RolloutEngine] = {}
     for version, named in weights.items():
         engines[version] = build_engine(stage)

@@ -1,12 +1,12 @@
-"""`trivium replay`: recomputes a recorded rollout, or a whole train step, from weights and random keys. A difference is
-reported with the first of these stages that has one:
+"""`trivium replay`: recomputes a recorded rollout, or a whole train step, from weights and random keys. Reports a
+difference under the first of these stages that has one:
 
     weights    of the versions that sampled the rollouts, compared with the hash that the run recorded
     tokens     the rollouts, sampled again
     log-probs  of their tokens, by the engine
     reward     each component
-    advantage  and every other number for a token that the step computed before its first update, where it was kept
-    loss       and every other metric of the update, the gradient norm among them
+    advantage  and every other kept number for a token that the step computed before its first update
+    loss       and every other metric of the update, including the gradient norm
     update     the weights after the step
 """
 
@@ -72,12 +72,12 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Whether all values are equal."""
         return self.comparison.first is None
 
     @property
     def text(self) -> str:
-        """The result as text."""
+        """Formats the result as text."""
         lines = [f"replay of {self.about}"]
         inexact = self.comparison.inexact
         lines += [f"  need not be equal bit for bit: {reason}" for reason in inexact]
@@ -96,10 +96,10 @@ def _first(stage: Compared) -> str:
 def replay(
     run_dir: Path, step: int, *, task: str | None = None, update: bool = False, ask_servers: bool = False
 ) -> Replay:
-    """Replays the rollouts of a train step (with `task`, those of this task) and the step itself. With `update` also
-    compares the weights after it. Rewards computed by a server are included only with `ask_servers`.
+    """Replays the rollouts of a train step (with `task`, those of this task) and the step itself. With `update`, also
+    compares the weights after it. Includes rewards that a server computes only with `ask_servers`.
 
-    Raises RunDirError, with what is missing, for a step whose record is incomplete.
+    Raises RunDirError, with the missing parts, for a step whose record is incomplete.
     """
     run = RecordedRun.open(run_dir)
     with tempfile.TemporaryDirectory(prefix="trivium-replay-") as scratch:
@@ -146,7 +146,7 @@ async def _replay(
 
 
 def _versions(group: Group) -> set[int]:
-    """The versions that sampled the tokens of a group; for a group without tokens, the one it was leased with."""
+    """Returns the versions that sampled the tokens of a group; for a group without tokens, the version of its lease."""
     return {int(v) for turn in group.turns() for v in np.unique(turn.policy_version)} or {group.version}
 
 
@@ -234,8 +234,8 @@ async def _judge_recorded(
 async def _replay_step(
     result: Replay, run: RecordedRun, trainer: ReplayedTrainer, chosen: Sequence[Group], *, whole: bool
 ) -> None:
-    """Takes the step on the recorded rollouts and compares its results. `chosen`: the groups whose loss is reported;
-    with `whole`, the loss of the whole batch is."""
+    """Takes the step on the recorded rollouts and compares its results. Reports the loss of the `chosen` groups; with
+    `whole`, of the whole batch."""
     comparison, step, ids = result.comparison, result.step, {group.group_id for group in chosen}
 
     def measure(batch: Batch) -> None:
@@ -265,7 +265,7 @@ def _own_metrics(trainer: ReplayedTrainer, batch: Batch) -> dict[str, Metrics]:
 
 
 def _score_recorded(comparison: Comparison, trainer: ReplayedTrainer, batch: Batch, rows: Sequence[int]) -> None:
-    """If sampling again may give other tokens: compares the trainer's log-probabilities of the recorded ones."""
+    """Compares the trainer's log-probabilities of the recorded tokens if sampling again may give other tokens."""
     fresh = [row for row in rows if (batch.experiences[row].policy_version.max(initial=-1)) == trainer.version]
     part = batch.select(fresh)
     for experience, scores in zip(part.experiences, trainer.trainer.engine.score(part, "old"), strict=True):

@@ -1,4 +1,4 @@
-"""What `trivium rollouts` prints: recorded rollouts as JSON values or as text."""
+"""`trivium rollouts`: shows recorded rollouts as JSON values or as text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Decode = Callable[[Sequence[int] | IntArray], str]
 
 
 def rollouts_of(run_dir: Path, step: int | None, task: str | None, failed: bool) -> Iterator[Rollout]:
-    """The rollouts that `trivium rollouts` shows; those of the latest step if none of these is given. Raises
-    RunDirError if a step or a task has no rollouts."""
+    """Yields the rollouts that `trivium rollouts` shows: by default, those of the latest step. Raises RunDirError if a
+    step or a task has no rollouts."""
     if step is None and task is None and not failed:
         step = planned_steps(run_dir)[-1]
     number = 0
@@ -36,7 +36,7 @@ def rollouts_of(run_dir: Path, step: int | None, task: str | None, failed: bool)
 
 
 def decoder(run_dir: Path) -> Decode:
-    """Turns tokens into text, special tokens included, with the tokenizer of the run's model."""
+    """Returns a function that decodes tokens, including special tokens, with the tokenizer of the run's model."""
     if not (run_dir / "config.yaml").is_file():
         raise RunDirError(f"the run in {run_dir}", "no config.yaml there", "name the directory of a run")
     config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def decoder(run_dir: Path) -> Decode:
 
 
 def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Everything about a rollout, in JSON values; NaN and infinities do not occur."""
+    """Returns all data of a rollout as JSON values, without NaN and infinities."""
     group, trajectory = rollout.group, rollout.trajectory
     failure = trajectory.failure
     return {
@@ -88,8 +88,8 @@ def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 
 
 def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
-    """Each turn with the text that came before it and after the completion of the turn before: what the environment
-    said, in the template's form. A turn that rewrote the history has all of its context."""
+    """Returns each turn with its context: the environment's text between the previous completion and this one, in the
+    template's form. A turn that rewrote the history has its full context."""
     rows: list[dict[str, Any]] = []
     earlier: Turn | None = None
     for turn in rollout.trajectory.turns:
@@ -111,7 +111,8 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 
 
 def _media(items: Iterable[Media]) -> dict[str, Any]:
-    """Media as JSON values: `rollouts/media` of the run has each under its hash; nothing for none."""
+    """Returns media as JSON values, empty if there are none. `rollouts/media` of the run stores each file under its
+    hash."""
     media = [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
     return {"media": media} if media else {}
 
@@ -131,7 +132,7 @@ def _sequence(sequence: TokenSequence, decode: Decode) -> dict[str, Any]:
 
 
 def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
-    """A rollout for people; with `tokens` a line for each token."""
+    """Formats a rollout for reading; with `tokens`, one line for each token."""
     group, trajectory = rollout.group, rollout.trajectory
     steps = ", ".join(map(str, rollout.steps)) or "none (replaced by a resumed run)"
     member = "greedy" if rollout.greedy else f"{trajectory.index + 1}/{len(group.trajectories)}"
@@ -158,13 +159,13 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
 
 
 def _indented(title: str, text: str) -> str:
-    """A title and a text, further lines of it under the first. What a terminal would act on is written out."""
+    """Formats a title and a text, with later lines of the text indented. Escapes control characters of terminals."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return f"  {title}: " + plain.replace("\n", "\n" + " " * (len(title) + 4))
 
 
 def _table(sequence: TokenSequence, decode: Decode) -> list[str]:
-    """One line for each token of a sequence."""
+    """Returns one line for each token of a sequence."""
     names = [name for name, array in sequence.columns.items() if array.ndim == 1]
     names.sort(key=lambda name: (name != "advantages", name))
     titles = {name: f"{name:>{max(11, len(name)) + 2}}" for name in ("log-prob", *names)}

@@ -1,4 +1,4 @@
-"""The run directory: which process holds it, which config may continue its run, and which changes were made since."""
+"""The run directory: the process that holds it, the configs that may continue its run, and the recorded changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trivium.training.device import machine, training_ranks
 
 _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
-"""Names the checkpoint of another run that this directory started from, whose config does not apply to this run."""
+"""Names the checkpoint of another run that this directory started from. The config of that run does not apply here."""
 _CHANGES = "changes.jsonl"
 _ROWS = "rows.json"
 """The number and hash of the rows that each task source of the run reads."""
@@ -40,20 +40,21 @@ _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", 
 """Files that exist before the first step."""
 _LOCK = ".lock"
 _ENDING_S = 20.0
-"""How long a new run waits for the processes of one that was killed."""
+"""Seconds that a new run waits for the processes of a killed run."""
 _POLL_S = 0.05
 _RUN_ENDED = "ended: "
-"""Written before the owner's name once its run is over."""
+"""Precedes the owner's name once its run has ended."""
 _joined: dict[Path, TextIO] = {}
-"""The locks that `hold_with` took, by run directory."""
+"""The locks taken by `hold_with`, by run directory."""
 
 
 @contextmanager
 def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Generator[Path]:
-    """The run directory, held by this process and those that join it (`hold_with`), with config.yaml, plan.yaml and
-    log.txt in place. `rows` says what its task sources read (`preflight`).
+    """Opens the run directory: this process and those that join it (`hold_with`) hold it while the block runs. Writes
+    config.yaml, plan.yaml and log.txt. `rows` are the digests of the task sources (`preflight`).
 
-    Raises RunDirError where another run holds it or its config is lost, ConfigError where it is another run's.
+    Raises RunDirError if another run holds the directory or its config is lost, ConfigError if it belongs to another
+    run.
     """
     run_dir = made_directory(Path(config.run.dir), "run.dir")
     with (
@@ -71,7 +72,7 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
 
 @contextmanager
 def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
-    """Holds the lock, and names this process in its file until its run is over."""
+    """Holds the lock, and writes the name of this process to its file until the run ends."""
     me = ProcessLife.of(os.getpid())
     _share(lock, run_dir, me, _RUN_ENDED + _name(me))
     _write(lock, _name(me))
@@ -82,8 +83,8 @@ def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
 
 
 def hold_with(owner: ProcessLife, run_dir: Path) -> None:
-    """Holds the run directory to the end of this process, for the runs of `owner`, with which it ends: no other run
-    begins while it may write. Raises RunDirError where another run holds it."""
+    """Joins the runs of `owner`: holds the run directory until this process ends, and ends this process when `owner`
+    ends. No other run can begin while this process may write. Raises RunDirError if another run holds the directory."""
     if owner.pid == os.getpid() or run_dir in _joined or not run_dir.is_dir():
         return
     end_with(owner)
@@ -93,8 +94,8 @@ def hold_with(owner: ProcessLife, run_dir: Path) -> None:
 
 
 def _share(lock: TextIO, run_dir: Path, owner: ProcessLife, *allowed: str) -> None:
-    """Takes the lock, which processes of one owner share: those that find an `allowed` text in its file. Waits until
-    the last process of a run that is over has ended: until then it may write."""
+    """Takes the lock. Processes of one owner share it: those that find an `allowed` text in its file. Waits for the
+    last process of an ended run, which may write until it ends."""
     end = time.monotonic() + _ENDING_S
     while True:
         is_alone = _locked(lock, fcntl.LOCK_EX)
@@ -128,7 +129,7 @@ def _name(owner: ProcessLife) -> str:
 
 
 def _holder(lock: TextIO) -> ProcessLife | None:
-    """The process whose run the file of the lock names; None if that run is over, or the file is being written."""
+    """Returns the process that the lock's file names; None if its run has ended, or if the file is being written."""
     try:
         return ProcessLife(**json.loads(_text(lock)))
     except (ValueError, TypeError):
@@ -147,22 +148,22 @@ def _write(lock: TextIO, text: str) -> None:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """The config; if its directory holds a run, with the defaults that the run was saved with."""
+    """Returns the config; if its directory holds a run, with the defaults saved with that run."""
     path = Path(config.run.dir) / "config.yaml"
     return as_begun(_saved_config(path), config) if path.is_file() else config
 
 
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """The changes made with `--change`, in order: the last `step` before, and `changes`, by field: [value before,
-    after]."""
+    """Returns the changes made with `--change`, in order: the last `step` before the change, and `changes`, field ->
+    [value before, after]."""
     path = run_dir / _CHANGES
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
     return [_read_json(row, path) for row in lines]
 
 
 def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
-    """Raises RunDirError or ConfigError for a directory that holds a run that this config does not continue, or that
-    began with other `rows`."""
+    """Raises RunDirError or ConfigError if the directory holds a run that this config does not continue, or that began
+    with other `rows`."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         if _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
@@ -181,7 +182,7 @@ def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]
 
 
 def _differences(run_dir: Path, config: RunConfig, rows: Mapping[str, str]) -> list[Problem]:
-    """What differs from the config and the rows that the run in the directory began with."""
+    """Returns the differences from the config and the rows that the run in the directory began with."""
     path = run_dir / _ROWS
     began: Mapping[str, str] = _read_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
     return resume_differences(_saved_config(run_dir / "config.yaml"), config) or [
@@ -201,7 +202,7 @@ def _read_json(text: str, path: Path) -> Any:
 
 
 def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
-    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+    """Writes the config into a new run directory; in an existing one, checks that it is the same run."""
     refuse_another_run(config, run_dir, rows)
     path = run_dir / "config.yaml"
     if path.is_file():
@@ -213,7 +214,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
 
 
 def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
-    """Records the differences of `config` from the saved one; removes the files of an aborted start."""
+    """Records the differences of `config` from the saved one. After an aborted start, removes its files instead."""
     if not _differences(run_dir, config, rows):
         _record(run_dir, resume_changes(_saved_config(run_dir / "config.yaml"), config))
         return
@@ -258,7 +259,7 @@ def _has_steps(run_dir: Path) -> bool:
 
 
 def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
-    """Adds a row to the changes, unless a start that was killed has added it."""
+    """Adds a row to the changes, unless a killed start has added it."""
     steps = CheckpointStore(run_dir / "checkpoints").steps()
     row = {"step": steps[-1] if steps else 0, "changes": {c.where: [c.before, c.now] for c in changes}}
     rows = recorded_changes(run_dir)
@@ -270,7 +271,8 @@ def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file or a directory; one that a killed process has begun to remove no longer has its name."""
+    """Removes a file or a directory. A directory is renamed first, so that a killed process leaves no partial one under
+    its name."""
     aside = path.with_name(f".{path.name}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Sampling on all ranks of torchrun: each rank hosts a rollout engine for the explorer of the first rank."""
+"""Samples on all ranks of torchrun: each rank hosts a rollout engine for the explorer of the first rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from trivium.types import capabilities_of
 
 
 def samples_here(stage: Stage) -> bool:
-    """Whether a stage's trainer has an explorer beside it, in its process."""
+    """Whether a stage's trainer has an explorer in its process."""
     return stage.config.run.mode != "train" and stage.num_explorers > 0
 
 
 def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
-    """The engine of the explorer beside a trainer: one, or those of all ranks that `trainer` drives."""
+    """Returns the engine of the explorer beside a trainer: one engine, or a pool over all ranks that `trainer`
+    drives."""
     own = build_engine(stage)
     if not isinstance(trainer, DistributedTrainEngine) or not trainer.samplers:
         return own
@@ -33,13 +34,13 @@ def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
 
 
 def serve_train_rank(config: RunConfig) -> None:
-    """What a rank does that torchrun started and that is not the first: builds its engines of each stage, and does what
-    the first one says, to the end of the run."""
+    """Serves a torchrun rank other than the first: builds its engines of each stage, and executes the first rank's
+    calls until the run ends."""
 
     def make(announcement: dict[str, Any]) -> RankVerbs:
         stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
         engine = cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), None))
-        # Of an engine whose completions depend on where they are sampled, the first rank's is the only one.
+        # If completions depend on the place of sampling, only the first rank has a rollout engine.
         exact = capabilities_of(resolve("engines", stage.config.engine.kind)).exact_sampling
         hosts = exact and samples_here(stage)
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None

@@ -1,4 +1,4 @@
-"""A stage of a run: its config and where it stands in the run; the same as plain data, for other processes."""
+"""A stage of a run: its config and its position in the run, also as plain data for other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trivium.types import capabilities_of
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run and where it stands in it."""
+    """One stage of a run and its position in the run."""
 
     config: RunConfig
     number: int
@@ -38,20 +38,20 @@ class Stage:
 
     @property
     def num_explorers(self) -> int:
-        """Explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
+        """The number of explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
         if capabilities_of(resolve("buffers", self.config.buffer.kind)).explored:
             return self.config.cluster.explorers
         return int(self.evaluated)
 
     @property
     def threads(self) -> int:
-        # An engine and a train engine in two processes compute at the same time; in one they mostly take turns.
+        # An engine and a train engine in two processes compute at the same time; in one process they mostly take turns.
         at_once = 2 if self.own_process and self.config.max_staleness else 1
         return self.config.cluster.threads or max(1, usable_cores() // (ranks_here() * at_once))
 
     @property
     def own_process(self) -> bool:
-        """Whether the train engine has a process of its own (`train.own_process`)."""
+        """Whether the train engine runs in a separate process (`train.own_process`)."""
         local = self.config.cluster.kind == "local" and launched_ranks() == 1
         return local and getattr(self.config.train, "own_process", False)
 
@@ -61,7 +61,7 @@ class Stage:
 
 
 def evaluates_alike(one: RunConfig, other: RunConfig) -> bool:
-    """Whether an evaluation of the same weights measures the same in two stages."""
+    """Whether an evaluation of the same weights gives the same result in two stages."""
 
     def evaluation(config: RunConfig) -> tuple[object, ...]:
         tasks = config.tasks.get(config.evaluation.taskset or "")
@@ -86,14 +86,14 @@ class StageSpec:
 
     @classmethod
     def of(cls, stage: Stage) -> StageSpec:
-        # What the user did not set stays unset; some checks look for that.
+        # Fields that the user did not set stay unset; some checks depend on that.
         config = stage.config.model_dump(mode="json", exclude_unset=True)
         paths = stage.run_dir.resolve(), stage.model_dir.resolve()
         return cls(config, stage.number, stage.first_version, stage.is_last, *paths)
 
     def stage(self) -> Stage:
-        """The stage, its config read again: users' files are imported in the process that needs them, which holds the
-        run directory from now on, and ends with the run's process."""
+        """Returns the stage, with its config validated again: this process imports the users' files. From this call on,
+        it holds the run directory, and ends with the run's process."""
         hold_with(self.owner, self.run_dir)
         config = RunConfig.model_validate(self.config)
         return Stage(config, self.number, self.first_version, self.is_last, self.run_dir, self.model_dir)

@@ -19,7 +19,7 @@ _ROLE = "reward"
 
 
 def stage_problems(config: RunConfig) -> Iterator[Problem]:
-    """The stages that rewards name and that train no reward model before them."""
+    """Finds rewards that name a stage which trains no reward model before them."""
     stages, names = config.stage_configs(), config.stage_names
     for number, stage in enumerate(stages):
         where = f"stages[{number}].rewards" if config.stages else "rewards"
@@ -45,8 +45,8 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
 def with_reward_models(
     stage: RunConfig, names: Sequence[str], ends: Sequence[int], store: CheckpointStore
 ) -> RunConfig:
-    """The config of a stage with the directories of the reward models that it names by stage. `ends` are the steps that
-    the stages before it ended at. Raises RunDirError where there is no such checkpoint."""
+    """Returns the config of a stage with the directories of the reward models that it names by stage. `ends` are the
+    last steps of the stages before it. Raises RunDirError if there is no such checkpoint."""
 
     def located(reward: RewardConfig) -> RewardConfig:
         if not isinstance(reward, ModelReward.Config) or reward.stage is None:
@@ -67,19 +67,19 @@ def with_reward_models(
 
 
 def stage_ends(store: CheckpointStore) -> list[int]:
-    """The steps that the stages ended at, as far as the checkpoints tell; the last one may not have ended yet."""
+    """Returns the last step of each stage, as recorded by the checkpoints; the last stage may not have ended yet."""
     latest = store.latest()
     return [] if latest is None else [*latest.state["pinned"], latest.step]
 
 
 def _of_stages(rewards: Sequence[RewardConfig]) -> list[ModelReward.Config]:
-    """The reward models that are named by their stage."""
+    """Returns the reward models that name a stage."""
     configs = [part.reward for part in parts_of(rewards)]
     return [reward for reward in configs if isinstance(reward, ModelReward.Config) and reward.stage is not None]
 
 
 def _heads_trained_by(stage: RunConfig) -> tuple[str, ...] | None:
-    """The names of the outputs of the reward model that a stage trains; None where it trains none."""
+    """Returns the names of the outputs of the reward model that a stage trains; None if it trains none."""
     section = stage.algorithm.for_run(stage)
     algorithm = build_algorithm(section, stage.run.seed, stage.engine.sampling.max_new_tokens)
     objective = next((each for each in algorithm.objectives if each.role == _ROLE), None)

@@ -1,4 +1,4 @@
-"""The train engine of a stage: of one process, of one rank, or the driver's over all ranks."""
+"""Builds the train engine of a stage: for one process, for one rank, or the driver's over all ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
-    """The train engine that the trainer drives: of this process, of one of its own, or of all ranks that torchrun
-    started."""
+    """Builds the train engine that the trainer drives: in this process, in a separate one, or over all ranks of
+    torchrun."""
     if stage.own_process:
         from trivium.training.train_process import TrainProcess
 
@@ -48,7 +48,7 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
 def distributed_engine(
     group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel
 ) -> DistributedTrainEngine:
-    """The driver's engine over ranks that each hold what `build_rank_engine` makes."""
+    """Builds the driver's engine over ranks that each hold an engine from `build_rank_engine`."""
     from trivium.training.data_parallel import DistributedTrainEngine
 
     engine = DistributedTrainEngine(
@@ -70,8 +70,8 @@ def shares_prefixes(config: RunConfig) -> bool:
 def build_rank_engine(
     stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel | None, **further: object
 ) -> TrainEngine:
-    """The train engine of one process, which joins the other ranks if there are any. Only rank 0 needs a channel.
-    `further`: see `TorchTrainEngine`."""
+    """Builds the train engine of one process, which joins the other ranks if there are any. Only rank 0 needs a
+    channel. `further`: see `TorchTrainEngine`."""
     config = stage.config
     if algorithm.teacher is not None:
         check_vocabulary(algorithm.teacher.path, stage.model_dir)
@@ -101,7 +101,7 @@ def build_rank_engine(
         config.train,
         model_dir=stage.model_dir,
         algorithm=algorithm,
-        # Expert data was not sampled at any temperature.
+        # Expert data has no sampling temperature.
         temperature=config.engine.sampling.temperature if sampled else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens,
         total_steps=config.schedule.steps,
@@ -114,8 +114,8 @@ def build_rank_engine(
 
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """Sets the attributes of the engine that follow from the stage: its channel, the dtype of the weights it offers,
-    its save strategy, and whether it keeps the columns of updates."""
+    """Sets the attributes of the engine that follow from the stage: its channel, the dtype of the offered weights, its
+    save strategy, and whether it keeps the columns of updates."""
     if channel is not None:
         engine.channel = channel
         continue_recorded_form(stage.run_dir)
@@ -126,19 +126,20 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
 
 
 def engine_dtype(config: RunConfig) -> str:
-    """The dtype of the engines' weights; empty if engines on other machines choose it."""
+    """Returns the dtype of the engines' weights; empty if engines on other machines choose it."""
     here = config.cluster.kind == "local" and config.run.mode in ("both", "serve")
     named = str(getattr(config.engine.on_this_machine() if here else config.engine, "dtype", ""))
     return named if named in ("float32", "bfloat16") else ""
 
 
 def collective_deadline(config: RunConfig) -> float:
-    """Deadline of collective calls between ranks: longer than the first rank may wait for explorers, in any stage."""
+    """Returns the deadline of collective calls between ranks. It exceeds the longest wait of the first rank for
+    explorers, in any stage."""
     return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
 
 
 def train_device(config: RunConfig) -> str:
-    """`cpu` or `cuda`: the device type that `train.device` stands for on this machine."""
+    """Returns `cpu` or `cuda`: the device type of `train.device` on this machine."""
     from trivium.models.placement import device_of
 
     return device_of(getattr(config.train, "device", "cpu")).type

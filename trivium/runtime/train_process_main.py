@@ -1,4 +1,4 @@
-"""The process of `train.own_process`: builds the train engine of a stage, and does what the run's process says.
+"""The process of `train.own_process`: builds the train engine of a stage, and executes the calls of the run's process.
 
 python -m trivium.runtime.train_process_main DESCRIPTOR
 """
@@ -24,7 +24,7 @@ from trivium.training.train_process import serve_driver
 
 def main() -> None:
     descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # or a process that it starts would keep the driving process waiting
+    os.set_inheritable(descriptor, False)  # a child process that inherits it would keep the driver waiting
     with ExitStack() as until_the_end, Connection(descriptor) as connection:
 
         def make(spec: StageSpec, channel: WeightChannel) -> RankVerbs:
