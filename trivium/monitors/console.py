@@ -32,7 +32,7 @@ _QUIET_S = 60.0
 
 
 def _first(*prefixes: str) -> Callable[[Row], float | None]:
-    """The value of the first key that starts with the first prefix that any key starts with."""
+    """Returns the value of the first key that starts with the first prefix that any key starts with."""
 
     def find(row: Row) -> float | None:
         return next((row[key] for prefix in prefixes for key in sorted(row) if key.startswith(prefix)), None)
@@ -41,7 +41,7 @@ def _first(*prefixes: str) -> Callable[[Row], float | None]:
 
 
 def _evaluated(name: str) -> Callable[[Row], float | None]:
-    """A metric of an evaluation; no accuracy if rewards are graded."""
+    """Returns a metric of an evaluation; no accuracy if rewards are graded."""
 
     def find(row: Row) -> float | None:
         keys = (key for key in sorted(row) if key.startswith("eval/") and key.endswith(f"/{name}"))
@@ -52,7 +52,7 @@ def _evaluated(name: str) -> Callable[[Row], float | None]:
 
 
 def _failed(row: Row) -> str | None:
-    """The fraction of failed rollouts, if any failed; for an evaluation their number."""
+    """Returns the fraction of failed rollouts, if any failed; for an evaluation, their number."""
     if row.get("rollout/failed"):
         return f"{row['rollout/failed']:.0f}/{row['rollout/total']:.0f}"
     number = sum(value for key, value in row.items() if key.startswith("eval/") and key.endswith("/failed"))
@@ -73,19 +73,19 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | str | None], str], ...] = (
     ("failed", _failed, "{}"),
     ("seconds", _first("time/step", "time/"), "{:.2f}"),
 )
-"""Title, where its number comes from, how it is written. A row that lacks the number shows a blank, a table in which no
-row has it lacks the column."""
+"""(title, function that extracts the value, format). A row without the value shows a blank; a table without any value
+omits the column."""
 
 
 def cells(row: Row) -> list[str]:
-    """One string per column, empty where the row has no such number."""
+    """Returns one string per column, empty if the row lacks the value."""
     values = [(value(row), pattern) for _, value, pattern in COLUMNS]
     return ["" if number is None else pattern.format(number) for number, pattern in values]
 
 
 class Unbreakable:
-    """A text stream that a run does not depend on. When it cannot be written any more (its reader is gone, the disk is
-    full), the log says so once, and what follows is discarded."""
+    """A text stream that cannot fail a run. If a write fails (the reader has ended, the disk is full), it logs a
+    warning once and discards further output."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ class Unbreakable:
             self._replace(error)
 
     def _replace(self, error: OSError) -> None:
-        """What the stream still holds is written as Python exits: its descriptor leads nowhere from now on."""
+        """Redirects the stream's descriptor to the null device: Python writes the buffered rest at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -116,7 +116,7 @@ class Unbreakable:
 
 @contextmanager
 def unbreakable_output() -> Generator[None]:
-    """Inside this block nothing that is printed can end the run."""
+    """Inside this block, a failed print cannot end the run."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, Unbreakable(stream)) if stream is not None else None for stream in before)
     try:
@@ -139,7 +139,8 @@ class ConsoleMonitor:
     def __init__(
         self, config: Config, *, run_dir: Path, resume_step: int | None, console: Console | None = None
     ) -> None:
-        """`resume_step`: the step that a run continues after, 0 at its start; None shows activities outside a run."""
+        """`resume_step`: the step after which the run continues, 0 at its start; None shows activities outside a
+        run."""
         self._console = console or Console(file=sys.stdout and cast(TextIO, Unbreakable(sys.stdout)))
         self._rows = config.rows
         self._steps: dict[int, Row] = {}
@@ -174,7 +175,7 @@ class ConsoleMonitor:
         self._print(f"step {step}  {name}: {len(rows)} rows")
 
     def show(self, activities: Sequence[Activity]) -> None:
-        """Shows activities: progress bars in a terminal, elsewhere a line now and then for long ones."""
+        """Shows activities: as progress bars in a terminal, else as occasional lines for long ones."""
         with self._lock:
             if self._console.is_terminal:
                 self._bars.show(activities)
@@ -186,11 +187,11 @@ class ConsoleMonitor:
         self._print(text)
 
     def state(self) -> dict[str, Any]:
-        """Empty: output on the screen is not taken back."""
+        """Returns an empty state: printed output cannot be reverted."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
+        """Does nothing: printed output cannot be reverted."""
 
     def close(self) -> None:
         self._unwatch()
@@ -202,13 +203,13 @@ class ConsoleMonitor:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _show_live(self) -> None:
-        """Starts the live table, which draws itself from then on."""
+        """Starts the live table, which refreshes itself."""
         if self._live is None:
             self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
             self._live.start()
 
     def _table(self) -> Group:
-        steps = sorted(self._steps.items())  # a copy: another thread draws
+        steps = sorted(self._steps.items())  # a copy, because another thread draws
         rows = [(step, cells(row)) for step, row in steps]
         shown = [place for place in range(len(COLUMNS)) if any(row[place] for _, row in rows)]
         at = self._remaining.place(steps[-1][0]) if steps else ""
@@ -238,10 +239,10 @@ class _Remaining:
     def __init__(self, total: int | None) -> None:
         self.total = total
         self._times: deque[tuple[int, float]] = deque(maxlen=20)
-        """(step, when it was logged)"""
+        """(step, time of its log)."""
 
     def observe(self, step: int, seconds: float) -> None:
-        """A step was logged that took `seconds`."""
+        """Records that a logged step took `seconds`."""
         now = time.monotonic()
         if self._times and step > self._times[-1][0] + 1:  # a stage ended early, and the next has another pace
             self._times.clear()
@@ -253,7 +254,7 @@ class _Remaining:
         return str(step) if self.total is None else f"{step}/{self.total}"
 
     def left(self) -> str:
-        """The remaining time as `m:ss` or `h:mm:ss`; empty if it is unknown or zero."""
+        """Returns the remaining time as `m:ss` or `h:mm:ss`; empty if it is unknown or zero."""
         if self.total is None or not self._times or self._times[-1][0] >= self.total:
             return ""
         (first, began), (last, now) = self._times[0], self._times[-1]
@@ -261,7 +262,7 @@ class _Remaining:
 
 
 class _Bars:
-    """A progress bar for each activity."""
+    """Shows a progress bar for each activity."""
 
     def __init__(self) -> None:
         count = TextColumn("{task.fields[count]}", justify="right")
@@ -281,12 +282,12 @@ class _Bars:
 
 
 class _Lines:
-    """A line now and then for each activity that takes long."""
+    """Prints an occasional line for each long activity."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._since: dict[Activity, tuple[float, float]] = {}
-        """Activity -> (when it began, when it was last printed)."""
+        """Activity -> (start time, time of the last line)."""
 
     def show(self, activities: Sequence[Activity]) -> None:
         now = time.monotonic()
@@ -314,6 +315,6 @@ def _clock(seconds: float) -> str:
 
 
 def _total_steps(run_dir: Path) -> int | None:
-    """The planned number of steps of the run; None without a plan."""
+    """Returns the planned number of steps of the run; None without a plan."""
     plan = run_dir / "plan.yaml"
     return yaml.safe_load(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None

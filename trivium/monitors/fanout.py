@@ -1,4 +1,4 @@
-"""One monitor that feeds several, and refuses undeclared metrics."""
+"""A monitor that feeds several monitors and refuses undeclared metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trivium.protocols import FileMonitor, Monitor
 
 
 def file_monitors(monitor: Monitor) -> list[FileMonitor]:
-    """The monitors behind a monitor that keep files."""
+    """Returns the monitors behind a monitor that keep files."""
     behind = monitor.monitors if isinstance(monitor, FanOut) else (monitor,)
     return [each for each in behind if isinstance(each, FileMonitor)]
 
@@ -23,7 +23,7 @@ class FanOut:
         self.monitors = tuple(monitors)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of metrics; raises DataError for an undeclared key before any monitor gets the row."""
+        """Logs one row of metrics; raises DataError for an undeclared key before any monitor gets the row."""
         row = checked(metrics)
         for monitor in self.monitors:
             monitor.log(step, row)
@@ -33,17 +33,17 @@ class FanOut:
             monitor.table(step, name, rows)
 
     def state(self) -> dict[str, Any]:
-        """The state of each monitor by class (and number, where there are several of one)."""
+        """Returns the state of each monitor by class, with a number if a class occurs several times."""
         return {name: monitor.state() for name, monitor in self._named()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the monitors that were there when `state` was taken; a resumed run may have others."""
+        """Restores the monitors that existed when `state` was taken; a resumed run may have others."""
         for name, monitor in self._named():
             if name in state:
                 monitor.restore(state[name])
 
     def close(self) -> None:
-        """Closes all of them, also when one fails to."""
+        """Closes all monitors, even if closing one fails."""
         with ExitStack() as stack:
             for monitor in self.monitors:
                 stack.callback(monitor.close)

@@ -25,7 +25,7 @@ Row = Mapping[str, float]
 WINDOW = 5
 """Number of train steps that a rule averages over."""
 _NEWEST = 100
-"""Number of newest rows that live warnings keep, beside the first ones."""
+"""Number of newest rows that live warnings keep, in addition to the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,21 @@ class Evidence:
     mismatched: Sequence[str] = ()
     """Descriptions of the tokens where engine and trainer differ most."""
     error: str = ""
-    """What ended the newest session, in one line, and after `do:` what to do about it; empty where no error did."""
+    """The error that ended the newest session, in one line, with the remedy after `do:`; empty if no error ended it."""
 
     def recent(self, key: str) -> float:
-        """The mean of a metric over the newest steps; NaN if there are not enough. No comparison with NaN is true."""
+        """Returns the mean of a metric over the newest steps; NaN if there are too few. No comparison with NaN is
+        true."""
         values = self.values(key)
         return fmean(values[-WINDOW:]) if len(values) >= WINDOW else math.nan
 
     def early(self, key: str) -> float:
-        """The mean of a metric over the first steps; NaN if the run has fewer than two windows."""
+        """Returns the mean of a metric over the first steps; NaN if the run has fewer than two windows."""
         values = self.values(key)
         return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else math.nan
 
     def share(self, part: str, whole: str) -> float:
-        """The ratio of two metrics over the newest steps; 0 if there are not enough."""
+        """Returns the ratio of two metrics over the newest steps; 0 if there are too few."""
         number, total = self.recent(part), self.recent(whole)
         return number / total if number > 0 and total > 0 else 0.0
 
@@ -64,11 +65,11 @@ class Evidence:
         return [row[key] for row in self.rows if key in row and math.isfinite(row[key])]
 
     def reward_range(self) -> float:
-        """The highest reward of the run minus its lowest; NaN if it has none."""
+        """Returns the highest reward of the run minus its lowest; NaN if it has none."""
         return max(self.values("reward/max"), default=math.nan) - min(self.values("reward/min"), default=math.nan)
 
     def evaluated(self, pattern: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Each metric of evaluations that matches, and its points (step, value) in order."""
+        """Yields each metric of evaluations that matches, and its points (step, value) in order."""
         for key in sorted({key for row in self.evaluations for key in row if fnmatchcase(key, pattern)}):
             yield key, [(row["step"], row[key]) for row in self.evaluations if key in row]
 
@@ -97,12 +98,12 @@ def not_finite(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _overflowed(evidence: Evidence) -> bool:
-    """Whether numbers that are not finite ended the run."""
+    """Whether non-finite numbers ended the run."""
     return any(text in evidence.error for text in ("the gradient norm is", "logits are not numbers"))
 
 
 def _cause_of(error: str) -> str:
-    """The second and the first part of an error: what was found, and what was asked."""
+    """Returns the `found` part of an error, followed by its `asked` part in parentheses."""
     of, _, cause = error.partition(" do: ")[0].partition(" found: ")
     return f"{cause} ({of.removeprefix('asked: ')})" if cause else of
 
@@ -282,7 +283,8 @@ def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _repeated(group: Group) -> tuple[int, int]:
-    """(completions of at least 8 tokens that repeat another one, all of at least 8 tokens) of a group."""
+    """Returns (number of completions of at least 8 tokens that repeat another one, number of all of at least 8
+    tokens)."""
     texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
     return len(texts) - len(set(texts)), len(texts)
 
@@ -348,7 +350,7 @@ class LiveWarnings:
                 _log.warning("step %d: %s", step, problem)
 
     def problems_at(self, row: Row) -> list[Problem]:
-        """The problems after one more row; the rules run every `WINDOW` steps and at a value that is not finite."""
+        """Returns the problems after one more row; the rules run every `WINDOW` steps and at a non-finite value."""
         rows = self._first if len(self._first) < 2 * WINDOW else self._newest
         rows.append(row)
         if row["step"] % WINDOW and all(map(math.isfinite, row.values())):
@@ -366,7 +368,7 @@ class LiveWarnings:
 
 
 def earlier_problems(rows: Iterable[Row], current: Iterable[Problem]) -> list[Problem]:
-    """The problems at earlier rows of a run that are not among its current ones, with their steps."""
+    """Returns the problems at earlier rows of a run that are not among its current ones, with their steps."""
     warnings, held = LiveWarnings(), dict[str, tuple[float, float, Problem]]()
     for row in rows:
         for problem in warnings.problems_at(row):
@@ -381,7 +383,7 @@ def earlier_problems(rows: Iterable[Row], current: Iterable[Problem]) -> list[Pr
 
 
 def evidence_of(rows: Iterable[Row], **further: Any) -> Evidence:
-    """The evidence in rows of metrics."""
+    """Collects the evidence in rows of metrics."""
     everything = list(rows)
     trained = [row for row in everything if "reward/mean" in row and "train/version" in row]
     evaluations = [row for row in everything if any(key.startswith("eval/") for key in row)]

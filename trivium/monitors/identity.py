@@ -1,4 +1,4 @@
-"""Shared by monitors with a tracking server: the id of the run, and its config as settings."""
+"""Shared code of monitors with a tracking server: the id of the run, and its config as settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PASSWORD = re.compile(r"(://[^:/@]*):[^@/]*@")
 
 
 def remembered(path: Path, resume_step: int, make: Callable[[], str]) -> str:
-    """The id that the run directory remembers; a new one, made and written there, for a run that begins at step 0."""
+    """Returns the id stored in the run directory. For a run that begins at step 0, makes and stores a new one."""
     if resume_step and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     identity = make()
@@ -28,14 +28,14 @@ def remembered(path: Path, resume_step: int, make: Callable[[], str]) -> str:
 
 
 def new_id() -> str:
-    """An id that no other run has."""
+    """Returns a random id."""
     return secrets.token_hex(8)
 
 
 def settings_of(run_dir: Path) -> dict[str, Any]:
-    """The config of the run, one entry per value (`schedule.steps`); empty where there is none yet.
+    """Returns the config of the run, one entry per value (`schedule.steps`); empty if it does not exist yet.
 
-    It leaves the machine: keys that name a secret are left out, and passwords in URLs.
+    The result leaves the machine: keys that name a secret, and passwords in URLs, are removed.
     """
     path = run_dir / "config.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -43,7 +43,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
 
 
 def failing() -> bool:
-    """Whether an error is on its way out: a crashed run must not look finished."""
+    """Whether an exception is propagating: a crashed run must not look finished."""
     return sys.exception() is not None
 
 

@@ -40,11 +40,11 @@ class JsonlMonitor:
             file.append({"step": step, **row})
 
     def state(self) -> dict[str, Any]:
-        """The length of each file in bytes, all of them on disk."""
+        """Returns the length of each file in bytes, after syncing the files to disk."""
         return {"bytes": {name: file.position() for name, file in sorted(self._files.items())}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Cuts each file to its recorded length; a table that began later is emptied."""
+        """Cuts each file to its recorded length; empties a table that began later."""
         lengths: dict[str, int] = state["bytes"]
         later = {f"tables/{p.name}" for p in (self.run_dir / "tables").glob("*.jsonl")}
         for name in sorted(later | set(lengths)):
@@ -61,7 +61,8 @@ class JsonlMonitor:
 
 
 class _RowFile:
-    """A file of JSON lines, each written whole and flushed, so that a killed run leaves whole rows before the last."""
+    """A file of JSON lines. Each line is written whole and flushed: in a killed run, only the last line can be
+    incomplete."""
 
     def __init__(self, path: Path) -> None:
         with writing(path):
@@ -70,19 +71,19 @@ class _RowFile:
         self.path = path
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Numbers keep every bit; NaN and infinities are written as JSON's common extension."""
+        """Appends a row. Numbers keep every bit; NaN and infinities are written as JSON's common extension."""
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         with writing(self.path):
             self._file.write(line)
             self._file.flush()
 
     def position(self) -> int:
-        """The length in bytes; everything before it is on disk."""
+        """Returns the length in bytes, after syncing the file to disk."""
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
     def truncate(self, position: int) -> None:
-        """Forgets everything after `position`. Raises RunDirError when there is less than that."""
+        """Discards everything after `position`. Raises RunDirError if the file is shorter."""
         length = self._file.seek(0, os.SEEK_END)
         if length < position:
             raise RunDirError(

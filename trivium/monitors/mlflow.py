@@ -16,12 +16,12 @@ from trivium.monitors.identity import failing, remembered, settings_of
 
 _REFUSED = re.compile(r"[^\w\-. /]", re.ASCII)
 _MOST_PARAMS, _LONGEST_PARAM = 100, 6000
-"""Parameters of one request, characters of one value: limits of MLflow."""
+"""Limits of MLflow: parameters of one request, characters of one value."""
 
 
 def mlflow_name(key: str) -> str:
-    """A metric key as MLflow takes it: `@` becomes `_at_` (`pass@4` is `pass_at_4`), any other character that it
-    refuses its code point (`+` is `_x2b_`)."""
+    """Converts a metric key to a valid MLflow name: `@` becomes `_at_` (`pass@4` is `pass_at_4`), any other refused
+    character becomes its code point (`+` is `_x2b_`)."""
     return _REFUSED.sub(lambda match: f"_x{ord(match[0]):x}_", key.replace("@", "_at_"))
 
 
@@ -55,7 +55,7 @@ class MlflowMonitor:
         self._metric, self._param = Metric, Param
         artifacts = None if config.tracking_uri else (here / "mlflow-artifacts").as_uri()
         self._run_id = remembered(run_dir / "mlflow-run-id", resume_step, lambda: self._begin(config, here, artifacts))
-        self._client.update_run(self._run_id, status="RUNNING")  # a resumed one had ended
+        self._client.update_run(self._run_id, status="RUNNING")  # the last session ended a resumed run
 
     def _begin(self, config: Config, run_dir: Path, artifacts: str | None) -> str:
         existing = self._client.get_experiment_by_name(config.experiment)
@@ -76,22 +76,22 @@ class MlflowMonitor:
         self._client.log_batch(self._run_id, metrics=row)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`tables/<name>/step-000010.json`, in the form that MLflow's own tables have."""
+        """Logs a table as `tables/<name>/step-000010.json`, in the form of MLflow's own tables."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
         self._client.log_dict(self._run_id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
 
     def keep_file(self, path: Path) -> None:
-        """As an artifact."""
+        """Logs the file as an artifact."""
         self._client.log_artifact(self._run_id, str(path))
 
     def state(self) -> dict[str, Any]:
-        """Nothing: MLflow cannot forget values, and the run directory remembers the run."""
+        """Returns an empty state: MLflow cannot remove values, and the run directory stores the run's id."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing: MLflow cannot remove values."""
+        """Does nothing: MLflow cannot remove values."""
 
     def close(self) -> None:
-        """Ends the session; marked as failed where an error ends the run."""
+        """Ends the session; marks it as failed if an error ends the run."""
         self._client.set_terminated(self._run_id, "FAILED" if failing() else "FINISHED")

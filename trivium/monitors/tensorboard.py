@@ -31,15 +31,15 @@ class TensorBoardMonitor:
         self._writer.flush()
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The rows as an indented JSON text."""
+        """Logs the rows as indented JSON text."""
         self._writer.add_text(name, "\n".join("    " + json.dumps(dict(row), ensure_ascii=False) for row in rows), step)
 
     def state(self) -> dict[str, Any]:
-        """Nothing: the steps after the resumed one are purged when the run starts again."""
+        """Returns an empty state: the next start purges the steps after the resumed one."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Done by the constructor."""
+        """Does nothing: the constructor purges the later steps."""
 
     def close(self) -> None:
         self._writer.close()

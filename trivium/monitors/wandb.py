@@ -45,7 +45,7 @@ class WandbMonitor:
 
         @property
         def effective_mode(self) -> str:
-            """The mode, or that of the environment."""
+            """Returns the configured mode, or that of the environment."""
             return self.mode if self.mode == "offline" else os.environ.get("WANDB_MODE") or self.mode
 
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
@@ -96,23 +96,23 @@ class WandbMonitor:
         self._run.log({"step": step, name: table})
 
     def keep_file(self, path: Path) -> None:
-        """As a page of the run, and among its files."""
+        """Adds the file to the run's pages and files."""
         self._run.log({path.stem: self._wandb.Html(str(path), inject=False)})
 
     def state(self) -> dict[str, Any]:
-        """Nothing: W&B cannot forget rows, and the run directory remembers the run."""
+        """Returns an empty state: W&B cannot remove rows, and the run directory stores the run's id."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing: W&B cannot remove rows."""
+        """Does nothing: W&B cannot remove rows."""
 
     def close(self) -> None:
-        """Ends the session; marked as failed where an error ends the run."""
+        """Ends the session; marks it as failed if an error ends the run."""
         self._run.finish(exit_code=int(failing()))
 
 
 def _logged_in(host: str | None) -> bool:
-    """Whether this machine has a key. Does not prompt for one."""
+    """Whether this machine has an API key. Does not prompt for one."""
     import wandb
 
     wandb.setup(settings=wandb.Settings(silent=True))

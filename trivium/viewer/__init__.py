@@ -1,1 +1,1 @@
-"""`trivium view`: a local page over run directories, and the values that it and `trivium report` show."""
+"""`trivium view`: a local page over run directories, and the values that the page and `trivium report` show."""

@@ -1,4 +1,4 @@
-"""The groups of a train step as a list that is sorted, filtered, searched and paged."""
+"""Lists the groups of a train step, with sorting, filters, search and paging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SORTS: dict[str, Callable[[Row], float]] = {
     "length": lambda row: _mean(row, "tokens"),
     "failures": lambda row: sum(member["failure"] is not None for member in row["members"]),
 }
-"""What groups are sorted by; nothing means the order of the batch."""
+"""Sort keys of groups; the default is the order of the batch."""
 FILTERS: dict[str, Callable[[Row], bool]] = {
     "failed": lambda row: any(member["failure"] is not None for member in row["members"]),
     "truncated": lambda row: any(member["stop"] == "length" for member in row["members"]),
@@ -32,22 +32,22 @@ FILTERS: dict[str, Callable[[Row], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which groups of a step are asked for."""
+    """A selection of groups of a step."""
 
     sort: str = ""
     descending: bool = True
     text: str = ""
-    """In a prompt, a completion or a task's id, whatever the case."""
+    """Searched in prompts, completions and task ids, ignoring case."""
     show: str = ""
     least: float | None = None
     most: float | None = None
-    """Bounds of the reward of some member."""
+    """Bounds of a reward that at least one member must have."""
     first: int = 0
     count: int = 50
 
 
 class GroupList:
-    """Lists the groups of a run. Rows that were read once are kept."""
+    """Lists the groups of a run. Caches the rows."""
 
     def __init__(self, recorded: RecordedGroups) -> None:
         self._recorded = recorded
@@ -55,7 +55,8 @@ class GroupList:
         self._lock = Lock()
 
     def page(self, step: int, query: Query) -> dict[str, Any]:
-        """The rows that a query asks for; `total` groups are in the step, and `matching` of them match."""
+        """Returns the rows of a query, with the numbers of groups in the step (`total`) and of groups that match
+        (`matching`)."""
         places = self._recorded.of_step(step)
         total = len(places)
         if query.text:
@@ -74,7 +75,7 @@ class GroupList:
         return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
 
     def row(self, place: Place, means: Means) -> dict[str, Any]:
-        """The row of a group, with the advantages that a step computed."""
+        """Returns the row of a group, with the advantages that a step computed."""
         key = place.path, place.offset, place.checksum
         with self._lock:
             known = self._rows.get(key)
@@ -92,7 +93,7 @@ class GroupList:
         return {**known, "steps": list(place.takers), "members": members}
 
     def tasks(self, step: int) -> list[str]:
-        """The ids of the tasks of a step, sorted."""
+        """Returns the ids of the tasks of a step, sorted."""
         return sorted({self.row(place, {})["task"] for place in self._recorded.of_step(step)})
 
     def _holds(self, place: Place, wanted: str) -> bool:

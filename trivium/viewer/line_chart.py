@@ -1,4 +1,4 @@
-"""Curves as SVG, which needs no script to be seen: axes, a line per metric, marks where stages begin."""
+"""Draws curves as SVG without a script: axes, a line per metric, marks at the beginning of stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trivium.viewer.run_data import Curve, Mark
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 190, 46, 8, 8, 22
 _POINTS = 300
-"""At most so many of a curve are drawn; each stands for the mean of those that it replaces."""
+"""Most points of a drawn curve; each is the mean of the points that it replaces."""
 _COLOURS = 6
 _SMOOTHED = 40
-"""Points from which a curve is drawn smoothed, over the noise itself."""
+"""Number of points from which a smoothed curve is drawn over the noisy one."""
 
 
 def line_chart(title: str, curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
-    """A figure; `data-points` holds the numbers for who points at it. Curves must not be empty."""
+    """Returns a figure; `data-points` holds the numbers for tooltips. Curves must not be empty."""
     drawn = [thinned(curve) for curve in curves]
     steps = [step for each, _ in drawn for step in each]
     values = [value for _, each in drawn for value in each]
@@ -55,7 +55,7 @@ def line_chart(title: str, curves: Sequence[Curve], marks: Sequence[Mark]) -> st
 
 
 def thinned(curve: Curve) -> tuple[list[int], list[float]]:
-    """Steps and values of at most `_POINTS` points."""
+    """Returns steps and values of at most `_POINTS` points."""
     size = math.ceil(len(curve.steps) / _POINTS)
     parts = range(0, len(curve.steps), size)
     means = [sum(part := curve.values[at : at + size]) / len(part) for at in parts]
@@ -63,7 +63,7 @@ def thinned(curve: Curve) -> tuple[list[int], list[float]]:
 
 
 def _unbroken(steps: list[int], values: list[float]) -> Iterator[tuple[list[int], list[float]]]:
-    """The parts of a curve between steps that are missing: a stage that ended early leaves some out."""
+    """Yields the parts of a curve between gaps: a stage that ends early leaves steps out."""
     usual = sorted(b - a for a, b in pairwise(steps))[len(steps) // 2 - 1] if len(steps) > 2 else steps[-1] - steps[0]
     start = 0
     for end in [*(at + 1 for at, (a, b) in enumerate(pairwise(steps)) if b - a > 4 * usual), len(steps)]:
@@ -72,7 +72,7 @@ def _unbroken(steps: list[int], values: list[float]) -> Iterator[tuple[list[int]
 
 
 def shown(value: float) -> str:
-    """A number with four digits that matter."""
+    """Formats a number with four significant digits."""
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}"
@@ -83,12 +83,12 @@ def _short(value: float) -> float:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of up to nine values around each."""
+    """Returns the mean of up to nine values around each."""
     return [sum(part := values[max(0, at - 4) : at + 5]) / len(part) for at in range(len(values))]
 
 
 class _scale:
-    """A number as a place on an axis."""
+    """Maps a number to a position on an axis."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self._low, self._start = low, start
@@ -99,8 +99,8 @@ class _scale:
 
 
 def _ticks(low: float, high: float, floor: float = 0.0) -> list[float]:
-    """Round numbers from one below the lowest to one above the highest. Differences below `floor` are rounding errors,
-    which an axis of their own would magnify: it shows the surroundings of the value."""
+    """Returns round numbers from one below the lowest value to one above the highest. If the values differ by less than
+    `floor`, which is rounding error, the axis covers their surroundings instead of magnifying the difference."""
     if max(abs(low), abs(high)) < floor:
         low, high = 0.0, 1.0
     if high - low < max(floor, 1e-9 * max(abs(low), abs(high), 1e-30)):

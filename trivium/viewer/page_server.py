@@ -32,8 +32,8 @@ _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
 class Guarded:
-    """Lets through what reads, comes to a loopback name (another one would be a page elsewhere that points its own name
-    here) and has the token as the first part of its path."""
+    """Accepts requests that read, use a loopback host name and have the token as the first part of the path. Another
+    host name could be a web site that points its name to this machine."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
@@ -68,7 +68,8 @@ def _plain(status: int, text: str) -> Response:
 
 
 def page_app(runs: Sequence[WatchedRun]) -> FastAPI:
-    """The page over these runs, without its guard. Errors of runs are JSON with what was asked, found and to do."""
+    """Builds the page over these runs, without its guard. Errors of runs are JSON with the fields `asked`, `found` and
+    `do`."""
     app = FastAPI(title="Trivium", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(TriviumError)
@@ -88,7 +89,7 @@ def page_app(runs: Sequence[WatchedRun]) -> FastAPI:
 
 
 def _add_files(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
-    """The page itself, and what it shows as files."""
+    """Adds the routes of the page itself and of the files that it shows."""
     names = {item.name for item in _PAGES.iterdir() if item.is_file()}
 
     @app.get("/")
@@ -118,7 +119,7 @@ def _add_files(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
 
 
 def _add_values(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
-    """What the page asks for."""
+    """Adds the routes of the values that the page requests."""
 
     def of(run: int) -> WatchedRun:
         if run not in range(len(runs)):

@@ -1,8 +1,8 @@
-"""`trivium report`: a run as one HTML file that can be sent: curves, verdict, rollouts token by token, config, machine.
+"""`trivium report`: a run as one self-contained HTML file: curves, verdict, rollouts token by token, config, machine.
 
-The file holds all that it shows and asks nothing of a network; its policy for content allows the one script in it, so
-what a model wrote cannot run. It holds at most `_EXAMPLES` rollouts of each kind and `_TOKENS` tokens of each, whatever
-the run's size.
+The file contains everything that it shows and uses no network. Its content policy allows only its own script, so text
+that a model wrote cannot run. It holds at most `_EXAMPLES` rollouts of each kind and `_TOKENS` tokens of each, for a
+run of any size.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ _log = logging.getLogger("trivium")
 _EXAMPLES = 3
 """Rollouts of each kind."""
 _TOKENS = 600
-"""Of an example, the prompt included; what follows is left out."""
+"""Tokens of an example, including the prompt; later ones are omitted."""
 _KEYS = 6
 """Curves of one chart."""
 _FAILED_STEPS = 5
-"""Newest steps in which failed rollouts are looked for."""
+"""Number of newest steps that are searched for failed rollouts."""
 _IMAGE_BYTES = 200_000
 _MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
-    """Writes the report of a run directory, finished or in progress. Raises RunDirError where it holds no run."""
+    """Writes the report of the directory of a finished or running run. Raises RunDirError if it holds no run."""
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, report_of(run_dir))
     return out
 
 
 def send_report(monitor: Monitor, run_dir: Path) -> None:
-    """Gives the monitors that keep files the report of a run; what goes wrong with it is logged, as the run is done."""
+    """Sends the report of a run to the monitors that keep files. Logs errors instead of raising them, because the run
+    is complete."""
     keeping = file_monitors(monitor)
     if not keeping:
         return
@@ -70,7 +71,7 @@ def send_report(monitor: Monitor, run_dir: Path) -> None:
 
 
 def report_of(run_dir: Path) -> str:
-    """The file's text."""
+    """Returns the HTML of the report."""
     run = RecordedRun.open(run_dir)
     style, script = (
         files("trivium.viewer").joinpath(f"pages/report.{kind}").read_text("utf-8") for kind in ("css", "js")
@@ -95,7 +96,7 @@ def report_of(run_dir: Path) -> str:
 
 
 def _summary(run: RecordedRun) -> str:
-    """What it came to, in a row of figures."""
+    """Returns the results of the run as a row of figures."""
     path = run.path / "summary.json"
     summary: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
     rows = run.rows()
@@ -119,7 +120,7 @@ def _summary(run: RecordedRun) -> str:
 
 
 def _ends(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, float | None]:
-    """What the first and the last evaluation measured, for a run without a summary."""
+    """Returns the first and the last evaluation result, for a run without a summary."""
     keys, graded = (f"/{name}",) if name != "held_out" else (), graded_accuracies(rows)
     values = [row[k] for row in rows for k in row.keys() - graded if k.startswith("eval/") and k.endswith(keys)]
     return {"before": values[0] if values else None, "after": values[-1] if values else None}
@@ -163,13 +164,13 @@ def _curves(run: RecordedRun) -> str:
 def _objective(run: RecordedRun) -> str:
     try:
         text = explain(run.config)
-    except TriviumError as error:  # code of the run that is not here
+    except TriviumError as error:  # the run's own code is not on this machine
         text = f"cannot be shown here: {error}"
     return f"<section><h2>Objective</h2><pre>{escape(text)}</pre></section>"
 
 
 def _setup(run: RecordedRun) -> str:
-    """Config and machine."""
+    """Shows config and machine."""
     machine = next((record.machine for record in reversed([*run.steps.values()]) if record.machine), {})
     config = "".join(_table_row(key, value) for key, value in settings_of(run.path).items() if value not in (None, ""))
     return (
@@ -188,16 +189,16 @@ def _table_row(key: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A rollout that the report shows."""
+    """A rollout in the report."""
 
     step: int
     place: Place
     index: int
-    """Its place in the group's rollouts."""
+    """The index of the rollout in its group."""
     task: str
     reward: float
     weight: float
-    """The size of its mean advantage; 0 where that was not kept."""
+    """The magnitude of its mean advantage; 0 if it was not kept."""
 
 
 def _examples(run: RecordedRun) -> str:
@@ -206,7 +207,7 @@ def _examples(run: RecordedRun) -> str:
     if not steps:
         return '<section><h2>Rollouts</h2><p class="dim">None are recorded.</p></section>'
     alive = [each for each, rollout in _members(recorded, steps[-1]) if rollout.failure is None]
-    # Of equal rewards those that the step learned most from.
+    # At equal rewards, prefer the rollouts that the step learned most from.
     alive.sort(key=lambda each: (-each.reward, -each.weight))
     best = list(islice(_of_different_tasks(alive), _EXAMPLES))
     alive.sort(key=lambda each: (each.reward, -each.weight))
@@ -231,7 +232,7 @@ def _examples(run: RecordedRun) -> str:
 
 
 def _members(recorded: RecordedGroups, step: int) -> Iterator[tuple[_Example, Trajectory]]:
-    """The rollouts of a step, group by group."""
+    """Yields the rollouts of a step, group by group."""
     advantages = recorded.advantages(step)
     for place in recorded.of_step(step):
         group = recorded.group(place)
@@ -249,7 +250,7 @@ def _of_different_tasks(examples: Sequence[_Example]) -> Iterator[_Example]:
 
 
 def _pieces(run_dir: Path) -> Callable[[Sequence[int]], list[str]]:
-    """The text of each token; their numbers where the tokenizer is gone."""
+    """Returns a function from tokens to their texts; to their numbers if the tokenizer is missing."""
     try:
         return piecewise(decoder(run_dir))
     except RunDirError:
@@ -284,7 +285,7 @@ def _heading(kind: str, example: _Example, group: Group, rollout: Trajectory) ->
 
 
 def _sequence(sequence: Mapping[str, Any], run: RecordedRun) -> str:
-    """The tokens of a sequence: those of the policy shaded, each with its numbers as its title."""
+    """Formats the tokens of a sequence: those of the policy are shaded and have their numbers as a tooltip."""
     values: dict[str, list[float | None]] = sequence["values"]
     name = "advantages" if "advantages" in values else "log_prob"
     largest = max((abs(value) for value in values[name] if value is not None), default=0.0) or 1.0
@@ -313,7 +314,7 @@ def _token(text: str, numbers: Mapping[str, float | None], name: str, largest: f
 
 
 def _image(media: Mapping[str, Any], run: RecordedRun) -> str:
-    """An image of the prompt, where it is small enough to be sent."""
+    """Embeds an image of the prompt if it is small enough."""
     path = run.path / "rollouts" / "media" / str(media["sha256"])
     if media["mime"] not in _MIMES or not path.is_file() or path.stat().st_size > _IMAGE_BYTES:
         return f'<p class="dim">{escape(str(media["mime"]))} {escape(str(media["sha256"])[:12])}</p>'

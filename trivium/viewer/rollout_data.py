@@ -1,12 +1,13 @@
-"""What pages and reports show of recorded rollouts: the groups of a train step, and a rollout token by token.
+"""The values that pages and reports show of recorded rollouts: the groups of a train step, and a rollout token by
+token.
 
     recorded = RecordedGroups(run_dir)
     for place in recorded.of_step(12):
         row = group_row(recorded.group(place), recorded.advantages(12))
         members = [rollout_values(recorded.rollout(place, index, 12), pieces) for index in range(row["size"])]
 
-Values are those of JSON: NaN is None. Nothing is read before it is asked for: a page of groups reads their records
-alone, and not the files that hold them.
+Values are JSON values: NaN is None. Data are read on request: a page of groups reads only the records of these groups,
+not whole files.
 
 Legend: L tokens of a sequence.
 """
@@ -36,13 +37,13 @@ from trivium.types import EXPERT_VERSION, AnyArray, Group, Media, Trajectory
 _log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
 _PEEK = 96
-"""Bytes of a record that hold its slot and its attempt."""
+"""Bytes of a record that contain its slot and its attempt."""
 _PROMPT = 400
-"""Characters of a prompt that a row shows."""
+"""Characters of a prompt in a row."""
 Means = Mapping[tuple[int, int, int], float]
 """(slot, attempt, index) -> a number of each rollout."""
 Estimates = Mapping[tuple[int, int, int], tuple[Columns, ...]]
-"""(slot, attempt, index) -> the advantages of each of a rollout's sequences, and which of its tokens are trained on."""
+"""(slot, attempt, index) -> the advantages and the mask of trained tokens of each of a rollout's sequences."""
 
 
 TITLES = {
@@ -60,12 +61,12 @@ TITLES = {
     "response_mask": "mask",
     "policy_version": "policy version",
 }
-"""What is known of a token, in the order in which pages offer it; a sequence's other columns follow by their names."""
+"""The values of a token, in the order in which pages offer them; the other columns of a sequence follow by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a group is recorded."""
+    """The location of a recorded group."""
 
     stage: int
     planned_step: int | None
@@ -85,15 +86,15 @@ class RecordedGroups:
         self.run_dir = run_dir
 
     def steps(self) -> list[int]:
-        """The train steps that have recorded groups, in order: those that took some, and those that some were planned
-        for."""
+        """Returns the train steps that took groups or for which groups were planned, in order."""
         planned = {step for _, step, _ in self._journals() if step is not None}
         return sorted(planned | set(_taken(*_stamp(self.run_dir))))
 
     def of_step(self, step: int) -> list[Place]:
-        """The groups that a train step took, in the order of its batch, then those planned for it that no step took.
+        """Returns the groups that a train step took, in the order of its batch, followed by those planned for it that
+        no step took.
 
-        Raises RunDirError for a step without any.
+        Raises RunDirError if the step has no groups.
         """
         stage, wanted = _taken(*_stamp(self.run_dir)).get(step, (None, ()))
         planned = {(stage, each) for _, _, each in wanted}
@@ -108,11 +109,11 @@ class RecordedGroups:
         return [place for _, place in chosen]
 
     def of_run(self) -> Iterator[Place]:
-        """Every group of the run that a train step took or that is planned for one, file by file."""
+        """Yields every group that a train step took or that is planned for one, file by file."""
         return self._recorded(lambda _, number: number is not None)
 
     def _recorded(self, wanted: Callable[[int, int | None], bool]) -> Iterator[Place]:
-        """The groups in the journals of these stages and steps."""
+        """Yields the groups in the journals of these stages and steps."""
         takers = _takers(*_stamp(self.run_dir))
         for stage, number, path in self._journals():
             for offset, slot, attempt, checksum in _records(path, *_version(path)) if wanted(stage, number) else ():
@@ -120,25 +121,26 @@ class RecordedGroups:
                 yield Place(stage, number, path, offset, slot, attempt, checksum, by)
 
     def group(self, place: Place) -> Group:
-        """A recorded group; its media have their hashes alone."""
+        """Reads a recorded group; its media contain only their hashes."""
         return read_record(place.path, place.offset, media=False)
 
     def advantages(self, step: int, places: Iterable[Place] | None = None) -> Means:
-        """The mean advantage of each rollout that a train step trained on, or of those in these groups alone; empty
-        if they were not kept and do not follow from the rewards."""
+        """Returns the mean advantage of each rollout that a train step trained on, or only of those in these groups.
+        Empty if the run did not keep the advantages and the rewards do not determine them."""
         groups = None if places is None else {(place.slot, place.attempt) for place in places}
         kept = kept_means(self.run_dir, step, "advantages", groups)
         estimated = {} if kept else self._estimated(step)
         return kept or {it: _mean(parts) for it, parts in estimated.items() if groups is None or it[:2] in groups}
 
     def _estimated(self, step: int) -> Estimates:
-        """The advantages that follow from the rewards of the groups that a step took."""
+        """Returns the advantages that follow from the rewards of the groups that a step took."""
         if (self.run_dir / "tokens" / f"step-{step:06d}.safetensors").is_file():
             return {}
         return _estimated(*_stamp(self.run_dir), step)
 
     def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
-        """A rollout of a group with what a train step computed for it; None: the first one that took it."""
+        """Returns a rollout of a group with the values that a train step computed for it. With None, or a step that did
+        not take the group, uses every step that took it."""
         steps = place.takers if step is None or step not in place.takers else (step,)
         kept = {} if trajectory is group.greedy else dict(self._columns(group, trajectory, steps))
         for taker in steps if trajectory is not group.greedy else ():
@@ -147,7 +149,7 @@ class RecordedGroups:
         return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
 
     def place(self, step: int, stage: int, slot: int, attempt: int) -> Place:
-        """A group of a step. Raises RunDirError where it is not there."""
+        """Returns a group of a step. Raises RunDirError if the step does not have it."""
         wanted = stage, slot, attempt
         for place in self.of_step(step):
             if (place.stage, place.slot, place.attempt) == wanted:
@@ -162,7 +164,7 @@ class RecordedGroups:
         return ((step, kept_values(self.run_dir, step, group, trajectory.index)) for step in steps)
 
     def _journals(self) -> list[tuple[int, int | None, Path]]:
-        """(stage, planned step, file), in order."""
+        """Returns (stage, planned step, file), in order."""
         files: list[tuple[int, int | None, Path]] = []
         for path in sorted((self.run_dir / "rollouts").glob("stage-*/*.msgpack")):
             number = path.stem.removeprefix("step-")
@@ -173,7 +175,7 @@ class RecordedGroups:
 
 
 def _version(path: Path) -> tuple[int, int]:
-    """What changes with the content of a file."""
+    """Returns a stamp that changes with the content of the file."""
     about = path.stat()
     return about.st_size, about.st_mtime_ns
 
@@ -185,7 +187,7 @@ def _stamp(run_dir: Path) -> tuple[Path, tuple[int, int]]:
 
 @lru_cache(maxsize=16)
 def _taken(run_dir: Path, stamp: tuple[int, int]) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
-    """Train step -> (stage, (slot, attempt, planned step) of each group that it took). `stamp` is what changes with
+    """Returns train step -> (stage, (slot, attempt, planned step) of each group that it took). `stamp` changes with
     steps.jsonl."""
     records = read_steps(run_dir) if stamp[0] else {}
     taken = {step: (each.stage, each.taken) for step, each in records.items() if each.taken}
@@ -198,7 +200,7 @@ def _taken(run_dir: Path, stamp: tuple[int, int]) -> dict[int, tuple[int, list[t
 
 @lru_cache(maxsize=16)
 def _takers(run_dir: Path, stamp: tuple[int, int]) -> Mapping[tuple[int, int, int], tuple[int, ...]]:
-    """(stage, slot, attempt) -> the train steps that took the group, in order."""
+    """Returns (stage, slot, attempt) -> the train steps that took the group, in order."""
     takers: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for step, (stage, groups) in _taken(run_dir, stamp).items():
         for slot, attempt, _ in groups:
@@ -208,8 +210,8 @@ def _takers(run_dir: Path, stamp: tuple[int, int]) -> Mapping[tuple[int, int, in
 
 @lru_cache(maxsize=4)
 def _estimated(run_dir: Path, stamp: tuple[int, int], step: int) -> Estimates:
-    """What the run's own algorithm estimates from the rewards of a step. Empty if the estimator needs more: scores of a
-    model, what earlier steps left behind, or groups that are not recorded."""
+    """Estimates the advantages of a step with the run's own algorithm, from the rewards. Empty if the estimator needs
+    more: scores of a model, state from earlier steps, or groups that are not recorded."""
     from trivium.runtime.build import algorithm_of
 
     recorded, (_, taken) = RecordedGroups(run_dir), _taken(run_dir, stamp).get(step, (0, []))
@@ -221,7 +223,7 @@ def _estimated(run_dir: Path, stamp: tuple[int, int], step: int) -> Estimates:
             return {}
         groups, _ = algorithm.filter([recorded.group(place) for place in places])
         batch, _ = algorithm.advantages(algorithm.batch(groups))
-    except TriviumError as error:  # the run's own code is not here, or it refuses these groups
+    except TriviumError as error:  # the run's own code is not on this machine, or it refuses these groups
         _log.warning("no advantages of step %d: %s", step, error)
         return {}
     by_id = {group.group_id: (group.slot, group.attempt) for group in groups}
@@ -233,14 +235,14 @@ def _estimated(run_dir: Path, stamp: tuple[int, int], step: int) -> Estimates:
 
 
 def _mean(parts: Sequence[Columns]) -> float:
-    """The mean advantage over the trained tokens of a rollout's sequences."""
+    """Returns the mean advantage over the trained tokens of a rollout's sequences."""
     trained = np.concatenate([columns["advantages"][columns["response_mask"]] for columns in parts])
     return float(trained.sum(dtype=np.float64)) / max(1, len(trained))
 
 
 @lru_cache(maxsize=4096)
 def _records(path: Path, size: int, written_ns: int) -> list[tuple[int, int, int, int]]:
-    """(offset, slot, attempt, checksum) of every whole record of a journal file: headers are read, and no group."""
+    """Returns (offset, slot, attempt, checksum) of every whole record of a journal file. Reads only the headers."""
     del written_ns
     if not size:
         return []
@@ -258,7 +260,7 @@ def _records(path: Path, size: int, written_ns: int) -> list[tuple[int, int, int
 
 
 def _identity(beginning: bytes) -> tuple[int, int]:
-    """(slot, attempt) of a packed group: they are among its first entries."""
+    """Returns (slot, attempt) of a packed group, which are among its first entries."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(beginning)
     unpacker.read_map_header()
@@ -273,7 +275,7 @@ def _identity(beginning: bytes) -> tuple[int, int]:
 
 
 def group_row(place: Place, group: Group, advantages: Means) -> dict[str, Any]:
-    """What a list shows of a group."""
+    """Returns the row of a group in a list."""
     task = group.task
     return {
         "stage": place.stage,
@@ -292,7 +294,7 @@ def group_row(place: Place, group: Group, advantages: Means) -> dict[str, Any]:
 
 
 def member_row(group: Group, trajectory: Trajectory, advantages: Means) -> dict[str, Any]:
-    """What a list shows of a rollout."""
+    """Returns the row of a rollout in a list."""
     failure, greedy = trajectory.failure, trajectory is group.greedy
     versions = [turn.policy_version for turn in trajectory.turns if len(turn.policy_version)]
     advantage = None if greedy else advantages.get((group.slot, group.attempt, trajectory.index))
@@ -314,7 +316,7 @@ def member_row(group: Group, trajectory: Trajectory, advantages: Means) -> dict[
 
 
 def number(value: float) -> float | None:
-    """None for NaN and infinities, which JSON lacks."""
+    """Replaces NaN and infinities, which JSON lacks, by None."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -322,10 +324,10 @@ def number(value: float) -> float | None:
 
 
 def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
-    """A rollout token by token. `pieces` gives the text of each of a sequence's tokens.
+    """Returns a rollout token by token. `pieces` returns the text of each token of a sequence.
 
-    Each sequence has `tokens` and `text` (L), `values` by name (L numbers or None each), and `turns`: where each one's
-    own tokens are, [start, stop), what stopped it, what it earned.
+    Each sequence has `tokens` and `text` (L), `values` by name (L numbers or None each), and `turns`: the range [start,
+    stop) of each turn's own tokens, its stop reason and its reward.
     """
     group = rollout.group
     return {
@@ -360,7 +362,7 @@ def _sequence(
 
 
 def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
-    """Every value of the sequence's tokens by name: None for a token that has no such value."""
+    """Returns every value of the sequence's tokens by name; None for a token without the value."""
     sampled, trained = sequence.policy_version != EXPERT_VERSION, sequence.response_mask
     columns = {name: array for name, array in sequence.columns.items() if array.ndim == 1}
     old = columns.get("old_log_prob")
@@ -377,7 +379,8 @@ def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
 
 
 def _numbers(array: AnyArray, where: Any) -> list[float | None]:
-    """As JSON values, with as few digits as tell 32-bit numbers apart; None outside `where`, and for NaN."""
+    """Converts to JSON values, with the fewest digits that distinguish 32-bit numbers; None outside `where`, and for
+    NaN."""
     if array.dtype.kind in "iub":
         return [value if here else None for value, here in zip(array.tolist(), where, strict=True)]
     there = where & np.isfinite(array)
@@ -385,13 +388,13 @@ def _numbers(array: AnyArray, where: Any) -> list[float | None]:
 
 
 def _media(items: Sequence[Media]) -> list[dict[str, Any]]:
-    """Media by their hashes: the page gets each from the run's media folder."""
+    """Returns media by their hashes: the page fetches the content from the run's media folder."""
     return [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
 
 
 def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], list[str]]:
-    """What gives the text of each token in its place. Tokens that make one character only together have it at the
-    first of them."""
+    """Returns a function that decodes each token in its context. If several tokens form one character, the first one
+    gets it."""
 
     @lru_cache(maxsize=65536)
     def after(before: int | None, token: int) -> str:

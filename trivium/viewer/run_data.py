@@ -1,6 +1,8 @@
-"""What pages and reports show of a run as a whole: its curves, where stages begin and sessions resume, what bounds it.
+"""The values that pages and reports show of a run as a whole: its curves, the steps where stages begin and sessions
+resume, and its bottleneck.
 
-Functions of a run directory's files, values out. Rollouts and their tokens are in `trivium.viewer.rollout_data`.
+These functions compute values from the files of a run directory. `trivium.viewer.rollout_data` covers rollouts and
+their tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Row = Mapping[str, float]
 _FLOORS = {"nats": 1e-6, "tokens": 1e-2, "tokens/s": 1e-2, "versions": 1e-2, "s": 1e-6, "1/s": 1.0}
 """Unit -> the smallest difference that an axis shows; a smaller one is a rounding error."""
 _FLOOR = 1e-10
-"""The same for metrics without a unit: learning rates are among them."""
+"""The smallest difference for metrics without a unit, which include learning rates."""
 
 
 class Chart(NamedTuple):
@@ -32,7 +34,7 @@ class Chart(NamedTuple):
     patterns: tuple[str, ...]
     """Metric keys; `*` stands for any text."""
     lacking: str = ""
-    """Why a run may not log them."""
+    """The reason why a run may not log them."""
 
 
 CHARTS = (
@@ -58,7 +60,7 @@ CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric against the train step, in order; NaN and infinities are left out."""
+    """A metric by train step, in order; NaN and infinities are left out."""
 
     key: str
     help: str
@@ -68,34 +70,34 @@ class Curve:
 
     @property
     def floor(self) -> float:
-        """The smallest difference that an axis shows."""
+        """The smallest difference that the axis shows."""
         return _FLOORS.get(self.unit, _FLOOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened between two steps."""
+    """An event between two steps."""
 
     step: int
-    """The last step before it."""
+    """The last step before the event."""
     kind: str
     """`stage`, `resume` or `change`."""
     text: str
 
 
 def keys_of(rows: Sequence[Row]) -> list[str]:
-    """Every metric key of the rows, sorted, but for accuracies of graded rewards."""
+    """Returns every metric key of the rows, sorted, without accuracies of graded rewards."""
     keys = {key for row in rows for key in row}
     return sorted(keys - {"step"} - graded_accuracies(rows))
 
 
 def matching(keys: Sequence[str], chart: Chart) -> list[str]:
-    """The keys that a chart shows."""
+    """Returns the keys that a chart shows."""
     return [key for key in keys if any(fnmatchcase(key, pattern) for pattern in chart.patterns)]
 
 
 def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:
-    """The curves of these keys; one that no row has is left out. Several rows of one step: the last one counts."""
+    """Returns the curves of these keys that any row has. If a step has several rows, the last one counts."""
     points: dict[str, dict[int, float]] = {key: {} for key in keys}
     for row in rows:
         for key in points.keys() & row.keys():
@@ -109,7 +111,7 @@ def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:
 
 
 def described_metric(key: str) -> tuple[str, str]:
-    """(help, unit) of a metric; empty for one that user code declared in the run's process."""
+    """Returns (help, unit) of a metric; empty for a metric that user code declared in the run's process."""
     try:
         metric = declared(key)
     except DataError:
@@ -118,7 +120,8 @@ def described_metric(key: str) -> tuple[str, str]:
 
 
 def marks(run: RecordedRun) -> list[Mark]:
-    """Where stages begin, sessions resume and `--change` changed the config, in order of steps."""
+    """Returns marks for the beginnings of stages, the resumed sessions and the changes by `--change`, in order of
+    steps."""
     result, first = list[Mark](), 0
     stages = run.config.stage_configs()
     for number, stage in enumerate(stages):
@@ -133,7 +136,7 @@ def marks(run: RecordedRun) -> list[Mark]:
 
 
 def resumes(run_dir: Path) -> list[int]:
-    """The steps after which a session continued an earlier one of the same stage, as steps.jsonl notes them."""
+    """Returns the steps after which a session continued an earlier one of the same stage, from steps.jsonl."""
     path = run_dir / STEPS
     steps, last, began = list[int](), None, False
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -148,14 +151,15 @@ def resumes(run_dir: Path) -> list[int]:
 
 
 def run_verdict(run_dir: Path, rows: Iterable[Row]) -> str:
-    """What bounds the run, in one line: as its summary says, or so far."""
+    """Returns the bottleneck of the run in one line: from its summary or, before it is finished, from its metrics so
+    far."""
     path = run_dir / "summary.json"
     summary = _object(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return str(summary.get("verdict") or bound(rows))
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty for what a process left half-written."""
+    """Parses a JSON object; empty if it is incomplete."""
     try:
         value = json.loads(text)
     except ValueError:

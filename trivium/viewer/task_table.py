@@ -1,4 +1,4 @@
-"""How a run does at each of its tasks over its train steps, as a table that is sorted, searched and paged."""
+"""Lists the results of a run for each task over its train steps, with sorting, search and paging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trivium.runtime.recorded_run import RecordedRun
 from trivium.viewer.rollout_data import Place, RecordedGroups
 
 _PROMPT = 200
-"""Characters of a prompt that a row shows."""
+"""Characters of a prompt in a row."""
 SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "task": lambda row: row["task"],
     "rollouts": lambda row: row["rollouts"],
@@ -22,11 +22,11 @@ SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "last": lambda row: row["points"][-1]["value"],
     "change": lambda row: row["points"][-1]["value"] - row["points"][0]["value"],
 }
-"""What tasks are sorted by; nothing means the order in which the run met them."""
+"""Sort keys of tasks; the default is the order in which the run first used them."""
 
 
 class _Result(NamedTuple):
-    """What a group says about its task."""
+    """The result of a group for its task."""
 
     taskset: str
     task: str
@@ -38,7 +38,7 @@ class _Result(NamedTuple):
 
 
 class TaskTable:
-    """Lists the tasks of a run, which may be in progress. Every recorded group is read once."""
+    """Lists the tasks of a finished or running run. Reads every recorded group once."""
 
     def __init__(self, recorded: RecordedGroups) -> None:
         self._recorded = recorded
@@ -47,8 +47,8 @@ class TaskTable:
         self._lock = Lock()
 
     def page(self, sort: str, descending: bool, text: str, first: int, count: int) -> dict[str, Any]:
-        """`rows` of the tasks that have `text` in their id or prompt, with a point for every train step that rolled
-        it out: `value` is the success rate, or the mean reward if `graded`."""
+        """Returns the `rows` of the tasks that contain `text` in their id or prompt, with a point for every train step
+        that rolled the task out: `value` is the success rate, or the mean reward if `graded`."""
         rows, graded = self._rows()
         wanted = text.casefold()
         matching = [row for row in rows if wanted in f"{row['task']}\n{row['prompt']}".casefold()]
@@ -59,7 +59,7 @@ class TaskTable:
 
     def _rows(self) -> tuple[list[dict[str, Any]], bool]:
         stages = RecordedRun.open(self._recorded.run_dir).config.stage_configs()
-        with self._lock:  # one request reads the groups, further ones wait for it
+        with self._lock:  # one request reads the groups, concurrent ones wait
             results = [(self._result(each, stages[each.stage]), each) for each in self._recorded.of_run()]
         graded, rows = any(result.partial for result, _ in results), dict[tuple[str, str], dict[str, Any]]()
         for result, place in results:

@@ -1,5 +1,5 @@
-"""When each role of a run did what: the spans that its processes noted (`trivium.phases`), as lanes, and as a trace for
-Chrome and Perfetto."""
+"""The timeline of a run: the spans that its processes recorded (`trivium.phases`), as lanes, and as a trace for Chrome
+and Perfetto."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from trivium.phases import SPANS
 
 _PARTS = 1500
-"""What is shorter than such a part of the time shown is drawn together with its neighbours."""
+"""A span shorter than the shown time divided by this number is merged with its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that went on; times are those of `time.time`."""
+    """An activity with its start and stop, in seconds of `time.time`."""
 
     process: str
     lane: str
@@ -29,12 +29,12 @@ class Span:
 
 
 def read_spans(run_dir: Path) -> list[Span]:
-    """What the processes of a run noted, by the time of its beginning; nothing where they noted none."""
+    """Returns the spans that the processes of a run recorded, by start time; empty if there are none."""
     spans: list[Span] = []
     for path in sorted((run_dir / SPANS).glob("*.jsonl")):
         about = path.stat()
         spans += _of_process(path, about.st_size, about.st_mtime_ns)
-    spans.reverse()  # what surrounds others is written after them, and may begin in the same moment of the clock
+    spans.reverse()  # an enclosing span is written after the enclosed ones, and may have the same start time
     return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
@@ -53,7 +53,7 @@ def _of_process(path: Path, size: int, written_ns: int) -> tuple[Span, ...]:
 
 
 def _row(line: str) -> Any:
-    """Nothing for a line that a process has half-written."""
+    """Parses a line; returns None if it is incomplete."""
     try:
         return json.loads(line) if line else None
     except ValueError:
@@ -61,11 +61,9 @@ def _row(line: str) -> Any:
 
 
 def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, Any]:
-    """The lanes of a run between two times (the whole run, where they are not given), each with rows of spans of which
-    none overlap: [start, stop, name, number, about], relative to `start`; `number` spans that are too short to be told
-    apart are one, named after what took most of it. Of each lane, `busy` is the part of the time in which it did
-    something other than wait.
-    """
+    """Returns the lanes of a run between two times (by default, the whole run). Each lane has rows of spans that do not
+    overlap: [start, stop, name, number, about], relative to `start`. An entry may merge `number` short spans; its name
+    is the one that took most of the time. `busy` is the fraction of the time that a lane was not waiting."""
     spans = read_spans(run_dir)
     if not spans:
         return {"start": 0, "stop": 0, "first": 0, "last": 0, "lanes": []}
@@ -88,12 +86,12 @@ def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, A
 
 
 def _order(lane: str) -> tuple[int, str]:
-    """The trainer, its ranks, then explorers."""
+    """Sorts the trainer first, then its ranks, then explorers."""
     return (0 if lane == "trainer" else 1 if lane.startswith("trainer") else 2), lane
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans by depth: one that lies within another, or overlaps it, goes to the next row."""
+    """Distributes spans to rows: a span that overlaps an earlier one, or lies within it, goes to the next row."""
     rows: list[list[Span]] = []
     for span in spans:
         free = (row for row in rows if row[-1].stop <= span.start + 1e-6)
@@ -106,7 +104,7 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _joined(row: Sequence[Span], start: float, shortest: float) -> list[list[Any]]:
-    """Spans relative to `start`, the short ones joined with their neighbours."""
+    """Returns spans relative to `start`, with short ones merged with their neighbours."""
     result: list[list[Any]] = []
     seconds: dict[str, float] = {}
     for span in row:
@@ -123,7 +121,7 @@ def _joined(row: Sequence[Span], start: float, shortest: float) -> list[list[Any
 
 
 def _busy(spans: Iterable[Span], start: float, stop: float) -> float:
-    """The part of the time in which something other than waiting went on."""
+    """Returns the fraction of the time with an activity other than waiting."""
     covered, until = 0.0, start
     for span in spans:
         if span.name != "wait":
@@ -133,8 +131,8 @@ def _busy(spans: Iterable[Span], start: float, stop: float) -> float:
 
 
 def chrome_trace(run_dir: Path) -> dict[str, Any]:
-    """The spans in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens as well: a process for each process of
-    the run, a thread for each row of its lanes."""
+    """Returns the spans in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens as well: a process for each
+    process of the run, a thread for each row of its lanes."""
     return {"traceEvents": [*_events(read_spans(run_dir))], "displayTimeUnit": "ms"}
 
 

@@ -1,4 +1,4 @@
-"""`trivium view`: serves the page over run directories until it is told to stop."""
+"""`trivium view`: serves the page over run directories until a signal stops it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def view(paths: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
-    """Serves until SIGTERM or SIGINT; `announce` gets the address with the token that opens it.
+    """Serves until SIGTERM or SIGINT. `announce` gets the address, which includes the token.
 
-    Raises RunDirError for a directory that holds no run, ListenError where the port is taken, MissingPackage without
-    the extra `serve`.
+    Raises RunDirError for a directory that holds no run, ListenError if the port is taken, MissingPackage without the
+    extra `serve`.
     """
     for path in paths:
         RecordedRun.open(path)
@@ -50,7 +50,7 @@ async def _serve(paths: Sequence[Path], port: int, token: str, announce: Callabl
 
 def write_trace(paths: Sequence[Path], out: Path) -> None:
     """Writes the timeline of a run in Chrome's trace format. Raises ConfigError for several runs, RunDirError for a run
-    that noted no spans."""
+    without recorded spans."""
     if len(paths) != 1:
         raise ConfigError("the trace of one run", f"{len(paths)} runs", "write one file for each")
     RecordedRun.open(paths[0])
@@ -63,8 +63,8 @@ def write_trace(paths: Sequence[Path], out: Path) -> None:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: the last parts of its path, as many as tell them apart. Raises ConfigError for one that is
-    given twice."""
+    """Returns a name for each run: the last parts of its path, as many as distinguish the runs. Raises ConfigError for
+    a repeated path."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     if len(set(parts)) < len(parts):
         raise ConfigError("runs to view side by side", "one of them is given twice", "name each once")

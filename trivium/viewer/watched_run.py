@@ -1,4 +1,4 @@
-"""A run directory that a page shows, finished or in progress: what was read of it is kept until its files change."""
+"""A run directory that a page shows, finished or in progress. Caches the data until the files change."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, ru
 from trivium.viewer.task_table import TaskTable
 
 _END = 256
-"""Bytes before the position in a growing file that tell whether it was cut."""
+"""Number of bytes before the read position that are compared to detect a cut file."""
 
 
 class MetricRows:
-    """The rows of metrics.jsonl, of which only what was added is read."""
+    """The rows of metrics.jsonl. Each refresh reads only the added rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rows: list[dict[str, float]] = []
         self.generation = 0
-        """Counts how often a resumed run cut the file: rows that were read before then no longer count."""
+        """Counts how often a resumed run cut the file, which invalidates the rows read before."""
         self._position, self._end = 0, b""
         self._lock = Lock()
 
     def refresh(self) -> list[dict[str, float]]:
-        """All rows so far; half of the last line is left for later."""
+        """Returns all rows so far; an incomplete last line is left for the next refresh."""
         with self._lock:
             if not self._path.is_file():
                 return self.rows
@@ -55,7 +55,7 @@ class MetricRows:
 
 
 class WatchedRun:
-    """One run of a page. Its methods may be called from several threads; what they return is JSON."""
+    """One run of a page. Its methods may be called from several threads, and return JSON values."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
@@ -67,7 +67,7 @@ class WatchedRun:
         self._pieces_lock = Lock()
 
     def about(self) -> dict[str, Any]:
-        """Its charts, marks and steps."""
+        """Returns the charts, marks and steps of the run."""
         run, rows = RecordedRun.open(self.path), self.metrics.refresh()
         keys = keys_of(rows)
         charts = [
@@ -87,7 +87,8 @@ class WatchedRun:
         }
 
     def state(self) -> dict[str, Any]:
-        """The progress of the run: `age_s`, seconds since the last row of metrics, and whether the run ended."""
+        """Returns the progress of the run: `age_s`, seconds since the last row of metrics, and whether the run
+        ended."""
         rows, path = self.metrics.refresh(), self.path / "metrics.jsonl"
         return {
             "rows": len(rows),
@@ -98,12 +99,13 @@ class WatchedRun:
         }
 
     def curves(self, keys: Sequence[str], after: int) -> dict[str, Any]:
-        """The points of these keys in the rows after the first `after` ones."""
+        """Returns the points of these keys in the rows after the first `after` ones."""
         rows = self.metrics.refresh()
         return {**self.state(), "curves": {key: _curve(each) for key, each in curves(rows[after:], keys).items()}}
 
     def verdict(self) -> dict[str, Any]:
-        """What bounds it, what is wrong with it, and what it minimises. Reads rollouts and builds the algorithm."""
+        """Returns the bottleneck, the problems and the objective of the run. Reads rollouts and builds the
+        algorithm."""
         from trivium.runtime.build import explain
         from trivium.runtime.doctor import diagnose
 
@@ -117,8 +119,8 @@ class WatchedRun:
         }
 
     def rollouts(self, step: int, place: Mapping[str, int], first: int, count: int) -> list[dict[str, Any]]:
-        """Rollouts of a group of a step token by token; `place` has the group's stage, slot and attempt; the greedy
-        rollout is the last one. At least one: the last one stands for those beyond."""
+        """Returns rollouts of a group of a step token by token, the greedy rollout last. `place` has the group's stage,
+        slot and attempt. Returns at least one rollout: beyond the end, the last one."""
         recorded = self.recorded.place(step, place["stage"], place["slot"], place["attempt"])
         group = self.recorded.group(recorded)
         members, means = [*group.rollouts], self.recorded.advantages(step, [recorded])
@@ -135,7 +137,7 @@ class WatchedRun:
         return piecewise(decoder(self.path))
 
     def _pieces(self, tokens: Sequence[int]) -> list[str]:
-        with self._pieces_lock:  # loaded once; a tokenizer is not for several threads
+        with self._pieces_lock:  # loaded once; a tokenizer is not thread-safe
             return self._decode(tokens)
 
 
@@ -144,7 +146,7 @@ def _curve(curve: Any) -> dict[str, Any]:
 
 
 def _or_error(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or why it cannot: a page shows the rest."""
+    """Returns the result of `work`, or its error, so that a page can show its other parts."""
     try:
         return work()
     except TriviumError as error:
