@@ -239,7 +239,7 @@ class _Remaining:
     def __init__(self, total: int | None) -> None:
         self.total = total
         self._times: deque[tuple[int, float]] = deque(maxlen=20)
-        """(step, time of its log)."""
+        """(step, time when it was logged)."""
 
     def observe(self, step: int, seconds: float) -> None:
         """Records that a logged step took `seconds`."""

@@ -129,7 +129,7 @@ class CheckpointMonitor:
             return super().__reduce__()
         return CheckpointMonitor.get_actor, (self.shared.namespace,)
 
-    # ------------------------------------------------------------------ what is complete
+    # ------------------------------------------------------------------ complete saves
 
     @property
     def latest_checkpoint_step(self) -> int:
@@ -181,7 +181,7 @@ class CheckpointMonitor:
         if cause is not None:
             raise RunDirError(f"a complete save of step {step}", cause, "fix the cause, and save another step")
 
-    # ------------------------------------------------------------------ what savers report
+    # ------------------------------------------------------------------ reports of savers
 
     async def register_thread_count(
         self, step: int, *, state_dict_thread_count: int = 0, checkpoint_thread_count: int = 0

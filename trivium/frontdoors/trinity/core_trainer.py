@@ -106,7 +106,7 @@ class WrappedEngine(TrainEngine):
             self.built_in.shutdown()
         self.calls.close()
 
-    # ------------------------------------------------------------------ what only the built-in engine can do
+    # ------------------------------------------------------------------ the built-in engine only
 
     @property
     def _inner(self) -> TrainEngine:
@@ -227,7 +227,7 @@ class CoreTrainer(core.Trainer):
         """Returns the content of this step's checkpoint beside the engine's."""
         return self.given or RunState(*self._contents(self._moving))
 
-    # ------------------------------------------------------------------ what the owner's methods do by default
+    # ------------------------------------------------------------------ default behaviour of the owner's methods
 
     async def default_train_step(self) -> bool:
         await self.start()

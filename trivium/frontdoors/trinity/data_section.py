@@ -55,7 +55,7 @@ def num_rows(source: Mapping[str, Any]) -> int | None:
         return None
 
 
-# --------------------------------------------------------------------------- where rows come from
+# --------------------------------------------------------------------------- sources of rows
 
 
 def _source(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Experiences(Sequence[Experience]):
         """(B, R) float32; None if there are no advantages."""
         return self._column("returns")
 
-    # ------------------------------------------------------------------ where they come from
+    # ------------------------------------------------------------------ ids
 
     @property
     def group_ids(self) -> list[str]:

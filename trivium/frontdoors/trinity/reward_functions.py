@@ -1,6 +1,6 @@
-"""Trinity-RFT's reward functions as rewards of Trivium, and reward functions of its users as they are.
+"""Trinity-RFT's reward functions as rewards of Trivium, and an adapter for its users' reward functions.
 
-Each gives the part of the reward that has the same name in Trinity-RFT's metrics.
+Each returns the part of the reward that has the same name in Trinity-RFT's metrics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>")
 
 
 class Accuracy(MathVerify):
-    """1 where the text between the answer tags, or without them the whole completion, equals the column `answer`.
+    """1 if the text between the answer tags (without tags, the whole completion) equals the column `answer`.
 
-    An answer that is a whole solution of GSM8K counts from `####` on.
+    If the answer is a whole solution of GSM8K, the text after `####` counts.
     """
 
     class Config(MathVerify.Config):
@@ -39,7 +39,7 @@ class Accuracy(MathVerify):
 
 
 class Format:
-    """0.1 where the completion matches from its start, else -0.1. `.` matches line ends, `$` the end of any line."""
+    """0.1 if the completion matches from its start, else -0.1. `.` matches line ends, `$` the end of any line."""
 
     class Config(RewardConfig):
         kind: str = "trivium.frontdoors.trinity.reward_functions:Format"
@@ -54,7 +54,7 @@ class Format:
 
 
 class Thinks:
-    """0 where the completion has one `<think>...</think>`, else minus `coef`."""
+    """0 if the completion has one `<think>...</think>`, else minus `coef`."""
 
     class Config(RewardConfig):
         kind: str = "trivium.frontdoors.trinity.reward_functions:Thinks"
@@ -70,7 +70,7 @@ class Thinks:
 
 
 class Boxed:
-    """1 where the last box holds the column `answer` (itself boxed or not), by the rules of MATH, else 0."""
+    """1 if the last box holds the column `answer` (itself boxed or not), by the rules of MATH, else 0."""
 
     Config = RewardConfig
 
@@ -83,7 +83,7 @@ class Boxed:
 
 
 class Dapo:
-    """1 where the answer after `Answer:`, or in the last box, is that of the column `answer`, else -1."""
+    """1 if the answer after `Answer:`, or in the last box, equals that of the column `answer`, else -1."""
 
     Config = RewardConfig
 
@@ -95,7 +95,8 @@ class Dapo:
 
 
 class Countdown:
-    """1 for an equation of the given numbers, each once, that has the target's value; 0.1 for another one, 0 for none.
+    """1 for an equation that uses each of the given numbers once and has the target's value; 0.1 for another equation,
+    0 without one.
 
     The equation is between the last answer tags of the last line. The column `answer` is `{target, numbers}`, or its
     JSON text.
@@ -120,10 +121,11 @@ class Countdown:
 
 
 class RewardOfTrinity:
-    """A reward function in Trinity-RFT's form: a class whose object is called with (response, prompt, truth), or some
-    of them, and returns a number, or numbers by name, whose sum is the reward. `truth` is the column `answer`.
+    """Adapts a reward function in Trinity-RFT's form: a class whose instances are called with (response, prompt,
+    truth), or some of them, and return a number, or numbers by name, whose sum is the reward. `truth` is the column
+    `answer`.
 
-    A function of Trivium's form, with (prompt, completion, columns by name), is called as such.
+    A function in Trivium's form gets (prompt, completion, columns by name).
     """
 
     class Config(RewardConfig):

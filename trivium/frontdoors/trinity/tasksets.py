@@ -1,4 +1,4 @@
-"""Several tasksets as one, for a trainer that reads one."""
+"""Combines several tasksets into one, for a trainer that reads one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from trivium.types import Task
 
 
 def tasks_of_all(tasksets: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
-    """The tasks of all sources, one source after the other; the column `data_source` says of which each is.
+    """Yields the tasks of all sources, one source after the other. The column `data_source` names the source of each
+    task.
 
-    Each is the section of a task source, with its `name`.
+    Each source is the section of a task source, with its `name`.
     """
     for section in tasksets:
         source = dict(section)

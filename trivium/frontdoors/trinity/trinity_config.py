@@ -138,7 +138,7 @@ class TrinityConfig:
             self.problem("trainer.trainer_config_path", path, error.found, "correct the path, or leave it out")
             return {}
 
-    # ------------------------------------------------------------------ what several sections need
+    # ------------------------------------------------------------------ shared by several sections
 
     @cached_property
     def offline(self) -> bool:

@@ -54,7 +54,7 @@ class RunState:
 
 
 class VerlPPOTrainerWrapper(TrainEngineWrapper):
-    """Trains the policy and, if the algorithm requires them, holds critic, reward model, reference and teacher: in this
+    """Holds the policy and, if the algorithm requires them, critic, reward model, reference and teacher: in this
     process, or over the `cluster.ranks` ranks on Ray."""
 
     Config = TorchTrainEngine.Config
