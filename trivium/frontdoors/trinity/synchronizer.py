@@ -165,8 +165,7 @@ class Synchronizer(core.Synchronizer):
     def set_explorer_status(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, status: RunningStatus | str, old_status: RunningStatus | None = None
     ) -> None:
-        """Adds an explorer of this process with this status or, with `old_status`, changes the status of an explorer
-        that has the old status.
+        """Adds an explorer of this process with this status or, with `old_status`, updates one that has the old status.
 
         The core's form `set_explorer_status(name, status)` works too. Raises SyncError if no explorer that was reported
         this way has the old status.
