@@ -1,6 +1,6 @@
-"""Several processes, on one machine or many, that do the same: called as one, dead as one.
+"""A group of processes, on one machine or many, that run the same calls and fail together.
 
-The first one that fails or dies ends every call that waits for the group at once, and names the process; then the group
+The first failure or death ends every waiting call at once with an error that names the process. After that the group
 can only be shut down.
 """
 
@@ -24,33 +24,33 @@ from trivium.cluster.pools import ResourcePool
 from trivium.errors import RoleFailed, TriviumError
 
 _POLL_S = 1.0
-"""How often a wait returns to Python, so that signals reach the process."""
+"""Interval at which a wait returns to Python, so that signals are handled."""
 _GRACE_S = 3.0
-"""Where a rank fails, another one may have died: how long to wait for that before saying which it was."""
+"""After a rank failed, how long to wait for the death of another rank, which may be the cause."""
 _END_S = 20.0
-"""How long processes may take to end."""
+"""Deadline for processes to end."""
 
 
 class RankHost:
-    """What a rank's process hosts: an object of the group's own, in the environment of torch.distributed."""
+    """Hosts the object of one rank, in the environment of torch.distributed."""
 
     def __init__(self) -> None:
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # functions have a thread of their own to wait in
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # functions block in their own thread
         self._object: Any = None
         self._store: Any = None
 
     def open_store(self) -> tuple[str, int]:
-        """(address, port) where the ranks can meet. The port is bound from now on: no other process can take it."""
+        """Opens the rendezvous store of the ranks. Returns its (address, port), which stays bound."""
         from torch._C._distributed_c10d import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # listens on every interface
         return ray.util.get_node_ip_address(), self._store.port
 
     def build_rank(self, environment: Mapping[str, str], make: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Builds the object, where the environment holds what torch.distributed reads."""
+        """Sets the environment of torch.distributed and builds the object."""
         os.environ.update(environment)
         if ray.get_gpu_ids():
-            os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own GPU alone
+            os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own GPU
         self._object = make(*args)
 
     def __getattr__(self, name: str) -> object:
@@ -58,7 +58,7 @@ class RankHost:
 
 
 class ActorGroup:
-    """A process per place of a pool. Each hosts what `make(*args)` builds there."""
+    """One process per place of a pool. Each hosts the object that `make(*args)` builds."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class ActorGroup:
         threads: int,
         deadline_s: float,
     ) -> None:
-        """Returns once every object is built. Raises what building one raises, and RoleFailed where one takes longer
-        than `deadline_s`, as any call. Rank 1 is `<name>-rank-1` in logs and errors; `run_dir` as for `Actor`."""
+        """Returns once every object is built. Raises the error of a failed build, and RoleFailed if a build or a later
+        call takes longer than `deadline_s`. Rank 1 is `<name>-rank-1` in logs and errors. `run_dir` as for `Actor`."""
         self._pool, self._releases = pool, not pool.placements
         self._deadline_s = deadline_s
         cpus, gpus = pool.admit()
@@ -94,7 +94,7 @@ class ActorGroup:
         self._caller = uuid.uuid4().hex
         self._numbers = [0] * len(self._actors)
         self._lock = threading.Lock()
-        """All ranks get calls in one order, whichever thread makes them."""
+        """Guards the order of calls, which is the same on all ranks."""
         self._lives = [Call(actor.live.remote(), name) for actor, name in zip(self._actors, self.names, strict=True)]
         """Calls that only the death of a process ends."""
         try:
@@ -104,7 +104,7 @@ class ActorGroup:
             raise
 
     def _build(self, make: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Builds the objects, all at a time: their constructors may wait for one another."""
+        """Builds all objects concurrently: their constructors may wait for one another."""
         placements = self._pool.placements
         built = [actor.build.remote(RankHost) for actor in self._actors]
         self.results([Call(ref, name) for ref, name in zip(built, self.names, strict=True)])
@@ -118,7 +118,7 @@ class ActorGroup:
                 "LOCAL_WORLD_SIZE": placement.local_size,
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 has opened the port already, and keeps it open
+                "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 already listens on the port
             }
             inputs[rank] = put_inputs({name: str(value) for name, value in environment.items()}, make, args)
         self.results(self.call("build_rank", inputs))
@@ -130,8 +130,8 @@ class ActorGroup:
         *head: object,
         wanted: Collection[int] | None = None,
     ) -> list[Call]:
-        """Calls a method of the objects on some ranks. `inputs` is by rank, references from `put_inputs`; what is small
-        may go before them, in `head`. Only the `wanted` ranks return a value (None: all of them)."""
+        """Calls a method of the objects on some ranks. `inputs` has a reference from `put_inputs` for each rank. Small
+        arguments may be passed before them, in `head`. Only the `wanted` ranks return a value (None: all ranks)."""
         if self._is_shut_down:
             raise TriviumError(f"{method} of {self.names[0]}", "the group was shut down", "build a new group")
         calls: list[Call] = []
@@ -145,7 +145,7 @@ class ActorGroup:
         return calls
 
     def results(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
-        """What the calls return. Raises the most probable first cause as soon as one failed or any rank died, and
+        """The results of the calls. Raises the most probable first cause as soon as a call fails or a rank dies, and
         RoleFailed after `timeout_s`."""
         timeout_s = self._deadline_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
@@ -155,7 +155,7 @@ class ActorGroup:
             refs = [*(life.ref for life in self._lives), *waiting]
             poll_s = min(_POLL_S, max(end - time.monotonic(), 0.0))
             done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
-            if done and (dead := self._dead()):  # asked again: of what is ready, `ray.wait` returned any one
+            if done and (dead := self._dead()):  # asks again, since `ray.wait` returns an arbitrary ready reference
                 raise self._death(dead[0])
             for ref in done:
                 number = waiting.pop(ref)
@@ -169,7 +169,7 @@ class ActorGroup:
         return results
 
     async def settled(self, calls: Sequence[Call]) -> None:
-        """Returns once all calls have ended, one of them failed, or any rank died."""
+        """Waits until all calls have ended, one call has failed or a rank has died."""
         waiting = {asyncio.ensure_future(_error_of(call)) for call in calls}
         while waiting and not self._dead():
             done, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +189,7 @@ class ActorGroup:
                 task.cancel()
 
     def shutdown(self) -> None:
-        """Ends every process and gives their places back. A second call does nothing."""
+        """Ends every process and releases their places. Idempotent."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -202,7 +202,7 @@ class ActorGroup:
             self._pool.release()
 
     def _first_cause(self, error: BaseException, others: Sequence[Call]) -> BaseException:
-        """Of this error and those that other ranks raise within the grace time, the one that explains the rest."""
+        """Returns the first cause among this error and those that other ranks raise within the grace time."""
         end, errors = time.monotonic() + _GRACE_S, [error]
         waiting = {call.ref: call for call in others}
         while waiting and (poll_s := end - time.monotonic()) > 0:
@@ -226,12 +226,12 @@ class ActorGroup:
 
 
 def put_inputs(*args: object, **kwargs: object) -> ray.ObjectRef[Inputs]:
-    """Arguments in the object store: once, however many ranks get them."""
+    """Puts arguments into the object store once, for any number of ranks."""
     return ray.put((list(args), dict(kwargs)))
 
 
 async def _error_of(call: Call) -> BaseException | None:
-    """Waits for a call; what it raised."""
+    """Waits for a call and returns its error, if any."""
     try:
         answer: Answer = await call.ref
     except RayError as error:

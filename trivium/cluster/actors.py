@@ -1,7 +1,7 @@
-"""The one actor stack: processes on Ray, calls between them, errors that cross whole, deaths that are noticed.
+"""The actor layer: processes on Ray, calls between them, errors with all their parts, detection of deaths.
 
-An error is not raised through Ray but carried in an `Answer`, so that the caller sees what was raised, with all of its
-parts. A call that is cancelled is cancelled where it runs. The death of a process is `ActorDied`.
+An `Answer` carries an error instead of raising it through Ray, so that the caller gets the error with all its parts.
+Cancelling a call also cancels it in the actor. The death of a process raises `ActorDied`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from trivium.runtime.logs import logging_to
 
 _log = logging.getLogger("trivium")
 MAX_CONCURRENCY = 100_000
-"""Calls that a host takes at once; more wait. Most of them sleep: a request per rollout in flight, and long polls."""
+"""Maximum number of concurrent calls of a host. Most of them sleep: one request per rollout in flight, and long
+polls."""
 _UNDO_S = 10.0
-"""How long a cancelled call may take to return what it did."""
+"""How long a cancelled call may take to return its result."""
 _NUMBERS = itertools.count()
-"""Numbers of the calls that this process makes."""
+"""Numbers the calls of this process."""
 
 Inputs = tuple[Sequence[object], Mapping[str, object]]
 """Positional and keyword arguments of one call."""
@@ -44,13 +45,13 @@ class ActorDied(RoleFailed):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned or raised in another process."""
+    """The result or the error of a call in another process."""
 
     value: Any = None
     error: BaseException | None = None
 
     def unwrap(self) -> Any:
-        """The value. Raises the error, where there was one."""
+        """Returns the value, or raises the error."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -62,10 +63,10 @@ class Call:
 
     ref: ray.ObjectRef[Answer]
     actor: str
-    """The name of the process that runs it."""
+    """The name of the actor that runs it."""
 
     def answer(self) -> Answer:
-        """Blocks for the answer. The death of the process is an answer too: ActorDied."""
+        """Blocks until the answer arrives. If the process died, the answer holds ActorDied."""
         try:
             return ray.get(self.ref)
         except RayError as error:
@@ -76,27 +77,28 @@ class Call:
 
 
 class Actor:
-    """What every actor's process begins with: its name, its threads, its log."""
+    """Base of every actor: sets the name, the number of threads and the log of its process."""
 
     def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
-        """Without a `run_dir` the log is what Ray shows on the driver's terminal."""
+        """Without a `run_dir`, logs to the stream that Ray forwards to the driver's terminal."""
         self.name = name
-        # Ray sets it to 1. Set before torch is imported, so that this process computes as any other with so many.
+        # Ray sets it to 1. It is set before torch is imported, so that results equal those of a process with this
+        # number of threads.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if run_dir is None:
             _log.setLevel(logging.INFO)
             _log.addHandler(logging.StreamHandler())
         else:
             self._logging = logging_to(run_dir, "log.txt", name)
-            self._logging.__enter__()  # until the process ends
+            self._logging.__enter__()  # stays open until the process ends
         _log.info("process %d on %s", os.getpid(), ray.util.get_node_ip_address())
 
     def __repr__(self) -> str:
-        return self.name  # how Ray marks the lines that this process prints
+        return self.name  # Ray's prefix for lines that this process prints
 
     def _failed(self, error: BaseException) -> Answer:
-        """The first cause, as an error that any process can unpickle: one of Trivium's as it is, another as the failure
-        of this actor, since its class may be known to this process alone; its traceback is in the log."""
+        """The first cause, as an error that any process can unpickle. Errors of Trivium stay as they are. Others become
+        a failure of this actor, since other processes may lack their class; the log has their traceback."""
         cause = first_cause(error)
         is_ours = isinstance(cause, TriviumError) and type(cause).__module__.partition(".")[0] == "trivium"
         if is_ours or isinstance(cause, StopAsyncIteration):
@@ -105,7 +107,7 @@ class Actor:
         return Answer(error=RoleFailed(self.name, f"{type(cause).__name__}: {cause}"))
 
     def run(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Answer:
-        """What `function(*args, **kwargs)` returns or raises."""
+        """Runs `function(*args, **kwargs)` and returns its result or error."""
         try:
             return Answer(function(*args, **kwargs))
         except BaseException as error:
@@ -113,18 +115,18 @@ class Actor:
 
 
 class RoleActor(Actor):
-    """A role that runs from its beginning to its end, in the process's main thread."""
+    """An actor that runs one role in the main thread of its process."""
 
     def ready(self) -> Answer:
-        """Answers once the process has started."""
+        """Returns once the process has started."""
         return Answer()
 
 
 class Host(Actor):
-    """Holds one object that other processes call.
+    """Hosts one object that other processes call.
 
-    Calls run on one event loop, any number at a time (`call`); or they start in the order in which their caller made
-    them, functions in one thread and coroutines on the loop (`call_in_order`).
+    `call` runs calls concurrently on one event loop. `call_in_order` starts them in the order in which the caller made
+    them, functions in one thread and coroutines on the loop.
     """
 
     def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
@@ -135,15 +137,15 @@ class Host(Actor):
         self._running: dict[tuple[str, int], asyncio.Task[Answer]] = {}
         """By caller and number of the call."""
         self._cancelled: set[tuple[str, int]] = set()
-        """Calls that were cancelled before they arrived: Ray does not promise an order."""
+        """Calls that were cancelled before they arrived, since Ray does not guarantee an order."""
         self._forgotten: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "calls-in-order")
         self._next_number: dict[str, int] = {}
-        """The ordered call that may start next, by caller."""
+        """The number of the next ordered call, by caller."""
         self._started = asyncio.Condition()
 
     async def build(self, make: Callable[..., Any], *args: object) -> Answer:
-        """Builds the object, once; answers with its surface. Calls that arrive earlier wait."""
+        """Builds the object once and returns its surface. Calls that arrive earlier wait."""
         async with self._building:
             try:
                 if not self._built.is_set():
@@ -161,7 +163,7 @@ class Host(Actor):
     async def call(
         self, caller: str, number: int, attribute: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Answer:
-        """What a method returns or raises, or the value of an attribute."""
+        """The result or error of a method, or the value of an attribute."""
         key = (caller, number)
         if caller in self._forgotten or key in self._cancelled:
             self._cancelled.discard(key)
@@ -176,9 +178,9 @@ class Host(Actor):
     async def call_in_order(
         self, caller: str, number: int, attribute: str, inputs: Inputs, is_wanted: bool, *head: object
     ) -> Answer:
-        """What a method returns or raises; nothing but errors unless the value `is_wanted`. `number` counts the ordered
-        calls of the caller to this host. The arguments of `head` come before those of `inputs`, which Ray may have
-        fetched from its object store."""
+        """The result or error of a method; without `is_wanted`, only the error. `number` counts the ordered calls of
+        the caller to this host. The arguments of `head` precede those of `inputs`, which Ray may fetch from its object
+        store."""
         await self._built.wait()
         args, kwargs = [*head, *inputs[0]], inputs[1]
         async with self._started:
@@ -194,14 +196,14 @@ class Host(Actor):
         return answer if is_wanted or answer.error is not None else Answer()
 
     async def cancel(self, caller: str, number: int) -> None:
-        """Ends a call that its caller no longer waits for."""
+        """Cancels a call whose caller no longer waits for it."""
         if (task := self._running.get((caller, number))) is not None:
             task.cancel()
         else:
             self._cancelled.add((caller, number))
 
     async def forget(self, caller: str) -> Answer:
-        """The caller is dead: its calls are cancelled, and those that arrive late do nothing."""
+        """Cancels all calls of a dead caller. Its calls that arrive later do nothing."""
         self._forgotten.add(caller)
         tasks = [task for (owner, _), task in self._running.items() if owner == caller]
         for task in tasks:
@@ -211,12 +213,12 @@ class Host(Actor):
         return Answer()
 
     async def respond(self, after_s: float) -> Answer:
-        """Answers after so many seconds, unless the process is stopped or its event loop hangs."""
+        """Returns after this number of seconds, unless the process is stopped or its event loop hangs."""
         await asyncio.sleep(after_s)
         return Answer()
 
     async def live(self) -> None:
-        """Never returns: only the death of this process ends the call."""
+        """Never returns: the call ends only with the death of this process."""
         await asyncio.Event().wait()
 
     async def _result(self, attribute: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -249,7 +251,7 @@ def _kind(attribute: object) -> str:
 
 
 class Proxy:
-    """A hosted object as another process sees it: with its own methods. Coroutines are awaited, functions block."""
+    """A proxy of a hosted object in another process. Coroutine methods are awaited, functions block."""
 
     def __init__(self, actor: ActorHandle[Host], name: str, caller: str, surface: dict[str, str] | None = None) -> None:
         self._actor, self._name, self._caller = actor, name, caller
@@ -284,14 +286,14 @@ class Proxy:
         return answer.unwrap()
 
     async def _undo(self, ref: ray.ObjectRef[Answer], attribute: str, *args: object) -> None:
-        """The call may have ended before its cancellation arrived: an object with an `undo(method, answer, *args)`
-        takes back what it did."""
+        """Cancels a call. If the call ended before the cancellation arrived, the object's `undo(method, answer,
+        *args)`, if any, reverts its effect."""
         if (self._kinds or {}).get("undo") != "coroutine":
             return
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), _UNDO_S)
         except (RayError, TimeoutError):
-            return  # dead, or stuck: what it holds returns when its owner is released
+            return  # dead or stuck: its resources return when the owner is released
         if answer.value is not None:
             undone: Any = self._actor.call.remote(
                 self._caller, next(_NUMBERS), "undo", (attribute, answer.value, *args), {}
@@ -305,7 +307,7 @@ class Proxy:
 async def build_hosted(
     actor: ActorHandle[Host], name: str, caller: str, make: Callable[..., Any], *args: object
 ) -> Proxy:
-    """Has a host build its object. Raises what building it raises, and ActorDied."""
+    """Makes a host build its object. Raises the error of the build, and ActorDied."""
     try:
         built: Any = actor.build.remote(make, *args)
         answer: Answer = await built
@@ -315,12 +317,13 @@ async def build_hosted(
 
 
 def call(actor: ActorHandle[Host], name: str, caller: str, attribute: str, *args: object, **kwargs: object) -> Any:
-    """Blocks for what a hosted object's method returns, coroutine or not. Raises ActorDied if its process died."""
+    """Calls a method of a hosted object, coroutine or not, and blocks for the result. Raises ActorDied if the process
+    died."""
     return result_of(actor.call.remote(caller, next(_NUMBERS), attribute, args, kwargs), name)
 
 
 def result_of(ref: ray.ObjectRef[Answer], name: str, timeout_s: float | None = None) -> Any:
-    """Blocks for the answer of the process `name`, and unwraps it. Raises ActorDied if it died."""
+    """Blocks for the answer of the actor `name` and unwraps it. Raises ActorDied if its process died."""
     try:
         answer: Answer = ray.get(ref, timeout=timeout_s)
     except RayError as error:
@@ -339,8 +342,8 @@ def start_host(
     kind: type[Host] = Host,
     detached: bool = False,
 ) -> ActorHandle[Host]:
-    """An actor that hosts an object, which is to be built. Ray kills it when the process that started it ends, unless
-    it is `detached`."""
+    """Starts an actor that hosts an object, which is built later. Ray kills the actor when the process that started it
+    ends, unless it is `detached`."""
     options = _options(name, namespace, num_gpus) | {"max_concurrency": MAX_CONCURRENCY, "get_if_exists": existing}
     options |= {"lifetime": "detached"} if detached else {}
     handle: Any = ray.remote(kind).options(**options).remote(name, run_dir, threads)
@@ -350,15 +353,15 @@ def start_host(
 def start_role(
     name: str, run_dir: Path, threads: int, *, namespace: str, num_gpus: float = 0
 ) -> ActorHandle[RoleActor]:
-    """An actor for a role that runs by itself."""
+    """Starts an actor that runs one role."""
     options = _options(name, namespace, num_gpus)
     handle: Any = ray.remote(RoleActor).options(**options).remote(name, run_dir, threads)
     return handle
 
 
 def _options(name: str, namespace: str, num_gpus: float) -> dict[str, Any]:
-    # No share of a CPU is reserved: the roles take turns, and all must fit on the smallest machine. Ray restarts
-    # nothing by itself: which process died, and what follows, is for the supervisor to decide.
+    # Reserves no CPU: the roles take turns, and all of them must fit on the smallest machine. Ray restarts nothing: the
+    # supervisor handles the death of a process.
     return {
         "name": name,
         "namespace": namespace,
@@ -371,15 +374,15 @@ def _options(name: str, namespace: str, num_gpus: float) -> dict[str, Any]:
 
 
 def death_cause(error: BaseException) -> str:
-    """Why a process died, as far as Ray knows, without its general advice."""
+    """The cause of death of a process that Ray reports, without its general advice."""
     text = str(error)
     known = text.partition("The actor is dead because ")[2] or text
     return " ".join(known.partition(" Some common causes")[0].split())
 
 
 def causality(failure: BaseException) -> int:
-    """Orders failures by how near they are to the first cause, least first: the death of a process, then what a role
-    reports of itself, then what one role reports of another."""
+    """A sort key of failures, most probable first cause first: the death of a process, then a role's report about
+    itself, then a role's report about another role."""
     if isinstance(failure, ActorDied):
         return 0
     return 1 if isinstance(failure, TriviumError) and not isinstance(failure, RoleFailed) else 2

@@ -1,7 +1,7 @@
-"""Engines in processes of their own, as one.
+"""A pool of engines, each in its own process.
 
-A replica that dies is restarted with the current weights, and its requests are sent again: the random numbers of a
-completion belong to the request, so the repetition is the same completion.
+A replica that dies is restarted with the current weights, and its requests are sent again. The random numbers of a
+completion depend only on the request, so the repeated completion is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trivium.types import Capabilities, Completion, Request, capabilities_of
 _log = logging.getLogger("trivium")
 
 
-# --------------------------------------------------------------------------- engines in processes of their own
+# --------------------------------------------------------------------------- engines in separate processes
 
 
 class HostedEngine:
@@ -45,7 +45,7 @@ class HostedEngine:
         return await self._engine.generate(request)
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
-        """Reads weights where they lie, and adopts them."""
+        """Loads weights from their handle."""
         await self._engine.load(weights.version, weights, in_flight=in_flight)
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ class HostedEngine:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How the process of a replica is made, and how often."""
+    """How to start the process of a replica, and how often to restart it."""
 
     make: Callable[..., RolloutEngine]
     args: tuple[Any, ...]
@@ -63,12 +63,12 @@ class EngineSpec:
     namespace: str
     max_restarts: int
     deadline_s: float
-    """How long a process may take to start and build its engine, and how long to load weights."""
+    """Deadline for starting a process and building its engine, and for loading weights."""
     num_gpus: float = 0
 
 
 class ActorReplica(Replica):
-    """An engine in a process of its own, restarted where it dies."""
+    """An engine in its own process, which is restarted if it dies."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.name, self._spec = name, spec
@@ -78,7 +78,7 @@ class ActorReplica(Replica):
         self._weights: WeightHandle | None = None
         """The weights that a new process starts with; none before the first load."""
         self._version: int | None = None
-        """The version it has loaded; none yet where it holds the model as it was built."""
+        """The loaded version; None before the first load."""
         self._num_deaths = 0
         self._restart: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -92,10 +92,10 @@ class ActorReplica(Replica):
         return self._engine.facts
 
     async def start(self, dead: Proxy | None = None, died: ActorDied | None = None) -> None:
-        """Returns once another process than the `dead` one is ready. Raises what building its engine raises, and
-        EngineFailure where processes died more than `max_restarts` times."""
+        """Waits until a process other than the `dead` one is ready. Raises the error of building its engine, and
+        EngineFailure after more than `max_restarts` deaths."""
         if self._engine is not dead:
-            return  # another caller noticed the death before, and the restart has ended
+            return  # another caller has already restarted it
         if self._restart is None:
             self._restart = asyncio.ensure_future(self._start(died))
         await asyncio.shield(self._restart)  # the caller may be cancelled; others still need it
@@ -124,7 +124,7 @@ class ActorReplica(Replica):
                 await self.start(engine, died)
 
     async def _load_in_time(self, engine: Any, weights: WeightHandle, in_flight: str) -> None:
-        """Raises EngineFailure after the deadline; the process is killed then."""
+        """Loads weights. After the deadline, kills the process and raises EngineFailure."""
         try:
             loading, deadline_s = engine.load(weights, in_flight), self._spec.deadline_s
             await load_in_time(loading, lambda: self.name, weights.version, deadline_s)
@@ -135,12 +135,12 @@ class ActorReplica(Replica):
         self._version = weights.version
 
     def _named(self, failed: EngineFailure) -> EngineFailure:
-        """The error of its engine, which does not know which of several it is."""
+        """The error of the engine, with the name of this replica added."""
         name = "" if self.name in failed.asked else f" ({self.name})"
         return EngineFailure(f"{failed.asked}{name}", failed.found, failed.do)
 
     async def close(self) -> None:
-        """Ends the process, and the completions in progress. A second call does nothing."""
+        """Ends the process and the completions in progress. Idempotent."""
         if self._is_closed or self._engine is None:
             self._is_closed = True
             return
@@ -180,7 +180,7 @@ class ActorReplica(Replica):
         _log.warning("%s died (%s); it is restarted", self.name, died.cause)
 
     async def _start_process(self) -> tuple[Any, Proxy]:
-        """(actor, its engine) of a new process."""
+        """Starts a process. Returns (actor, engine)."""
         spec, name = self._spec, self.name + (f"~{self._num_deaths}" if self._num_deaths else "")
         actor = start_host(name, spec.run_dir, spec.threads, namespace=spec.namespace, num_gpus=spec.num_gpus)
         try:
@@ -199,11 +199,11 @@ class ReplicatedEngine(EnginePool[ActorReplica]):
 
     @classmethod
     async def start(cls, spec: EngineSpec, names: Sequence[str]) -> ReplicatedEngine:
-        """Starts a replica per name. Raises what building an engine raises."""
+        """Starts a replica for each name. Raises the error of building an engine."""
         pool = cls([ActorReplica(name, spec) for name in names])
         await asyncio.gather(*(replica.start() for replica in pool.replicas))
         pool.max_context, each = pool.replicas[0].facts
-        # Not `updates_in_flight`: replicas change their weights at different tokens, which a caller cannot rely on.
+        # Not `updates_in_flight`: replicas change their weights at different tokens.
         pool.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         return pool
 

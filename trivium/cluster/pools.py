@@ -24,32 +24,32 @@ class Placement:
     group: PlacementGroup
     """The placement group of its machine."""
     bundle: int
-    """Which of the group's bundles."""
+    """The index of the bundle in the group."""
     local_size: int
-    """How many of the pool's processes its machine has."""
+    """The number of processes of the pool on this machine."""
     address: str
-    """Of the machine."""
+    """The address of the machine."""
 
 
 @dataclass
 class ResourcePool:
-    """Places for processes: so many on one machine, so many on another.
+    """Places for processes, with a number of places for each machine.
 
-    What is reserved for a place is `cpus` CPUs and `gpus` GPUs; up to `max_colocate_count` worker groups may run in a
-    pool, each with a process per place and an equal part of what is reserved there.
+    Each place reserves `cpus` CPUs and `gpus` GPUs. Up to `max_colocate_count` worker groups may run in a pool. Each
+    has one process per place and gets an equal part of its resources.
     """
 
     process_on_nodes: Sequence[int]
-    """Processes on each machine."""
+    """The number of processes on each machine."""
     name: str = "pool"
     cpus: float = 1.0
     gpus: float = 0.0
     max_colocate_count: int = 1
     deadline_s: float = 120.0
-    """How long others may take to leave the machines."""
+    """How long to wait for resources that others have reserved."""
     placements: tuple[Placement, ...] = field(default=(), init=False)
-    """By rank, once the pool was placed: machines in the order of their addresses, so that a rank finds itself on the
-    same machine after a restart."""
+    """The placements by rank, once the pool is placed. Machines are in the order of their addresses, so that a rank
+    runs on the same machine after a restart."""
     _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup], init=False)
     _guests: int = field(default=0, init=False)
 
@@ -64,15 +64,15 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Processes on all machines."""
+        """The number of processes on all machines."""
         return sum(self.process_on_nodes)
 
     def reserve(self) -> None:
-        """Reserves the places, once. Raises TriviumError, naming what is missing."""
+        """Reserves the places once. Raises a TriviumError that names the missing resources."""
         reserve_all([self])
 
     def admit(self) -> tuple[float, float]:
-        """One more worker group comes in: (CPUs, GPUs) that each of its processes may use."""
+        """Adds a worker group. Returns the (CPUs, GPUs) that each of its processes may use."""
         if self._guests >= self.max_colocate_count:
             raise ConfigError(
                 f"one more worker group in the pool {self.name!r}",
@@ -84,21 +84,21 @@ class ResourcePool:
         return round(self.cpus / self.max_colocate_count, _EXACT), round(self.gpus / self.max_colocate_count, _EXACT)
 
     def leave(self) -> None:
-        """A worker group is gone."""
+        """Removes a worker group."""
         self._guests -= 1
 
     def release(self) -> None:
-        """Gives everything back; whatever still runs there is ended by Ray."""
+        """Releases all places. Ray ends the processes that still run there."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups, self.placements, self._guests = [], (), 0
 
 
 def reserve_all(pools: Sequence[ResourcePool]) -> None:
-    """Reserves the places of several pools, or of none.
+    """Reserves the places of all pools, or of none.
 
-    Raises TriviumError: at once where the cluster is too small for all of them, else when what others have reserved did
-    not come free before the deadline.
+    Raises TriviumError at once if the cluster is too small for all of them, or at the deadline if other reservations
+    still hold the resources.
     """
     pools = [pool for pool in pools if not pool.placements]
     _refuse_too_small(pools)
@@ -123,7 +123,7 @@ def reserve_all(pools: Sequence[ResourcePool]) -> None:
 
 
 def _placements(placed: Sequence[tuple[str, PlacementGroup]]) -> tuple[Placement, ...]:
-    """Ranks of (address, placement group) pairs."""
+    """Assigns ranks to the bundles of (address, placement group) pairs."""
     return tuple(
         Placement(group, bundle, group.bundle_count, address)
         for address, group in sorted(placed, key=lambda pair: (pair[0], -pair[1].bundle_count))
@@ -137,7 +137,7 @@ def _address(group: PlacementGroup, addresses: Mapping[str, str]) -> str:
 
 
 def _refuse_too_small(pools: Sequence[ResourcePool]) -> None:
-    """Raises where the machines, even empty, do not have what the pools ask for."""
+    """Raises if the cluster, even when idle, lacks the resources of the pools."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for kind in ("CPU", "GPU"):
         have, largest = sum(node.get(kind, 0.0) for node in nodes), max(node.get(kind, 0.0) for node in nodes)

@@ -1,4 +1,4 @@
-"""The processes that train together on Ray, as the train engine's driver sees them."""
+"""The ranks of a trainer on Ray, as a `RankGroup`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trivium.training.ranks import this_rank
 from trivium.types import TRAINER
 
 _CPUS = 0.001
-"""CPUs that are reserved for a rank: as good as none. The roles of a run take turns on a small machine."""
+"""CPUs reserved for a rank: nearly none, since the roles of a run take turns on a small machine."""
 
 
 class RayRank(RankVerbs):
     """One rank of the trainer, with its part of the models."""
 
     def __init__(self, spec: StageSpec, shared: SharedActors) -> None:
-        """The first rank publishes the weights: they never come to the driver."""
+        """The first rank publishes the weights, which do not pass through the driver."""
         stage = spec.stage()
         endpoints = shared.endpoints(stage, TRAINER, f"{TRAINER}-rank-0") if this_rank() == 0 else None
         self._synchronizer = endpoints.synchronizer if endpoints is not None else None
-        """Where this rank publishes the weights, until the synchronizer knows it as the trainer."""
+        """The synchronizer of the first rank, until it has joined as the trainer."""
         channel = endpoints.channel if endpoints is not None else None
         super().__init__(cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), channel)))
 
@@ -48,11 +48,11 @@ class RayRank(RankVerbs):
 
 
 class RayRanks:
-    """The `RankGroup` of a trainer that is an actor: its ranks are actors of their own, and end with it."""
+    """The `RankGroup` of a trainer actor. Its ranks are separate actors that end with it."""
 
     def __init__(self, stage: Stage, spec: StageSpec, shared: SharedActors, *, on_gpus: bool) -> None:
-        """Starts the ranks: on a GPU each, or all on one machine. Raises ConfigError where the cluster is too small,
-        and what building a rank's engine raises."""
+        """Starts the ranks, each on its own GPU or all on one machine. Raises ConfigError if the cluster is too small,
+        and the error of building a rank's engine."""
         config = stage.config
         pool = ResourcePool(
             machines_for(config.cluster.ranks) if on_gpus else [config.cluster.ranks],
@@ -91,9 +91,9 @@ class RayRanks:
 
 
 def machines_for(count: int) -> list[int]:
-    """How many of `count` processes with a GPU each go to each machine: to few machines, the largest first.
+    """Distributes `count` processes with one GPU each over as few machines as possible, largest first.
 
-    Where the machines have too few GPUs, the pool raises.
+    If the machines have too few GPUs, returns [count], and reserving the pool raises.
     """
     nodes = cast("list[dict[str, Any]]", ray.nodes())
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""What runs in the processes of a stage: the buffer, the trainer's half, an explorer's half.
+"""The roles that run in the processes of a stage: buffer, trainer and explorers.
 
 The coroutines are those of `loops.py`.
 """
@@ -69,7 +69,7 @@ def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, An
 
 
 def _start_ranks(stage: Stage, spec: StageSpec, shared: SharedActors) -> RayRanks | None:
-    """The processes that train together; None where this one trains alone."""
+    """Starts the processes that train together. Returns None if this process trains alone."""
     if stage.config.cluster.ranks == 1:
         return None
     return RayRanks(stage, spec, shared, on_gpus=trains_on_gpus(stage.config))
@@ -82,7 +82,8 @@ def trains_on_gpus(config: RunConfig) -> bool:
 
 
 def samples_on_gpus(config: RunConfig) -> bool:
-    """Whether each engine has a GPU of the cluster: what is left to the machine, where they are enough for all."""
+    """Whether each engine gets a GPU of the cluster. With `auto`, if the cluster has enough GPUs for all engines and
+    ranks."""
     cluster, device = config.cluster, getattr(config.engine, "device", "cpu")
     wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpus(config)
     return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= wanted)
@@ -95,7 +96,7 @@ def explore(name: str, spec: StageSpec, shared: SharedActors) -> None:
 
 
 async def start_engines(name: str, stage: Stage, spec: StageSpec, namespace: str) -> ReplicatedEngine:
-    """The engines of an explorer."""
+    """Starts the engines of an explorer."""
     cluster, number = stage.config.cluster, name.removeprefix("explorer-")
     engine_spec = EngineSpec(
         make_engine,

@@ -1,4 +1,4 @@
-"""A Ray instance for one command or script: started on this machine and ended with it, or one that runs already."""
+"""A Ray instance for one command or script: a private one that ends with it, or a running cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trivium.runtime.stage import Stage, TrainStage
 PRIVATE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the switch between all interfaces and the loopback one, on any system
-    "RAY_AUTH_MODE": "token",  # as Ray would decide by itself, without a warning that it did
+    "RAY_AUTH_MODE": "token",  # Ray's default, set to avoid a warning
 }
-"""What a private instance is started with. Ray reads it while it is imported, and not again."""
+"""Environment of a private instance. Ray reads it only while it is imported."""
 _FLUSH_S = 0.5
-"""What roles print last takes so long to reach the terminal."""
+"""How long the last output of the roles takes to reach the terminal."""
 _CONNECT_S = 10.0
 """How long a cluster's head may take to accept a connection."""
 
 
 @contextmanager
 def cluster_of(config: RunConfig) -> Generator[TrainStage]:
-    """Connects to Ray, or starts it, as the config says; runs stages there; leaves no process behind.
+    """Connects to Ray or starts it, runs stages there, and leaves no process behind.
 
-    Raises MissingPackage without Ray, ConfigError where nothing answers at `cluster.address`.
+    Raises MissingPackage without Ray, and ConfigError if nothing answers at `cluster.address`.
     """
     address = config.cluster.address
     if address is None and "ray" not in sys.modules:
@@ -79,7 +79,7 @@ def connect(*options: Mapping[str, Any]) -> None:
 
     An instance that is started here ends with the process. Raises MissingPackage without Ray.
     """
-    # Once Ray is imported, it has read all of them but this one.
+    # After its import, Ray reads only this one.
     names = ["RAY_USAGE_STATS_ENABLED"] if "ray" in sys.modules else [*PRIVATE]
     os.environ |= {name: os.environ.get(name, PRIVATE[name]) for name in names}
     try:
@@ -95,11 +95,11 @@ def connect(*options: Mapping[str, Any]) -> None:
 
 
 def _refuse_unreachable(address: str, own_address: Callable[[], str]) -> None:
-    """Raises ConfigError where nothing listens at `host:port`: Ray itself would ask again for minutes."""
+    """Raises ConfigError if nothing listens at `host:port`. Ray itself would retry for minutes."""
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if not separator or not port.isdecimal():
         return
-    # A cluster on this machine may be known by the loopback address and listen on another one; Ray knows that.
+    # A local cluster may be addressed by loopback but listen on another interface, which Ray accepts.
     hosts = dict.fromkeys([host, own_address()] if host in ("127.0.0.1", "localhost") else [host])
     for number, each in enumerate(hosts, start=1):
         try:
@@ -118,8 +118,8 @@ def _no_cluster(address: str | None, error: Exception) -> ConfigError:
 
 @contextmanager
 def _graceful_sigterm() -> Generator[Callable[[], None]]:
-    """Once what it yields was called, SIGTERM ends the block as an error would, with exit code 143. Ray's own handler
-    would end Ray first, while the block still uses it. Afterwards the signal does what it did before."""
+    """Yields a function that installs a SIGTERM handler. The handler raises SystemExit with exit code 143 in the block.
+    Ray's own handler would end Ray while the block still uses it. Restores the previous handler at the end."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     previous_handler = signal.getsignal(signal.SIGTERM)
     received: list[int] = []
@@ -135,7 +135,7 @@ def _graceful_sigterm() -> Generator[Callable[[], None]]:
     try:
         yield install_handler
     except SystemExit as error:
-        if received:  # Ray raises an exit of its own where the signal came while it waited
+        if received:  # Ray raises its own SystemExit if the signal arrives during a wait
             raise SystemExit(128 + received[0]) from error
         raise
     finally:

@@ -33,7 +33,7 @@ class SharedActors:
         return build_synchronizer(stage.config, SharedBoard(table))
 
     def endpoints(self, stage: Stage, role: str, caller: str | None = None) -> Endpoints:
-        """The endpoints of a role. `caller` tells the processes of one role apart; no two may have the same."""
+        """The endpoints of a role. `caller` identifies the process and must be unique."""
         caller = caller or role
         synchronizer = self.synchronizer(stage, caller)
         buffer: Any = Proxy(self.buffer_host, BUFFER, caller)

@@ -1,7 +1,7 @@
-"""The processes of one stage: started, watched, restarted where that is possible, ended with the stage.
+"""Starts, watches, restarts and ends the processes of one stage.
 
-The first failure ends the stage, and everything that belongs to it. A death is noticed at once: each process has a call
-that only its death ends.
+The first failure ends the stage with all its processes. A death is noticed at once: each process has a pending call
+that ends with the process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
 _POLL_S = 1.0
-"""How often the driver returns to Python while it waits, so that signals reach it."""
+"""Interval at which a wait returns to Python, so that signals are handled."""
 _GRACE_S = 1.0
-"""One failure causes others: how long to collect them before the first cause is chosen."""
+"""How long to collect further failures before choosing the first cause."""
 _BEAT_S = 1.0
-"""How long a host waits before it answers that it lives."""
+"""Interval between two liveness answers of a host."""
 _DRAIN_S = 20.0
 """How long explorers may take to leave once the trainer has finished."""
 _ANSWER_S = 20.0
@@ -47,24 +47,24 @@ _ANSWER_S = 20.0
 
 
 class Supervisor:
-    """The processes of one stage: `run` to its end, then `close`, whatever happened."""
+    """The processes of one stage. Call `run`, then always `close`."""
 
     def __init__(self, stage: Stage, namespace: str) -> None:
         self._stage, self._namespace = stage, f"{namespace}/stage-{stage.number}"
         self._spec = StageSpec.of(stage)
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._watched: dict[ray.ObjectRef[Answer], tuple[str, str]] = {}
-        """Reference that the driver waits for -> (process, what ends: `start`, `work`, `beat` or `life`)."""
+        """Pending reference -> (process, kind of call: `start`, `work`, `beat` or `life`)."""
         self._deadlines: dict[str, tuple[float, str]] = {}
-        """By process: (until when it must have started or answered, what it has not done if it is late)."""
+        """By process: (deadline, the missing action: `start` or `answer`)."""
         self._explorers: set[str] = set()
-        """Those that run."""
+        """The running explorers."""
         self._record: dict[str, Any] | None = None
-        """What the trainer returned."""
+        """The result of the trainer."""
         self._failing = False
 
     def run(self, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
-        """Runs the stage to its end; returns the record. Raises the first cause of whatever stopped it."""
+        """Runs the stage to its end and returns the record. Raises the first cause of a failure."""
         stage = self._stage
         synchronizer_host = self._start_host(SYNCHRONIZER, BoardAndWeights)
         buffer_host = self._start_host(BUFFER, make_buffer, self._spec)
@@ -79,12 +79,12 @@ class Supervisor:
         return self._record
 
     def close(self) -> None:
-        """Ends every process that still lives; an explorer's engines end with it."""
+        """Kills every process. The engines of an explorer end with it."""
         for actor in self._actors.values():
             ray.kill(actor)
 
     def _drain(self) -> None:
-        """Waits for the explorers to leave; one that does not is left behind, as is one that never joined."""
+        """Waits up to `_DRAIN_S` for the explorers to leave. Does not wait for explorers that never joined."""
         self._explorers &= self._synchronizer.board.read().get("explorers", {}).keys()
         end = time.monotonic() + _DRAIN_S
         while self._explorers and time.monotonic() < end:
@@ -105,7 +105,7 @@ class Supervisor:
         actor = start_role(
             name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
         )
-        start = actor.ready.remote()  # before the work: the actor answers one call after the other
+        start = actor.ready.remote()  # submitted before the work, since the actor runs one call at a time
         work = actor.run.remote(body, name, self._spec, self._shared, *args)
         self._watch(name, actor, start=start, work=work)
 
@@ -148,7 +148,7 @@ class Supervisor:
 
     def _handle_end(self, name: str, what: str, value: dict[str, Any] | None) -> None:
         self._deadlines.pop(name, None)
-        if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):  # other roles beat on the board
+        if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):  # other roles send heartbeats to the board
             self._watch(name, self._actors[name], beat=self._actors[name].respond.remote(_BEAT_S))
         if what == "work":
             self._explorers.discard(name)
@@ -166,7 +166,8 @@ class Supervisor:
         ]
 
     def _handle_death(self, name: str, cause: str) -> list[Exception]:
-        """The failures that follow from a death: none where an explorer is restarted or others remain."""
+        """Handles a death and returns the failures that follow. There are none if the explorer is restarted or others
+        remain."""
         if name not in self._explorers:
             return [ActorDied(name, cause)]
         self._explorers.discard(name)
@@ -189,10 +190,10 @@ class Supervisor:
         return []
 
     def _reap(self, name: str, cause: str) -> int:
-        """Cancels the calls of a dead explorer and releases what it held; how many slots that were."""
+        """Cancels the calls of a dead explorer and releases its slots. Returns the number of slots."""
         for host in (SYNCHRONIZER, BUFFER):
             result_of(self._actors[host].forget.remote(name), host, _ANSWER_S)
         num_released = call(self._actors[BUFFER], BUFFER, "driver", "release", name)
         if name in self._synchronizer.board.read().get("explorers", {}):
-            self._synchronizer.mark_dead(name, cause, replaced=True)  # the driver decides whether it is fatal
+            self._synchronizer.mark_dead(name, cause, replaced=True)  # the driver decides whether the death is fatal
         return num_released

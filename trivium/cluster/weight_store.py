@@ -1,4 +1,4 @@
-"""What the synchronizer's process keeps: the board's table, and where the weights of each version are."""
+"""State of the synchronizer's process: the table of the board, and references to the weights of each version."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trivium.errors import VersionGone
 
 
 class BoardAndWeights:
-    """A `board.Table`, and references to weights by version. Lives on one event loop; the weights are elsewhere."""
+    """A `board.Table`, and references to weights by version. Runs on one event loop. Does not hold the weights."""
 
     def __init__(self) -> None:
         self._revision = 0
         self._values: Mapping[str, Any] = {}
         self._swapped = asyncio.Event()
-        """Set, and replaced by another, whenever the table changes."""
+        """Set and replaced by a new event at every change of the table."""
         self._weights: dict[int, Stored] = {}
 
     async def changed(self, revision: int, patience_s: float) -> None:
-        """Returns once the table is newer than `revision`, at the latest after `patience_s`."""
+        """Waits until the table is newer than `revision`, for at most `patience_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._revision <= revision:
@@ -33,7 +33,7 @@ class BoardAndWeights:
         return self._revision, self._values
 
     def swap(self, revision: int, values: Mapping[str, Any]) -> bool:
-        """Stores the values if the table still has that revision; whether it did."""
+        """Stores the values if the table still has that revision. Returns whether it did."""
         if revision != self._revision:
             return False
         self._revision, self._values = revision + 1, values
@@ -42,13 +42,13 @@ class BoardAndWeights:
         return True
 
     def put_weights(self, version: int, weights: Stored, keep: int) -> None:
-        """Remembers where the weights of `version` are; forgets all but the newest `keep`."""
+        """Stores the reference to the weights of `version`, and drops all but the newest `keep`."""
         self._weights[version] = weights
         for old in sorted(self._weights)[:-keep]:
             del self._weights[old]
 
     def get_weights(self, version: int) -> Stored:
-        """Where the weights of `version` are. Raises VersionGone."""
+        """The reference to the weights of `version`. Raises VersionGone if it was dropped."""
         if version not in self._weights:
             raise VersionGone(
                 f"collect version {version}", f"the channel holds {self.versions()}", "publish before adopting"
@@ -56,5 +56,5 @@ class BoardAndWeights:
         return self._weights[version]
 
     def versions(self) -> tuple[int, ...]:
-        """The versions whose weights are held, oldest first."""
+        """The versions with stored weights, oldest first."""
         return tuple(sorted(self._weights))

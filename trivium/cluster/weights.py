@@ -1,4 +1,5 @@
-"""The object store as a channel: weights lie there once for every machine, and engines read them where they lie."""
+"""A weight channel over Ray's object store. Each machine holds one copy of the weights, and engines read them in
+place."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ class Stored:
     refs: tuple[Any, ...]
     """One per part; each a list of (name, type, shape, hash, bytes)."""
     hash: str = ""
-    """Of all tensors."""
+    """The hash of all tensors."""
 
     def __iter__(self) -> Iterator[Named]:
-        """The tensors, every one verified: views of the store's own memory, which must not be written to. Blocks."""
+        """Yields the verified tensors: read-only views of the store's memory. Blocks."""
         for part in self.refs:
             yield from drained(_unpacked(self.version, ray.get(part)))
 
 
 def store(version: int, weights: Weights) -> Stored:
-    """Copies weights into the object store. Raises SyncError for a name that comes twice."""
+    """Copies weights into the object store. Raises SyncError for a duplicate name."""
     hashes, refs, tensors = dict[str, str](), list[Any](), list[TensorSpec]()
     for group in groups(((name, each.detach().cpu()) for name, each in unique(weights)), BUCKET_BYTES):
         hashes |= (own := digests(group))
@@ -66,10 +67,10 @@ def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], st
 
 
 class ObjectStoreChannel:
-    """The method `memory` between processes of one Ray cluster."""
+    """The sync method `memory` between processes of one Ray cluster."""
 
     def __init__(self, store: Proxy, *, keep: int) -> None:
-        """`store` is the run's weight table, where it is hosted."""
+        """`store` is a proxy of the run's weight table."""
         self._store, self._keep, self.offered = store, keep, ""
 
     def offer(self, version: int, weights: Weights) -> bool:
@@ -79,7 +80,7 @@ class ObjectStoreChannel:
         return True
 
     def collect(self, version: int) -> Stored:
-        """A handle: replicas fetch and verify the tensors, this process need not."""
+        """Returns a handle. The replicas fetch and verify the tensors."""
         return self._store.get_weights(version)
 
     @property

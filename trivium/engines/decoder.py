@@ -92,10 +92,10 @@ class Decoder:
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         self.vision = vision_of(model)
         self.text = model if self.vision is None else self.vision.decoder
-        """The part with our attention; a vision tower keeps its own and processes each image alone."""
+        """The part with our attention; a vision tower keeps its own attention and processes each image separately."""
         self._model_dir, self._pixels = model_dir, pixel_reader(model_dir)
         self.is_whole = True
-        """Whether all weights are of one version: a load that failed half-way leaves those of two."""
+        """Whether all weights are of one version. A partly failed load leaves weights of two versions."""
         self._is_base = True
         """Whether the weights without an adapter are those in `model_dir`."""
         self._base: dict[str, Tensor] = {}
@@ -247,8 +247,8 @@ class Decoder:
         is compared with the given one after the copy. A LoRA adapter (`trivium.models.weights.lora.pushed_adapter`) is
         added to the weights that the model was loaded with.
 
-        Raises SyncError for weights that do not fit, Unread where they could not be read (to their end: `is_whole` is
-        false then), RuntimeError where they fit and are not what the model holds now.
+        Raises SyncError for weights that do not fit, Unread if reading them fails (`is_whole` is false if some were
+        loaded by then), RuntimeError if the model's weights differ from the given ones after the copy.
         """
         if not isinstance(weights, DescribedWeights):
             weights = described([(name, torch.as_tensor(value)) for name, value in _read(weights)])

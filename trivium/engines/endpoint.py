@@ -1,5 +1,5 @@
-"""The engine behind an endpoint that OpenAI's clients can call: for evaluation and for data, and for training where
-the endpoint returns token ids and log-probabilities and takes new weights."""
+"""An engine over an OpenAI-compatible endpoint, for evaluation and data. Also for training if the endpoint returns
+token ids and log-probabilities and loads new weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, Sampling, StopReason, capabilities_of
 
 _KEPT = 2
-"""Versions whose files stay: the one in use, and the one before it, which a server may still be reading."""
+"""Number of versions whose files are kept: the current one, and the previous one, which a server may still read."""
 _RAW = 1e-3
-"""A log-probability below this, where one token alone may be sampled, is not that of the distribution sampled from."""
+"""If only one token can be sampled, a log-probability below `-_RAW` is not that of the sampling distribution."""
 
 
 class EndpointEngine:
@@ -109,7 +109,7 @@ class EndpointEngine:
         decode: Callable[[Sequence[int]], str],
         threads: int,
     ) -> None:
-        """Raises ConfigError where there is no token for the service, or no limit of the context."""
+        """Raises ConfigError if the token for the service or the context limit is missing."""
         del decode, threads  # the endpoint looks for stop strings
         self.config, self._model_dir, self._eos = config, model_dir, eos_token_ids
         self.capabilities = replace(
@@ -128,8 +128,8 @@ class EndpointEngine:
         self._closed = self._trains = False
 
     async def generate(self, request: Request) -> Completion:
-        """One completion. Raises EndpointError where the service gives none, EngineFailure where it refuses the token
-        or the engine is closed."""
+        """One completion. Raises EndpointError if the service returns none, EngineFailure if it refuses the token or
+        the engine is closed."""
         self._check_open()
         work = asyncio.ensure_future(self._generate(request))
         self._working.add(work)
@@ -146,10 +146,10 @@ class EndpointEngine:
             self._working.discard(work)
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Has every server load the weights, between completions.
+        """Makes every server load the weights, between completions.
 
-        The first time, it asks the endpoint for one token to see whether training can use what it returns. Raises
-        ConfigError where it cannot, and without `update_urls`; SyncError where a server does not take the weights.
+        The first call requests one token to check that the endpoint returns what training needs. Raises ConfigError if
+        it does not, and without `update_urls`; SyncError if a server does not load the weights.
         """
         del in_flight
         self._check_open()
@@ -191,7 +191,7 @@ class EndpointEngine:
 
     async def _ask(self, request: Request) -> Completion:
         config = self.config
-        seed = request.key.digest() >> 1 if config.send_seed else None  # servers hold it in 63 bits
+        seed = request.key.digest() >> 1 if config.send_seed else None  # servers store it in 63 bits
         if config.protocol == "tokens" and request.media:
             do = "use protocol chat: it sends images with their messages"
             raise RolloutError("a completion of a prompt with images", "protocol tokens sends token ids alone", do)
@@ -207,7 +207,7 @@ class EndpointEngine:
         return read_chat(self._client, url, value, self._encode, request, self._eos, self.version)
 
     async def _check_for_training(self) -> None:
-        """Raises ConfigError where the endpoint does not return what training needs."""
+        """Raises ConfigError if the endpoint does not return what training needs."""
         prompt, sampling = np.array([min(self._eos, default=1)], np.int32), Sampling(1, top_k=1)
         asked = f"train with the endpoint {self.config.urls[0]}"
         try:
@@ -223,7 +223,7 @@ class EndpointEngine:
             )
 
     def _write(self, version: int, weights: dict[str, Any]) -> Path:
-        """The directory with these weights and what lies beside the model's own; older versions are removed."""
+        """Writes a directory with these weights and the other files of the model directory. Removes old versions."""
         root = Path(str(self.config.update_dir))
         directory = root / f"version-{version:06d}"
         shutil.rmtree(directory, ignore_errors=True)
@@ -248,7 +248,7 @@ def _context(configured: int | None, model_dir: Path) -> int:
 
 def _encoder(model_dir: Path) -> Callable[[str], Sequence[int]]:
     """The model's tokenizer, without special tokens."""
-    from transformers import AutoTokenizer  # here: reading a config must not wait for it
+    from transformers import AutoTokenizer  # imported here, so that reading a config does not wait for it
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,8 +1,8 @@
 """Requests to an OpenAI-compatible endpoint, and its responses.
 
-`tokens`: token ids in, token ids and their log-probabilities out, as vLLM's `/v1/completions` has them; every sampling
-parameter is set, so that no default of the server is left. `chat`: messages in, text out, with what OpenAI's clients
-send.
+`tokens` sends token ids and returns token ids with log-probabilities, as vLLM's `/v1/completions` does. It sets every
+sampling parameter, so that no server default applies. `chat` sends messages and returns text, with the parameters that
+OpenAI's clients send.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trivium.errors import described
 from trivium.types import Completion, Request, StopReason
 
 _ROUNDING = 1e-3
-"""How far above 0 a log-probability may be by rounding."""
+"""How far rounding may move a log-probability above 0."""
 _DO = "use an endpoint that returns token ids and log-probabilities, as vLLM does; to evaluate, use protocol chat"
 
 
@@ -47,7 +47,7 @@ def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | N
 
 
 def chat_body(model: str, request: Request, seed: int | None) -> dict[str, Any]:
-    """The request for text. What leaves the distribution as it is, is not mentioned: endpoints refuse unknown keys."""
+    """The request for text. Omits parameters without effect, since endpoints refuse unknown keys."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -90,8 +90,8 @@ def read_tokens(
 def read_chat(
     client: EndpointClient, url: str, value: Any, encode: Any, request: Request, eos: frozenset[int], version: int
 ) -> Completion:
-    """The completion in a response to `chat_body`: its text as it came, and tokens that `encode` makes of it, with
-    log-probabilities of 0, since nothing is known of how it was sampled. Raises MalformedResponse."""
+    """The completion in a response to `chat_body`: the text, its tokens by `encode`, and log-probabilities of 0, since
+    those of the endpoint are unknown. Raises MalformedResponse."""
     choice, text = read_text(client, url, value)
     reason = _stop_reason(client, url, choice, ends=True)
     tokens: Sequence[int] = [*encode(text), *([min(eos)] if reason is StopReason.EOS and eos else [])]

@@ -61,8 +61,8 @@ class PromptCache:
 
 
 class RowCache:
-    """The cache of the rows that decode together, with spare positions. To grow, the layers are copied to larger
-    tensors one at a time, so that only one layer is held twice.
+    """The cache of the rows that decode together, with spare positions. It grows by copying one layer at a time to
+    larger tensors, so that only one layer is in memory twice.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class RowCache:
         return pages(max(length, min(wanted, self.longest)))
 
     def _resize(self, rows: int, length: int) -> None:
-        self._slots = []  # views that would keep the old tensors alive
+        self._slots = []  # views would keep the old tensors alive
         for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = _resized(keys, rows, length), _resized(values, rows, length)
         self.rows, self.length = rows, length
@@ -133,8 +133,8 @@ class StepRows:
         positions: Tensor,
         width: int,
     ) -> None:
-        """Of `layers`, keys and values [all rows, K, S, D], and of the same as `slots` [all rows * K * S, D], those at
-        `rows`, which write at `positions` and see the first `width`."""
+        """Selects `rows` of `layers`, keys and values [all rows, K, S, D], and of the flattened `slots` [all rows * K *
+        S, D]. The rows write at `positions` and see the first `width` positions."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
         self._index: dict[int, Tensor] = {}
         self._places: Tensor | None = None

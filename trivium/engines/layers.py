@@ -105,7 +105,7 @@ class _Layer:
     query_norm: _Norm | None
     key_norm: _Norm | None
     qkv: _Linear
-    """To (H + 2 K) D."""
+    """Projects to (H + 2 K) D."""
     attention: nn.Module
     window: int | None
     output: _Linear

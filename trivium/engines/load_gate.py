@@ -1,4 +1,4 @@
-"""Orders loads among completions: completions before a load finish first, later ones wait for it."""
+"""Orders loads and completions: a load waits for earlier completions, and later completions wait for the load."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from contextlib import asynccontextmanager
 
 
 class LoadGate:
-    """Blocks `async with gate.completion()` run together; one `async with gate.load()` runs alone, in its turn."""
+    """Blocks of `async with gate.completion()` run concurrently. A block of `async with gate.load()` runs alone, in
+    order of arrival."""
 
     def __init__(self) -> None:
         self._in_progress: set[asyncio.Event] = set()
-        """The completions since a load was last asked for, each with what is set at its end."""
+        """The completions since the last requested load, each as an event that is set at its end."""
         self._loaded: asyncio.Event | None = None
-        """The load that completions beginning now must wait for."""
+        """Set at the end of the newest load; new completions wait for it."""
 
     @asynccontextmanager
     async def completion(self) -> AsyncGenerator[None]:
-        """Begins after every load that was asked for before it."""
+        """Begins after all loads that were requested before it."""
         loaded, in_progress, finished = self._loaded, self._in_progress, asyncio.Event()
         in_progress.add(finished)
         try:
@@ -31,7 +32,7 @@ class LoadGate:
 
     @asynccontextmanager
     async def load(self) -> AsyncGenerator[None]:
-        """Begins once every completion and load that was asked for before it is over."""
+        """Begins after all completions and loads that were requested before it."""
         before, earlier, loaded = self._in_progress, self._loaded, asyncio.Event()
         self._in_progress, self._loaded = set(), loaded
         try:

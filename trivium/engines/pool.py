@@ -17,9 +17,9 @@ class Replica(ABC):
     """One engine of a pool."""
 
     num_requests = 0
-    """Requests in progress: the least busy replica gets the next one."""
+    """Number of requests in progress."""
     is_restarting = False
-    """Whether requests have to wait for a new process."""
+    """Whether requests must wait for a new process."""
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
@@ -30,8 +30,8 @@ R = TypeVar("R", bound=Replica)
 
 
 async def load_in_time(loading: Awaitable[object], late: Callable[[], str], version: int, deadline_s: float) -> None:
-    """Waits until replicas have loaded the version. Raises EngineFailure after the deadline, which also a process that
-    lives may miss: it names those that are `late`."""
+    """Waits for the load of a version. After the deadline, raises an EngineFailure that names the `late` replicas,
+    whose processes may still run."""
     try:
         await wait_for(deadline_s, loading)
     except TimeoutError as error:
@@ -43,7 +43,7 @@ async def load_in_time(loading: Awaitable[object], late: Callable[[], str], vers
 
 
 class EnginePool(ABC, Generic[R]):
-    """Several engines as one: a request goes to the least busy; while weights are loaded, later requests wait."""
+    """Several engines as one. A request goes to the least busy replica. During a load, new requests wait."""
 
     max_context = 0
     capabilities = Capabilities()
@@ -52,7 +52,8 @@ class EnginePool(ABC, Generic[R]):
         self.replicas = list(replicas)
         self._version = 0
         self._loaded: asyncio.Event | None = None
-        """Set at the end of the load in progress. Of one event loop: the pool may serve several, one after another."""
+        """Set at the end of the load in progress. Created for each load, since successive loads may use different event
+        loops."""
 
     @property
     def version(self) -> int:
@@ -60,7 +61,7 @@ class EnginePool(ABC, Generic[R]):
         return self._version
 
     async def generate(self, request: Request) -> Completion:
-        """One completion of the least busy replica. Raises EngineFailure where it has none to give."""
+        """One completion of the least busy replica. Raises EngineFailure if its engine fails."""
         if self._loaded is not None:
             await self._loaded.wait()
         replica = min(self.replicas, key=lambda replica: (replica.is_restarting, replica.num_requests))
@@ -71,7 +72,7 @@ class EnginePool(ABC, Generic[R]):
             replica.num_requests -= 1
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Has every replica adopt the weights. The version is the loaded one once all of them have it."""
+        """Loads the weights into every replica. `version` changes once all replicas have loaded them."""
         loaded = self._loaded = asyncio.Event()
         try:
             await self._load(version, weights, in_flight)

@@ -1,6 +1,6 @@
-"""Engines in other processes of a run, and one of this process, as one engine.
+"""The engine of this process and engines of other processes of the run, as one engine.
 
-Messages are pickled: both ends are one program, and share a key without which nothing is read.
+Messages are pickled: both ends are one program, and a shared key authenticates them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
 """How long an engine in another process may take to close."""
 _TAKEN = "taken"
-"""What a process answers to a load as often as its engine has taken a tensor."""
+"""The message of a process for each tensor of a load that its engine has taken."""
 
 
 class _Arriving:
-    """Weights that are given one at a time, for an engine to read in a thread of its own."""
+    """Weights that arrive one at a time. The engine reads them in its own thread."""
 
     def __init__(self, taken: Callable[[], None]) -> None:
-        """`taken` is called when the engine takes one."""
+        """Calls `taken` when the engine takes a tensor."""
         self._taken = taken
         self._given = SimpleQueue[Named | SyncError | None]()
 
     def put(self, named: Named | SyncError | None) -> None:
-        """A tensor; None: there are no more; an error: the others will not come."""
+        """Adds a tensor; None ends the weights; an error reports that the rest will not arrive."""
         self._given.put(named)
 
     def __iter__(self) -> Iterator[Named]:
@@ -63,15 +63,15 @@ async def _load(
 ) -> None:
     try:
         await engine.load(version, Described(tensors, arriving), in_flight=in_flight)
-    finally:  # an engine whose load was cancelled still reads
+    finally:  # an engine may still read after its load was cancelled
         arriving.put(SyncError(f"the rest of version {version}", "its load has ended", "load the version anew"))
 
 
 class EngineHost:
-    """Lets one other process use an engine of this one, which is closed when that process goes, or closes it."""
+    """Serves an engine of this process to one other process. Closes the engine when that process ends or closes it."""
 
     def __init__(self, engine: RolloutEngine, host: str, key: bytes) -> None:
-        """`host` is this machine's address for the other process."""
+        """`host` is the address of this machine for the other process."""
         self._engine, self._listener = engine, Listener((host, 0), authkey=key)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         self._num_completions = 0
@@ -108,7 +108,8 @@ class EngineHost:
         _log.info("this rank sampled %d completions", self._num_completions)
 
     def _next_call(self, connection: Connection) -> Any:
-        """The next message that is not a tensor of the newest load; None where the other process is gone."""
+        """Reads the next message, and passes tensors to the newest load. Returns None if the other process has
+        ended."""
         with suppress(EOFError, ConnectionError):
             while (message := pickle.loads(connection.recv_bytes()))[1] == "weight":
                 named = message[2] and receive(connection, *message[2])
@@ -126,14 +127,14 @@ class EngineHost:
     async def _answer(self, connection: Connection, number: int, call: Callable[[], Awaitable[Any]]) -> None:
         try:
             answer = number, await call(), None
-        except Exception as error:  # raised in the other process, which may not know its class
+        except Exception as error:  # raised in the other process, which may lack its class
             if (answered := portable(error, _failed)) is not error:
                 _log.error("the engine of this process failed", exc_info=error)
             answer = number, None, answered
         self._send(connection, answer)
 
     def _send(self, connection: Connection, answer: tuple[int, Any, Exception | None]) -> None:
-        with self._sending, suppress(BrokenPipeError, ConnectionResetError):  # it is gone, as the reading thread finds
+        with self._sending, suppress(BrokenPipeError, ConnectionResetError):  # it ended, which the reader detects
             connection.send_bytes(pickle.dumps(answer))
 
 
@@ -142,13 +143,13 @@ def _failed(text: str) -> EngineFailure:
 
 
 def _send_at_once(connection: Connection) -> None:
-    """TCP holds back a small message until the one before is acknowledged, which takes 40 ms: for each tensor."""
+    """Disables Nagle's algorithm, which would delay each tensor by 40 ms."""
     with socket.socket(fileno=os.dup(connection.fileno())) as connected:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _received(connection: Connection) -> Any:
-    """The next message; None where the other process is gone."""
+    """Reads the next message. Returns None if the other process has ended."""
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
@@ -156,20 +157,20 @@ def _received(connection: Connection) -> Any:
 
 
 class _Loading:
-    """The load of one engine, which is given a tensor at a time."""
+    """The load of one engine, one tensor at a time."""
 
     def __init__(self) -> None:
         self.put: Callable[[Named | None], None]
         """Set before the first tensor is given."""
         self.has_taken = Event()
-        """Whether the engine has taken what it was given, or needs no more."""
+        """Set when the engine has taken the last tensor, or needs no more."""
         self.has_taken.set()
         self.is_over = False
 
     def give(self, named: Named | None) -> None:
-        """The next tensor; None: there are no more."""
+        """Passes the next tensor to the engine; None ends the weights."""
         self.has_taken.clear()
-        if self.is_over:  # after the line above: `end` may be called between the two
+        if self.is_over:  # checked after `clear`, since `end` may be called in between
             self.has_taken.set()
         else:
             self.put(named)
@@ -181,12 +182,12 @@ class _Loading:
 
 
 def _give_all(weights: Weights, loadings: Collection[_Loading]) -> None:
-    """Reads the weights: a tensor once every engine has taken the one before."""
+    """Reads the weights. Reads a tensor once every engine has taken the previous one."""
     for name, value in weights:
         named = name, torch.as_tensor(value).detach().cpu().contiguous()
         for loading in loadings:
             loading.give(named)
-        del value, named  # in memory until it is loaded, not until the next one is read
+        del value, named  # frees the tensor before the next one is read
         for loading in loadings:
             loading.has_taken.wait()
         if all(loading.is_over for loading in loadings):
@@ -212,7 +213,7 @@ class _OwnReplica(Replica):
         await _load(self.engine, version, tensors, in_flight, arriving)
 
     def disconnect(self) -> None:
-        """There is no connection."""
+        """Does nothing, since there is no connection."""
 
     async def close(self) -> None:
         await self.engine.close()
@@ -226,7 +227,7 @@ class _ProcessReplica(Replica):
         _send_at_once(self._connection)
         self._numbers = count()
         self._unsent = SimpleQueue[tuple[bytes | memoryview, ...] | None]()
-        """Messages. A process that hangs reads nothing: only a thread may wait until it does."""
+        """Messages for the sending thread. A write blocks while the other process hangs."""
         self._waiting: dict[int, tuple[Future[Any], Event]] = {}
         self._is_gone = False
         self._receiving = Thread(target=self._receive, name=f"trivium-{name}", daemon=True)
@@ -242,7 +243,7 @@ class _ProcessReplica(Replica):
         await self._call("load", (version, tensors, in_flight), loading.has_taken)
 
     async def close(self) -> None:
-        """Returns once the other process has closed its engine, or is gone."""
+        """Closes the engine of the other process, and waits until it is closed or the process has ended."""
         if not self._is_gone:
             self._send(-1, "close", None)
             await asyncio.to_thread(self._receiving.join, _CLOSE_S)
@@ -263,12 +264,12 @@ class _ProcessReplica(Replica):
             self._waiting.pop(number, None)
 
     def disconnect(self) -> None:
-        """Ends both threads, also one that waits in a read or a write; the other process closes its engine."""
+        """Ends both threads, even during a read or a write. The other process then closes its engine."""
         if self._connection.closed:
             return
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
-        for thread in (self._receiving, self._sending):  # neither uses a connection that is closed under it
+        for thread in (self._receiving, self._sending):  # they must end before the connection is closed
             thread.join(_CLOSE_S)
         self._connection.close()
 
@@ -283,7 +284,7 @@ class _ProcessReplica(Replica):
         self._unsent.put((pickle.dumps((-1, "weight", spec(name, tensor))), *parts_of(tensor)))
 
     def _send_all(self) -> None:
-        with suppress(OSError):  # the process is gone, as the other thread notices, which tells all who wait
+        with suppress(OSError):  # the process ended; the receiving thread fails the waiting calls
             while self._send_next():
                 pass
 
@@ -319,17 +320,18 @@ class _ProcessReplica(Replica):
 
 
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
-    """An engine of this process and those that others host: what is sampled does not depend on where."""
+    """The engine of this process and those that other processes host. Completions do not depend on the process that
+    samples them."""
 
     def __init__(
         self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
     ) -> None:
-        """`others` are (name, address) of each `EngineHost`; all have to load weights within `deadline_s`."""
+        """`others` has the (name, address) of each `EngineHost`. All engines must load weights within `deadline_s`."""
         replicas = (_ProcessReplica(name, address, key) for name, address in others)
         super().__init__([_OwnReplica(own), *replicas])
         self._deadline_s = deadline_s
         each = capabilities_of(own)
-        # Not `updates_in_flight`: they change their weights at different tokens, which a caller cannot rely on.
+        # Not `updates_in_flight`: replicas change their weights at different tokens.
         self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         self.max_context = own.max_context
 
@@ -354,7 +356,7 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
         try:
             await load_in_time(load_all(), names, version, self._deadline_s)
         except EngineFailure as error:
-            if isinstance(error.__cause__, TimeoutError):  # they live, and do not answer
+            if isinstance(error.__cause__, TimeoutError):  # they run, but do not answer
                 for replica in late():
                     replica.disconnect()
             raise

@@ -1,6 +1,7 @@
 """From logits to tokens: temperature, truncation, and the inverse of the cumulative distribution.
 
-Legend: R rows, V vocabulary. Every function treats a row on its own, so a row's result does not depend on the others.
+Legend: R rows, V vocabulary. Every function processes each row separately, so the result of a row does not depend on
+other rows.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from trivium.models.placement import sent
 _BLOCK = 128
 """The cumulative sum runs over blocks of this many tokens first, then inside one block."""
 _ELEMENTS = 2**22
-"""Logits that are sampled from together."""
+"""Number of logits that are processed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each of R rows is sampled; numpy arrays of length R, except `eos`."""
+    """Sampling parameters of R rows: numpy arrays of length R, except `eos`."""
 
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
@@ -40,14 +41,14 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that R rows were sampled among, as `EXTRAS` has them."""
+    """The candidates that the tokens of R rows were sampled from, in the format of `EXTRAS`."""
 
     counts: npt.NDArray[np.int32]
     ids: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, logits: Tensor) -> Kept:
-        """Those of finite logits [R, V]."""
+        """The tokens with finite logits [R, V]."""
         kept = logits > -torch.inf
         number = kept.sum(1, keepdim=True)
         few = 2 * number <= kept.shape[1]
@@ -65,10 +66,10 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
 
-    The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
-    renormalised. Temperature 0 takes the most probable token with log-probability 0. A row whose logits are not numbers
-    gets a NaN, which the caller must refuse. What rows were sampled among is added to `kept`; greedy ones chose among
-    all. The logits are overwritten; beside them there are never more than a few times `_ELEMENTS` numbers in memory.
+    The log-probability is that of the sampling distribution: softmax(logits / temperature), truncated and renormalised.
+    Temperature 0 takes the most probable token with log-probability 0. A row with NaN logits gets NaN, which the caller
+    must refuse. The candidates of each row are added to `kept`; for greedy rows, the whole vocabulary. Overwrites the
+    logits, and needs memory for a few times `_ELEMENTS` numbers.
     """
     rows = max(1, _ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
@@ -80,10 +81,10 @@ def sample(
 
 
 def on_host(tokens: Tensor, log_probs: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The same as arrays, by one copy from a GPU."""
+    """Copies tokens and log-probabilities to arrays, with a single copy from a GPU."""
     if not tokens.is_cuda:
         return tokens.numpy(), log_probs.numpy()
-    both = torch.stack([tokens.double(), log_probs.double()]).cpu().numpy()  # float64 holds either exactly
+    both = torch.stack([tokens.double(), log_probs.double()]).cpu().numpy()  # float64 represents both exactly
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
@@ -119,7 +120,7 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     weights[:, size:] = 0
     torch.sub(logits, best, out=weights[:, :size]).exp_()
     tokens, total = invert(weights, uniforms)
-    tokens.clamp_(max=size - 1)  # of logits that are not numbers
+    tokens.clamp_(max=size - 1)  # for NaN logits
     chosen = (logits.gather(1, tokens[:, None]) - best)[:, 0]
     return tokens, (chosen.double() - total.log()).float()
 
@@ -154,19 +155,20 @@ def truncated(logits: Tensor, how: RowSampling) -> Tensor:
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulative weight exceeds the row's uniform number times the sum, and the sum [R] in
-    float64; for weights [R, W], zero beyond the vocabulary up to a multiple of `_BLOCK`, and numbers [R] in float64."""
+    """Inverts the cumulative distribution. Returns the first token whose cumulative weight exceeds the row's uniform
+    number times the sum, and the sum [R] in float64. `weights` [R, W] are zero-padded to a multiple of `_BLOCK`;
+    `uniforms` [R] are float64."""
     blocks = weights.view(len(weights), -1, _BLOCK)
     mass = _cumulative(blocks.sum(-1), torch.float64)
     total = mass[:, -1]
     target = uniforms * total
-    # Of weights that are not numbers, no block is found.
+    # For NaN weights no block is found.
     block = torch.searchsorted(mass, target[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
     until = mass.gather(1, block)[:, 0]
     before = torch.where(block[:, 0] > 0, mass.gather(1, (block - 1).clamp_(min=0))[:, 0], 0.0)
     inside = _cumulative(blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0], torch.float64)
-    # The block's mass was summed in float32: scaled to it, the two levels leave no gap that a number could fall into.
-    # Below the sum of the block, the token that is found has a positive probability.
+    # The block's mass was summed in float32, so the rest is scaled to the sum of the block: otherwise a number could
+    # fall into a gap between both levels. A rest below that sum always finds a token with positive probability.
     end = inside[:, -1]
     rest = torch.minimum((target - before) * (end / (until - before)), torch.nextafter(end, torch.zeros_like(end)))
     offset = torch.searchsorted(inside, rest[:, None], right=True).clamp_(max=_BLOCK - 1)
@@ -174,7 +176,7 @@ def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cumulative(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Cumulative sums along the last axis. On a GPU torch refuses its own within `deterministic_kernels`."""
+    """Cumulative sums along the last axis. On a GPU, torch's cumsum is not available within `deterministic_kernels`."""
     if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x.cumsum(-1, dtype=dtype)
     sums, step = x.to(dtype or x.dtype), 1

@@ -22,10 +22,10 @@ from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, StopReason
 
 LOG_PROB = -0.5
-"""What every sampled token reports; 0 at temperature 0."""
+"""The log-probability of every sampled token; 0 at temperature 0."""
 
 _CHOICE, _FAIL, _HANG = 2**40, 2**40 + 1, 2**40 + 2
-"""Positions of the key's uniforms that no token can reach: which completion, whether it fails, whether it hangs."""
+"""Positions of the key's uniforms beyond those of tokens: they choose the completion, its failure and its hanging."""
 
 
 @dataclass(eq=False)
@@ -33,9 +33,9 @@ class _InFlight:
     """A request in flight."""
 
     began: float | None = None
-    """When its completion began, by the monotonic clock; None while it waits for weights."""
+    """Start of its completion, by the monotonic clock; None while it waits for weights."""
     spans: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """(seconds after which, version): weights that were exchanged within the completion."""
+    """(seconds since the start, version) of each change of weights within the completion."""
 
 
 class ScriptedEngine:
@@ -94,7 +94,7 @@ class ScriptedEngine:
         self._in_flight: set[_InFlight] = set()
         self._gate = LoadGate()
         self._pausing: set[asyncio.Future[None]] = set()
-        """What completions in progress wait for."""
+        """Futures that completions in progress wait for."""
         self._closed = False
 
     @property
@@ -160,7 +160,7 @@ class ScriptedEngine:
             raise EngineFailure("a completion of the engine", state, "build a new engine")
 
     async def _pause(self, hang: bool) -> None:
-        """Takes the scripted time, or until the engine is closed."""
+        """Waits for the scripted time, or until the engine is closed."""
         if self.config.delay_s == 0 and not hang:
             await asyncio.sleep(0)
             return
@@ -187,11 +187,11 @@ class ScriptedEngine:
         tokens, versions = list[int](), list[int]()
         for after_s, version in spans:
             part = min(1.0, after_s / self.config.delay_s) if self.config.delay_s else 0.0
-            kept = int(part * len(tokens))  # what had come before these weights did
+            kept = int(part * len(tokens))  # tokens sampled before these weights were loaded
             if tokens and kept == len(tokens):
                 break
             script = self._scripted(request, version)
-            rest = script[kept:] or script[-1:]  # a version whose script is shorter ends at once
+            rest = script[kept:] or script[-1:]  # with a shorter script, the completion ends at once
             tokens, versions = [*tokens[:kept], *rest], [*versions[:kept], *[version] * len(rest)]
         tokens, reason = self._cut(request, tokens, limit) if spans else ([], StopReason.ABORT)
         log_prob = LOG_PROB if request.sampling.temperature > 0 else 0.0
@@ -223,7 +223,7 @@ class ScriptedEngine:
 
 
 async def _names(weights: Weights) -> list[str]:
-    """Of weights that are streamed, reading blocks until they come."""
+    """The names of the weights. Reads streamed weights in a thread, since reading them blocks."""
     if isinstance(weights, DescribedWeights):
         return await asyncio.to_thread(lambda: [name for name, _ in weights])
     return [name for name, _ in weights]

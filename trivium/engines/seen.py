@@ -1,6 +1,7 @@
-"""Prompts with images, on their way into a decoder.
+"""Prepares prompts with images for a decoder.
 
-A prompt's embeddings are made whole, images included, before it is read in chunks: a chunk may end inside an image.
+Computes all embeddings of a prompt, images included, before the prompt is read in chunks, since a chunk may end inside
+an image.
 
 Legend: B prompts padded to L tokens, N placeholders, W width of the decoder.
 """
@@ -24,18 +25,19 @@ class PromptImages:
     """The images of one prompt."""
 
     images: tuple[PlacedImages, ...]
-    """One image each: a tower that reads an image alone computes the same bits whatever else there is."""
+    """One image each. The vision tower processes each image separately, so that its bits do not depend on other
+    images."""
     positions: Tensor | None
-    """(4, tokens of the prompt) int64 for M-RoPE: place; time, row and column. None: places alone."""
+    """(4, tokens of the prompt) int64 for M-RoPE: place; time, row and column. None: no M-RoPE."""
 
     @property
     def ahead(self) -> int:
-        """What to add to the place of any later token for its position."""
+        """The offset from the place of a later token to its rotary position."""
         return 0 if self.positions is None else int(self.positions[1:].max()) + 1 - self.positions.shape[1]
 
 
 def look(vision: Vision, prompt: IntArray, media: Sequence[Media], read: PixelReader) -> PromptImages:
-    """The images of a prompt, by their bytes. Raises DataError for one that is not whole in it."""
+    """Reads the images of a prompt. Raises DataError for an image that the prompt holds only in part."""
     places = vision.places(prompt, media)
     pixels = [read(item) for item in media]
     return PromptImages(
@@ -79,7 +81,7 @@ class SeenPrompts:
         )
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
-        """What the decoder is called with for the columns from `start` to `end`."""
+        """The inputs of the decoder for the columns from `start` to `end`."""
         inputs: dict[str, Any] = {
             "inputs_embeds": self.inputs["inputs_embeds"][:, start:end],
             "position_ids": self.positions[..., start:end],
@@ -87,7 +89,7 @@ class SeenPrompts:
         shown: Tensor | None = self.inputs.get("visual_pos_masks")
         if shown is None:
             return inputs
-        columns = shown.nonzero()[:, 1]  # of the features, in their order
+        columns = shown.nonzero()[:, 1]  # the columns of the features, in order
         here = (start <= columns) & (columns < end)
         deep = [each[here] for each in self.inputs["deepstack_visual_embeds"]]
         return {**inputs, "visual_pos_masks": shown[:, start:end], "deepstack_visual_embeds": deep}

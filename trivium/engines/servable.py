@@ -1,4 +1,4 @@
-"""The checks of a request that all engines make."""
+"""Checks of a request that all engines share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trivium.types import Request
 
 
 def check_request(request: Request, max_context: int, vocab_size: int) -> int:
-    """The largest number of tokens of its completion. Raises RolloutError for a request that cannot be served."""
+    """Returns the maximum number of tokens of the completion. Raises RolloutError for an invalid request."""
     prompt, sampling = request.prompt_tokens, request.sampling
     if not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab_size:
         raise RolloutError(

@@ -255,14 +255,14 @@ class TorchEngine:
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)
                 self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode)
-        except BaseException as error:  # carried to the constructor's caller
+        except BaseException as error:  # raised in the constructor
             started.set_exception(error)
             return
         started.set_result((max_context, self._decoder.vocab_size))
         try:
             with torch.inference_mode():
                 self._serve()
-        except BaseException as error:  # carried to every caller, now and later
+        except BaseException as error:  # raised in all current and later calls
             self._fail(error)
 
     def _serve(self) -> None:
@@ -419,7 +419,7 @@ class TorchEngine:
             try:
                 loop.call_soon_threadsafe(_resolve, results)
             except RuntimeError:
-                if not loop.is_closed():  # nothing waits in a closed loop
+                if not loop.is_closed():  # a closed loop has no waiting tasks
                     raise
 
     def _fail(self, error: BaseException) -> None:

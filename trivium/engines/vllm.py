@@ -237,7 +237,7 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._gate = LoadGate()
         self._exclusive = asyncio.Lock()
-        """Held while the weights or the process change."""
+        """Held during a change of the weights or of the process."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="trivium-vllm", daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""What vLLM is asked for a completion, and how its output is read."""
+"""Requests to vLLM, and its outputs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 PromptOf = Callable[[Request, int], Any]
 
 _TIES = 16
-"""Tokens as likely as the `top_k`-th that may be kept beside it."""
+"""Maximum number of additional tokens that are as likely as the `top_k`-th."""
 
 
 def listed_tokens(sampling: Sampling, vocab_size: int) -> int:
-    """How many of the most probable tokens vLLM lists at each position. With `kept` to record those are all that
-    `top_k` keeps, and more: one that is listed with probability 0 shows that none is missing.
+    """The number of most probable tokens that vLLM must list at each position. To record `kept`, this is more than
+    `top_k`: a listed token with probability 0 shows that the list is complete.
 
-    Raises RolloutError for sampling that leaves out tokens without `top_k`: vLLM lists a number of tokens, not a mass.
+    Raises RolloutError for truncated sampling without `top_k`, since vLLM lists a fixed number of tokens.
     """
     if "kept" not in sampling.extra or sampling.temperature == 0:
         return 0
@@ -42,8 +42,8 @@ def listed_tokens(sampling: Sampling, vocab_size: int) -> int:
 def sampling_params(
     request: Request, limit: int, eos: frozenset[int], *, seeded: bool, listed: int = 0
 ) -> SamplingParams:
-    """Every parameter that changes a distribution or an end, none of it left to the model's own defaults; `listed` is
-    that of `listed_tokens`."""
+    """Sets every parameter that affects the distribution or the end, so that no default of the model applies. `listed`
+    is the result of `listed_tokens`."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = request.sampling
@@ -57,7 +57,7 @@ def sampling_params(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         seed=request.key.digest() >> 1 if seeded else None,
-        stop=None,  # vLLM would cut the text; the engine scans the tokens
+        stop=None,  # the engine scans the tokens, since vLLM would cut the text
         stop_token_ids=sorted(eos),
         ignore_eos=True,  # what the model's files call the end; `stop_token_ids` are the renderer's
         max_tokens=limit,
@@ -75,7 +75,7 @@ def sampling_params(
 def read_output(
     output: Any, version: int, stopped_at: int | None, eos: frozenset[int], *, greedy: bool, listed: int = 0
 ) -> Completion:
-    """vLLM's output, up to the token that completed a stop string; tokens of no version are of `version`."""
+    """Converts vLLM's output, up to the token that completed a stop string. Tokens without a version get `version`."""
     tokens = np.array(output.token_ids, np.int32)[:stopped_at]
     # At each position the sampled token comes first.
     log_prob = np.array(output.logprobs.logprobs[:: 1 + listed] if len(tokens) else [], np.float32)[:stopped_at]
@@ -98,9 +98,9 @@ def read_output(
 
 
 def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab_size: int) -> dict[str, AnyArray]:
-    """What `kept` records (`EXTRAS`) of the first `length` tokens: of those listed, the ones with a probability.
+    """The recorded `kept` (`EXTRAS`) of the first `length` tokens: the listed tokens with a positive probability.
 
-    Raises RolloutError where more may have one than are listed.
+    Raises RolloutError if the list may be incomplete.
     """
     id_type = np.uint16 if vocab_size <= 2**16 else np.int32
     if not listed or not length:
@@ -118,17 +118,16 @@ def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab
 
 
 def empty_completion() -> Completion:
-    """What a request has that ended before its first token."""
+    """The completion of a request that ended before its first token."""
     none = np.empty(0)
     return Completion(none.astype(np.int32), none.astype(np.float32), none.astype(np.int32), StopReason.ABORT)
 
 
 def prompt_reader(model_dir: Path) -> PromptOf:
-    """Makes vLLM's input of a request and a version, in the form that its own processors give it: the prompt's tokens
-    as they are, and the pixels that training sees. Of a model that reads text, it refuses images by a RolloutError.
+    """Returns a function that converts a request and a version to vLLM's input, in the format of vLLM's own processors:
+    the tokens of the prompt, and the same pixels as in training. For a text model, images raise RolloutError.
 
-    Keys and values, and what the tower made of an image, are shared between requests of one version alone: both are
-    salted with it.
+    The cache keys contain the version, so that requests share keys, values and image features only within a version.
     """
     if family_in(model_dir) is None:
         return _text
@@ -182,7 +181,7 @@ def _with_images(
 
 
 def _fields(pixels: Pixels) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The inputs of one image by their names in vLLM, and how those of several are joined."""
+    """The inputs of one image by their names in vLLM, and how vLLM joins those of several images."""
     from vllm.multimodal.inputs import MultiModalFieldConfig  # pyright: ignore[reportMissingImports]
 
     grid = pixels.get("image_grid_thw")

@@ -1,4 +1,4 @@
-"""The processes of vLLM: with which arguments and in which environment they start, and how they end."""
+"""Starts and ends the processes of vLLM: their arguments and their environment."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ T = TypeVar("T")
 _log = logging.getLogger("trivium")
 
 OWNER = "TRIVIUM_VLLM_OWNER"
-"""The variable of the environment that names the process that vLLM's processes work for."""
+"""Environment variable that names the owner of vLLM's processes."""
 _DEATH_S = 15.0
-"""How long vLLM may take to end after a worker that died; it waits 9 s for the other workers."""
+"""How long vLLM may take to end after the death of a worker; it waits 9 s for the other workers."""
 
 
 def started(arguments: Mapping[str, Any], device: str, threads: int, directory: Path) -> AsyncLLM:
-    """A vLLM with the model's own weights. Blocks. Raises ConfigError where vLLM cannot run it.
+    """Starts a vLLM with the weights of the model directory. Blocks. Raises ConfigError if vLLM cannot run the model.
 
-    Its processes end with this one, and remove the directory then.
+    Its processes end with this one and then remove the directory.
     """
     began = time.monotonic()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -76,7 +76,8 @@ def no_vllm() -> MissingPackage:
 
 
 def refuse_images_without_torchvision() -> None:
-    """vLLM's models that see import it, though the pixels are prepared here. Raises MissingPackage."""
+    """Raises MissingPackage without torchvision. vLLM's vision models import it, although Trivium prepares the
+    pixels."""
     if importlib.util.find_spec("torchvision") is None:
         on_cpu = "; on a machine without a GPU the torchvision that was built for its torch"
         raise MissingPackage("torchvision", "vllm", "sample from a model that sees with engine.kind vllm", on_cpu)
@@ -89,10 +90,10 @@ def dead_error() -> type[Exception]:
 
 
 async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
-    """What a call of vLLM's process returns. Raises vLLM's EngineDeadError where that dies meanwhile: the call
-    by itself would wait for ever. `llm.output_handler` ends when the process does.
+    """Awaits a call to vLLM's process. Raises vLLM's EngineDeadError if the process dies, since the call itself would
+    never return. `llm.output_handler` ends with the process.
 
-    The death of a worker fails the call first, like an error of its own, and the process after it."""
+    After the death of a worker, the call fails first, and the process ends later."""
     call, death = asyncio.ensure_future(calling), llm.output_handler
     try:
         await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,15 +109,15 @@ async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def _for_processes(threads: int, directory: Path, *, on_cpu: bool, eager: bool) -> Generator[None]:
-    """The environment that vLLM's processes inherit; what the user set stays."""
+    """Sets the environment that vLLM's processes inherit while the block runs. Keeps the user's own thread binding."""
     chosen = {"OMP_NUM_THREADS": str(threads), OWNER: owned(directory)}
     if on_cpu:
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if eager:
-            chosen["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles small functions even when it is eager
+            chosen["TORCHDYNAMO_DISABLE"] = "1"  # in eager mode vLLM still compiles small functions
     before, main = {name: os.environ.get(name) for name in chosen}, sys.modules["__main__"]
     os.environ.update(chosen)
-    # A process that is spawned runs `__main__` again, which a script without a guard does not survive.
+    # A spawned process runs `__main__` again, which fails for a script without a main guard.
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
@@ -130,12 +131,12 @@ def _for_processes(threads: int, directory: Path, *, on_cpu: bool, eager: bool) 
 
 
 def owned(directory: Path) -> str:
-    """The value of the variable `OWNER` for processes that end with this one, and remove the directory then."""
+    """The value of the variable `OWNER` for processes that end with this one and then remove the directory."""
     return json.dumps([*astuple(ProcessLife.of(os.getpid())), str(directory)])
 
 
 def end_with_owner() -> None:
-    """Ends this process, and with it vLLM's engine, when the process that the environment names (`owned`) has died."""
+    """Ends this process, and with it vLLM's engine, when its owner (`OWNER`) ends. Does nothing without an owner."""
     if OWNER not in os.environ:
         return
     *life, directory = json.loads(os.environ[OWNER])
@@ -143,7 +144,7 @@ def end_with_owner() -> None:
 
 
 def shut_down(llm: AsyncLLM) -> None:
-    """Ends its processes. Its destructor would do so once more, and fail where the interpreter has ended."""
+    """Ends vLLM's processes. Disables the second shutdown by the destructor, which fails at interpreter exit."""
     llm.shutdown()
     llm.shutdown = _nothing
 

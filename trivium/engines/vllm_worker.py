@@ -1,5 +1,4 @@
-"""What runs in vLLM's worker processes: they adopt weights from files, so nothing is pickled on the way, and end with
-the process that they work for."""
+"""Extension of vLLM's worker processes: they load weights from files, without pickling, and end with their owner."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 
 from trivium.engines.vllm_process import end_with_owner
 
-end_with_owner()  # from the start on: vLLM by itself goes on for ever, with all its memory
+end_with_owner()  # at import: an orphaned vLLM worker would otherwise never exit or free its memory
 
 
 class TriviumWorker:
     """Mixed into vLLM's worker class (its `worker_extension_cls`)."""
 
     add_lora: Any
-    """Of vLLM's worker."""
+    """Provided by vLLM's worker."""
     model_runner: Any
-    """Of vLLM's worker."""
+    """Provided by vLLM's worker."""
 
     def adopt_adapter(self, directory: str) -> None:
-        """Puts an adapter in the place of the last one, for what is in flight as well. Raises ValueError where vLLM
-        would leave out layers that it has."""
+        """Replaces the adapter, also for completions in flight. Raises ValueError if vLLM would ignore some of its
+        layers."""
         self.add_lora(LoRARequest("policy", 1, directory, load_inplace=True))
         manager = self.model_runner.lora_manager._adapter_manager
         if left := manager.get_adapter(1).loras.keys() - manager.modules.keys():
@@ -47,20 +46,20 @@ class TriviumWorker:
 
 @dataclass
 class NoRendezvous(WeightTransferInitInfo):
-    """Files need none."""
+    """Empty: files need no rendezvous."""
 
 
 @dataclass
 class FromFiles(WeightTransferUpdateInfo):
-    """What `update_weights` is told."""
+    """The argument of `update_weights`."""
 
     paths: list[str]
-    """Safetensors files, under the names of the model's own."""
+    """Safetensors files with the tensor names of the model directory."""
 
 
 class FileTransfer(WeightTransferEngine[NoRendezvous, FromFiles]):
-    """Reads weights from files that this process sees, into the layout of its kernels: one tensor at a time, of which
-    it keeps its part."""
+    """Reads weights from files, one tensor at a time, into the layout of its kernels. Keeps only the shard of this
+    worker."""
 
     init_info_cls = NoRendezvous
     update_info_cls = FromFiles
@@ -69,11 +68,11 @@ class FileTransfer(WeightTransferEngine[NoRendezvous, FromFiles]):
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Lets each layer be laid out for its kernels once its weights are there."""
+        """Prepares each layer to convert to its kernels' layout once its weights are loaded."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Reads the files. Unlike the base's, it does not wait for a device where there is none."""
+        """Reads the files. Unlike the base class, it synchronizes only if there is an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -90,11 +89,11 @@ class FileTransfer(WeightTransferEngine[NoRendezvous, FromFiles]):
         self.model.load_weights(named())
 
     def finish_weight_update(self) -> None:
-        """Has the kernels use the new weights."""
+        """Makes the kernels use the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            # On the CPU an output layer multiplies with a packed copy of its weights. vLLM packs a layer again when its
-            # own weights came; one that is tied to the table has none.
+            # On the CPU, an output layer multiplies with a packed copy of its weights. vLLM repacks a layer when its
+            # own weights are loaded, but a tied output layer has none.
             if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings"):
                 module.quant_method.process_weights_after_loading(module)
 

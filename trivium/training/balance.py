@@ -1,4 +1,4 @@
-"""Shares of equal work: which sequences go to which rank, so that no rank waits long for another."""
+"""Shares of equal work: which sequences go to which rank, which balances the ranks' step times."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ LINEAR_PER_WIDTH = 6
 """Linear work per token over attention work per token and position, in widths of the model: a transformer block of
 width d whose feed-forward layer is 4 d wide multiplies 12 d^2 weights per token, and 2 d per position attended to."""
 WIDTH = 4096
-"""The width where none is given."""
+"""Default width."""
 
 Part = tuple[float, int, tuple[int, ...]]
-"""Its workload, the number of its items, and the items."""
+"""(workload, number of items, items)."""
 
 
 def workload(length: int, width: int = WIDTH) -> int:
-    """What a sequence of `length` tokens costs in a model of hidden size `width`, in units of one attention score:
-    6 * width * L + L^2."""
+    """The cost of a sequence of `length` tokens in a model of hidden size `width`, in units of one attention score: 6 *
+    width * L + L^2."""
     return LINEAR_PER_WIDTH * width * length + length * length
 
 
 def partition(workloads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """The indices of `workloads` in `parts` lists whose sums lie close together; the heaviest part first.
+    """Splits the indices of `workloads` into `parts` lists with nearly equal sums, heaviest first.
 
-    Largest differencing (Karmarkar and Karp, 1982): of all partial solutions, the two most uneven ones are joined, the
-    heavy parts of one with the light parts of the other, until one is left. Deterministic; never heavier than the
-    greedy rule of giving each item, heaviest first, to the lightest part. With fewer items than parts some are empty.
+    Largest differencing method (Karmarkar and Karp, 1982): repeatedly joins the two most uneven partial solutions, the
+    heavy parts of one with the light parts of the other, until one is left. Deterministic. The heaviest part is never
+    heavier than with the greedy rule, which gives each item, heaviest first, to the lightest part. With fewer items
+    than parts, some parts are empty.
 
-    `equal_size` makes the numbers of items equal, or differ by one where they do not divide; the greedy bound does not
-    hold then. Raises DataError for less than one part.
+    `equal_size` makes the numbers of items differ by at most one; the greedy bound does not hold then. Raises DataError
+    for less than one part.
     """
     if parts < 1:
         raise DataError(f"{len(workloads)} sequences in {parts} parts", "less than one part", "ask for at least one")
@@ -43,9 +44,10 @@ def partition(workloads: Sequence[float], parts: int, *, equal_size: bool = Fals
 
 
 def _differenced(workloads: Sequence[float], parts: int, chunk_size: int) -> list[Part]:
-    """The heaviest part first. `chunk_size` items, neighbours by weight, start as one solution with a part each."""
+    """Largest differencing. Each chunk of `chunk_size` items of similar weight starts as one solution, one item per
+    part."""
     order = sorted(range(len(workloads)), key=lambda item: (workloads[item], item))
-    first = -len(order) % chunk_size  # the lightest solution is short of items where they do not divide
+    first = -len(order) % chunk_size  # the lightest chunk has fewer items if the number is not divisible
     chunks = [order[max(start, 0) : start + chunk_size] for start in range(-first, len(order), chunk_size)]
     heap = [_solution([(workloads[item], 1, (item,)) for item in chunk], parts) for chunk in chunks]
     if not heap:
@@ -60,14 +62,14 @@ def _differenced(workloads: Sequence[float], parts: int, chunk_size: int) -> lis
 
 
 def _solution(nonempty: list[Part], parts: int) -> tuple[float, float, int, tuple[int, ...], list[Part]]:
-    """The parts, heaviest first, behind the key by which the most uneven solution is joined first."""
+    """A heap entry: a sort key that puts the most uneven solution first, and the parts, heaviest first."""
     filled = sorted([*nonempty, *[(0, 0, ())] * (parts - len(nonempty))], reverse=True)
     total, number, items = filled[0]
     return filled[-1][0] - total, -total, -number, tuple(-item for item in items), filled
 
 
 def _greedy(workloads: Sequence[float], parts: int) -> list[Part]:
-    """The heaviest part first; each item, heaviest first, goes to the lightest part."""
+    """Gives each item, heaviest first, to the lightest part. Returns the heaviest part first."""
     heap: list[Part] = [(0, 0, ())] * parts
     for item in sorted(range(len(workloads)), key=lambda item: (-workloads[item], item)):
         total, number, items = heap[0]

@@ -1,7 +1,7 @@
 """Cuts a mini-batch into micro-batches and turns each into tensors.
 
-A cut never changes the gradient: the learner divides by counts of the whole mini-batch. It only decides how much
-memory one forward and backward pass takes, and which sequences can share the tokens that they begin with.
+The cut never changes the gradient: the learner divides by counts of the whole mini-batch. It only decides how much
+memory a forward and backward pass takes, and which sequences can share a common prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trivium.training.balance import partition
 from trivium.types import AnyArray, Batch, Experience
 
 _MIN_TOKENS = 512
-"""Fewer tokens are not worth a micro-batch of their own: the number of its operations does not shrink with them."""
+"""Minimum number of tokens of a parallel micro-batch: smaller ones run the same number of operations."""
 
 
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
@@ -51,8 +51,8 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
 
 
 def stretched(batch: Batch, length: int) -> Batch:
-    """The batch with every shorter sequence continued to `length` trained tokens, by its last one and the columns
-    there. What tokens were sampled among is left out."""
+    """Extends every shorter sequence to `length` tokens by repeating its last token and its columns. The added tokens
+    are trained. Omits the `kept` columns."""
 
     def longer(array: AnyArray) -> AnyArray:
         return np.concatenate([array, np.repeat(array[-1:], max(0, length - len(array)), axis=0)])
@@ -73,7 +73,7 @@ def stretched(batch: Batch, length: int) -> Batch:
 
 
 def check_lengths(batch: Batch, limit: int | None) -> None:
-    """Raises DataError for a sequence beyond the model's positions: some models fail there, others guess."""
+    """Raises DataError for a sequence that is longer than the model's context: models fail or extrapolate there."""
     longest = max(batch.experiences, key=len, default=None)
     if longest is not None and limit is not None and len(longest) > limit:
         raise DataError(
@@ -109,12 +109,12 @@ def cut(
     max_sequences: int | None = None,
     workers: int = 1,
 ) -> list[list[int]]:
-    """Micro-batches of at most `max_tokens` tokens, and `max_sequences` sequences, made of whole units; a unit beyond
-    either goes alone.
+    """Micro-batches of at most `max_tokens` tokens, and `max_sequences` sequences, made of whole units. A unit that
+    exceeds either limit has its own micro-batch.
 
-    Units of similar length share a micro-batch, which keeps padding small where there is any. With `padded`, padding
-    counts as tokens. With several `workers`, that compute a micro-batch each at a time, the micro-batches are of nearly
-    equal size, and `max_tokens` is about the largest.
+    Units of similar length share a micro-batch, which reduces padding. With `padded`, padding counts as tokens. Several
+    `workers` compute micro-batches in parallel: then the micro-batches have nearly equal sizes, and `max_tokens` is
+    approximate.
     """
     if workers > 1:
         return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, workers)
@@ -136,9 +136,10 @@ def cut_sharing(
     max_sequences: int | None = None,
     workers: int = 1,
 ) -> list[list[int]]:
-    """The same, where a token that sequences share counts once.
+    """Like `cut`, but counts a token that sequences share once.
 
-    Rows of one family (`families`, by row) are likely to share: they stay together where they fit into one micro-batch.
+    Rows of one family (`families`, by row) probably share a prefix. They stay together if they fit into one
+    micro-batch.
     """
 
     def cost(rows: Sequence[int]) -> int:
@@ -174,7 +175,7 @@ def cut_sharing(
 
 
 def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
-    """The units in their order, each in the last micro-batch or, where that is full, in the next one."""
+    """Puts each unit, in order, into the last micro-batch, or into a new one if it does not fit."""
     micro_batches: list[list[int]] = []
     for unit in row_units:
         if micro_batches and fits([*micro_batches[-1], *unit]):
@@ -185,8 +186,8 @@ def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], 
 
 
 def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: int, workers: int) -> list[list[int]]:
-    """The units in micro-batches of nearly equal cost, the largest first; as many for each worker, where they are not
-    too small."""
+    """Splits the units into micro-batches of nearly equal cost, largest first. Their number is a multiple of `workers`,
+    unless they would be too small."""
     number = workers * -(-sum(costs) // (workers * max_tokens))
     number = max(1, min(number, sum(costs) // _MIN_TOKENS))
     parts = partition(costs, number)
@@ -194,8 +195,8 @@ def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: 
 
 
 def prefixes_of(batch: Batch, *, routed: bool = False) -> Prefixes:
-    """What the experiences of a batch begin with in common. Images are the same where all of them is, and its tokens
-    are; a part of one is never shared. `routed`: tokens are the same where they go through the same experts."""
+    """The common prefixes of the experiences of a batch. An image is shared only as a whole, if its content and its
+    tokens are equal. With `routed`, tokens are shared only if they go through the same experts."""
     keys = [experience.tokens for experience in batch.experiences]
     if any(experience.media for experience in batch.experiences):
         keys = [_seen_tokens(experience) for experience in batch.experiences]
@@ -205,7 +206,7 @@ def prefixes_of(batch: Batch, *, routed: bool = False) -> Prefixes:
 
 
 def _with_routing(keys: Sequence[AnyArray], arrays: Sequence[AnyArray | None]) -> list[AnyArray]:
-    """(L,) each: bytes, equal where the keys of tokens and their experts are."""
+    """(L,) each: bytes that are equal if both the keys and the experts of two tokens are equal."""
     one = next((array for array in arrays if array is not None), None)
     if one is None:
         return list(keys)
@@ -218,7 +219,7 @@ def _with_routing(keys: Sequence[AnyArray], arrays: Sequence[AnyArray | None]) -
 
 
 def _seen_tokens(experience: Experience) -> AnyArray:
-    """(L,) int64: tokens; in the place of an image's, a negative number that stands for it and for all its tokens."""
+    """(L,) int64: the tokens. Those of an image are replaced by a negative hash of the image and its tokens."""
     seen = experience.tokens.astype(np.int64)
     for item in experience.media:
         start, stop = item.span or (0, 0)
@@ -229,7 +230,7 @@ def _seen_tokens(experience: Experience) -> AnyArray:
 
 def work_of(batch: Batch, rows: Sequence[int], tree: Tree | None) -> npt.NDArray[np.int64]:
     """(4,): tokens, squares, image tokens and image squares, as in `trivium.phases.Phase`, of the experiences at
-    `rows` where what the tree says is computed once; None: nothing."""
+    `rows`. Prefixes that `tree` shares count once; None: nothing is shared."""
     chosen = [batch.experiences[row] for row in rows]
     tree = tree or separate([len(e) for e in chosen])
     places = ((part, item.span) for part in tree.segments for item in chosen[part.sequence].media if item.span)
@@ -243,9 +244,9 @@ class MicroBatch:
 
     pack: Pack
     rows: torch.Tensor
-    """(N,) int64: the trained tokens, as rows of the pack; one that sequences share has an entry for each of them."""
+    """(N,) int64: the rows of the pack that hold the trained tokens. A shared token has an entry for each sequence."""
     cells: torch.Tensor
-    """(N,) int64: the same as cells of the row-major grid."""
+    """(N,) int64: the cells of the row-major grid that hold the trained tokens."""
     response_mask: torch.Tensor
     """(B, L) bool."""
     policy_version: torch.Tensor
@@ -253,21 +254,21 @@ class MicroBatch:
     columns: dict[str, torch.Tensor]
     """(B, L) each, or (B, L, ...)."""
     kept: KeptSets | None = None
-    """What each of the trained tokens was sampled among; None: the whole vocabulary."""
+    """The candidates that each trained token was sampled from; None: the whole vocabulary."""
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
-        """(N, ...) numbers of the trained tokens as (B, L, ...), zero elsewhere; differentiable."""
+        """Scatters values of the trained tokens, (N, ...), to the grid (B, L, ...), zero elsewhere. Differentiable."""
         flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
         whole = flat.index_copy(0, self.cells, values)
         return whole.view(*self.response_mask.shape, *values.shape[1:])
 
     def trained(self, grid: torch.Tensor) -> torch.Tensor:
-        """The inverse: (B, L, ...) numbers as (N, ...) numbers of the trained tokens."""
+        """The inverse of `grid`: gathers the values of the trained tokens, (N, ...), from (B, L, ...)."""
         return grid.flatten(0, 1)[self.cells]
 
 
 def first_pass(updates: Sequence[Batch]) -> Batch | None:
-    """The mini-batches of the first pass of a train step's updates as one; None where there are none."""
+    """Joins the mini-batches of the first pass of a train step's updates. Returns None if there are none."""
     first: list[Batch] = []
     seen = set[tuple[str, int]]()
     for batch in updates:
@@ -279,8 +280,8 @@ def first_pass(updates: Sequence[Batch]) -> Batch | None:
 
 
 def joined_shares(shares: Sequence[Batch]) -> Batch | None:
-    """The shares of all data ranks as one, without the members whose sequences are spread over several: their order is
-    not known. None where there are no shares."""
+    """Joins the shares of all data ranks. Omits members whose sequences are spread over several ranks, since their
+    order is unknown. Returns None without shares."""
     ranks = Counter(member for share in shares for member in _members(share))
     whole = [[row for row, e in enumerate(s.experiences) if ranks[e.group_id, e.index] == 1] for s in shares]
     return _joined([share.select(rows) for share, rows in zip(shares, whole, strict=True)])

@@ -24,12 +24,11 @@ from trivium.types import AnyArray, Batch, Metrics
 
 
 class RankGroup(Protocol):
-    """Processes that each hold a train engine (`TorchTrainEngine`), driven together. Raises RoleFailed where one
-    dies."""
+    """Processes that each hold a train engine (`TorchTrainEngine`), driven together. Raises RoleFailed if one dies."""
 
     @property
     def data_size(self) -> int:
-        """How many shares a batch is cut into."""
+        """The number of shares of a batch."""
         ...
 
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
@@ -107,7 +106,7 @@ class RankVerbs:
         return [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
 
     def _span(self, name: str) -> AbstractContextManager[None]:
-        """Of this rank's own lane: beside the trainer's, it shows which rank the others wait for."""
+        """A span in this rank's own lane. Next to the trainer's lane, it shows which rank the others wait for."""
         return span(f"{TRAINER_LANE}-rank-{self.engine.ranks.rank}", name)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,8 +126,8 @@ class DistributedTrainEngine(TrainEngine):
         groups: Mapping[str, RankGroup] | None = None,
         share_prefix: bool = False,
     ) -> None:
-        """`group` holds the models of all roles but those that `groups` names. `max_response_length` and `share_prefix`
-        as the ranks' engines have them."""
+        """`group` holds the models of all roles that `groups` does not name. `max_response_length` and `share_prefix`
+        are those of the ranks' engines."""
         self.algorithm, self.version = algorithm, first_version
         self._group, self._by_role = group, dict(groups or {})
         self._groups = list(dict.fromkeys([group, *self._by_role.values()]))
@@ -172,7 +171,7 @@ class DistributedTrainEngine(TrainEngine):
         return self._group.run_on_all_ranks("utilisation", dict(phases))
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole model in the driver's memory: for tools and tests. A run's weights travel from the ranks
+        """The whole model in the driver's memory, for tools and tests. In a run, the ranks publish the weights
         themselves (`sync_weight`)."""
         yield from self._group_of("policy").run_on_all_ranks("exported_weights")
 
@@ -224,8 +223,8 @@ def shares_of(units: Sequence[Sequence[int]], batch: Batch, num_shares: int) -> 
 
 
 def shares_of_groups(units: Sequence[Sequence[int]], batch: Batch, num_shares: int) -> list[list[int]]:
-    """The same where sequences share what they begin with: the members of a group go to one rank, unless its work is
-    then more than the most that a rank has where they do not."""
+    """Like `shares_of`, for sequences that share prefixes. Keeps the members of a group on one rank, unless that
+    increases the work of the busiest rank."""
     prefixes = prefixes_of(batch)
 
     def work(rows: Sequence[int]) -> int:

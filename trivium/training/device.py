@@ -19,22 +19,22 @@ _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_
 
 
 def machine() -> Machine:
-    """The machine that this process runs on, within the limits of its control group."""
+    """Describes the machine of this process, within the limits of its control group."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Machine(host_memory(), tuple(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
 
 
 def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
-    """Processes that train together: those of torchrun (on the machine given, as many as it says), or the actors that
-    the config asks Ray for."""
+    """The number of processes that train together: the Ray actors that the config requests, or the processes of
+    torchrun. A described machine `here` may set the latter."""
     if config.cluster.kind == "ray":
         return config.cluster.ranks
     return launched_ranks() if here is None or here.ranks is None else here.ranks
 
 
 def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
-    """Everything beside the config that the bits of a train step depend on: equal descriptions give equal bits. The
-    driver of ranks that have a GPU each may see none, and cannot name theirs."""
+    """Everything outside the config that the bits of a train step depend on: equal descriptions give equal bits. A
+    driver that sees no GPU cannot name those of its ranks."""
     named = getattr(config.train, "device", "cpu")
     device = device_of("auto") if named == "auto" else torch.device(named)
     sees = device.type == "cuda" and torch.cuda.is_available()
@@ -63,7 +63,7 @@ def processor_name() -> str:
 
 
 def precision_note(device: torch.device, dtype: str) -> str:
-    """The type, and that float32 would be faster where the CPU has no instructions for bfloat16."""
+    """The dtype, with a remark that float32 is faster if the CPU has no instructions for bfloat16."""
     slow = dtype == "bfloat16" and device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
     slow = slow and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return f"{dtype} (this CPU has no instructions for it; float32 is faster)" if slow else dtype

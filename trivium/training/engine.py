@@ -1,7 +1,7 @@
 """The train engine of one process: CPU or one GPU, weights in float32, micro-batches packed.
 
-The process may be one of several ranks: parameters are sharded over them, each is given its share of every batch, and
-all ranks must call every verb.
+The process may be one of several ranks. Parameters are sharded over the ranks, each rank gets its share of every batch,
+and all ranks must call every method.
 
 Precision: weights, gradients, optimizer state and the head are float32 (float64 for tests); `bfloat16` runs the
 backbone's matrix products, on GPUs attention too, under autocast, which casts from the float32 master weights.
@@ -91,8 +91,8 @@ _ADAPTER = "policy-adapter"
 
 
 class TorchTrainEngine(TrainEngine):
-    """Policy, and where the algorithm asks for them critic, reward model, frozen reference and frozen teacher, in this
-    process."""
+    """Holds the policy in this process and, if the algorithm needs them, the critic, reward model, frozen reference and
+    frozen teacher."""
 
     capabilities = Capabilities(multiple_ranks=True)
 
@@ -117,9 +117,9 @@ class TorchTrainEngine(TrainEngine):
         `seq-mean-token-sum-norm` divides by it. The schedule of the learning rate begins at `first_version` (where
         earlier stages left off) and has `total_steps` train steps.
 
-        `seed` draws the head of a critic or reward model; `threads` is set by every verb for the thread that calls it.
-        `ranks` are the processes that train together; `roles` are the models that this one holds: all that the
-        algorithm has a use for, unless other processes hold some.
+        `seed` draws the head of a critic or reward model; every method sets torch's number of `threads` for the calling
+        thread. `ranks` are the processes that train together. `roles` are the models of this process; by default all
+        that the algorithm needs.
         """
         self.config, self.algorithm = config.on_this_machine(), algorithm
         self._model_dir, self._temperature = model_dir, temperature
@@ -186,7 +186,7 @@ class TorchTrainEngine(TrainEngine):
 
     def update(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step. `batch` is this
-        rank's share of the mini-batch, and `totals` the counts of the whole; None where the share is the whole.
+        rank's share of the mini-batch, and `totals` the counts of the whole mini-batch; None if the share is the whole.
 
         Raises, weights untouched, TriviumError when the gradient is not finite, and DataError for a sequence that is
         longer than the model's context.
@@ -226,14 +226,15 @@ class TorchTrainEngine(TrainEngine):
     def measure(
         self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None, **how: bool
     ) -> Metrics:
-        """What `update` would report, learning rate aside, and with `gradient=True` alone the norm of the gradient; the
-        weights stay as they are."""
+        """Returns what `update` would report, without the learning rate and, unless `gradient` is set, without the
+        gradient norm. Does not change the weights."""
         torch.set_num_threads(self._threads)
         taken = self.version - self._first_version
         return self._learner(role).measure(batch, cast(TrainableObjective, objective), step=taken, totals=totals, **how)
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """Model FLOPs over the peak of all ranks. The policy stands for critic, reward model and reference."""
+        """Model FLOPs over the peak of all ranks. Critic, reward model and reference are assumed to have the policy's
+        shape."""
         if self._shapes is None:
             self._shapes = self._read_shapes()
         if not self._shapes:
@@ -247,7 +248,7 @@ class TorchTrainEngine(TrainEngine):
         return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, **trained)
 
     def _read_shapes(self) -> dict[str, ModelShape]:
-        """By role; empty where a config.json does not have the sizes."""
+        """The shapes by role; empty if a config.json lacks the sizes."""
         teacher = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
         try:
             own = read_shape(self._model_dir)
@@ -264,17 +265,17 @@ class TorchTrainEngine(TrainEngine):
         return full_weights(self._policy)
 
     def sync_weight(self) -> bool:
-        """Offers the current weights to the explorers, from the first rank; the others take part in the gathers.
-        Whether they were delivered; only the first rank returns true."""
+        """Offers the current weights to the explorers from the first rank; the other ranks take part in the gathers.
+        Returns whether the weights were delivered; only the first rank returns true."""
         weights = self.offered_weights()
         delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
-        for _ in weights:  # every rank takes part in every gather, though the channel may have refused the weights
+        for _ in weights:  # every rank takes part in every gather, even if the channel refused the weights
             pass
         return delivered
 
     def offered_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What `sync_weight` offers: the adapter alone where explorers add it themselves, else all weights, made as
-        narrow as engines keep them. All ranks must iterate over all of them."""
+        """The weights that `sync_weight` offers: only the adapter if explorers add it themselves, else all weights, in
+        the dtype of the engines. All ranks must iterate over all of them."""
         lora = self.config.lora
         if lora is not None and lora.push == "adapter":
             return pushed_adapter(self._policy.module)
@@ -283,11 +284,11 @@ class TorchTrainEngine(TrainEngine):
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
-        what is large in several numbered files. Of a critic on the policy's trunk `critic/` has the head alone. With
-        LoRA `policy/` is merged, and `policy-adapter/` is what peft would write.
+        large ones are split into numbered files. For a critic on the policy's trunk, `critic/` has only the head. With
+        LoRA, `policy/` has the merged weights, and `policy-adapter/` has the adapter in peft's format.
 
-        The files are the same on any number of ranks; each rank writes some of them, when `checkpoint.save_strategy`
-        lets it.
+        The files are the same on any number of ranks. Each rank writes some of them, in the turn that
+        `checkpoint.save_strategy` gives it.
         """
         self._snapshot(copy=False).write(directory)
 
@@ -295,12 +296,12 @@ class TorchTrainEngine(TrainEngine):
         return partial(self._snapshot(copy=True).write, directory)
 
     def begin_saving_on_rank(self, directory: Path, report: str) -> None:
-        """The same for a rank that runs other commands before the files are written: progress is in the file `report`
+        """Like `save`, but returns before the files are written. Progress is in the file `report`
         (`snapshot.wait_until_written`)."""
         write_in_background(self._snapshot(copy=True), directory, report)
 
     def load(self, directory: Path) -> None:
-        """Opens what `save` wrote, on whatever number of ranks; the reference still comes from the initial model
+        """Loads a checkpoint of `save`, on any number of ranks. The reference still comes from the initial model
         directory."""
         counters = directory / "engine.json"
         if not counters.is_file():
@@ -312,7 +313,8 @@ class TorchTrainEngine(TrainEngine):
         self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
 
     def resume(self, directory: Path) -> None:
-        """What the checkpoint holds is read from there alone, unless a user's class prepares more than models."""
+        """Models that the checkpoint holds are read only from there, unless a user's class prepares more than
+        models."""
         if type(self).prepare is not TorchTrainEngine.prepare:
             super().resume(directory)
             return
@@ -325,7 +327,7 @@ class TorchTrainEngine(TrainEngine):
         take_snapshot(files, self.ranks, self.save_strategy, finish, copy=False).write(directory)
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
-        """What a checkpoint of this moment consists of."""
+        """A snapshot of the current state."""
         files: list[TensorFile] = []
         for role, learner in self._learners.items():
             if role == "policy" or learner.optimizer is not None:
@@ -370,14 +372,14 @@ class TorchTrainEngine(TrainEngine):
         return critic or self.config.optimizer
 
     def _open(self, policy: Path, critic: Path, reward: Path, adapter: Path | None = None) -> None:
-        """Only the roles that the algorithm has a use for. With LoRA the policy is the initial model and an `adapter`,
-        or the adapter that it begins with."""
+        """Loads the models of the roles that the algorithm needs. With LoRA, the policy is the initial model plus
+        `adapter`; None: a new adapter, or that of `train.lora.path`."""
         how: dict[str, Any] = {
             "dtype": self._dtype,
             "device": self._device,
             "autocast": self.config.dtype == "bfloat16",
             "sequence": self.ranks.sequence,
-            "empty": self.ranks.mesh is not None,  # then it is sharded before its weights are read
+            "empty": self.ranks.mesh is not None,  # a sharded model reads its weights after sharding
         }
         trained = {objective.role for objective in self.algorithm.objectives}
         roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
@@ -425,8 +427,8 @@ class TorchTrainEngine(TrainEngine):
         return any(objective.head == "lm+value" for objective in self.algorithm.objectives)
 
     def _add_reference(self, how: dict[str, Any]) -> None:
-        """The policy as the stage began with it. With LoRA that is the policy with its adapter off, where it is here
-        and its adapter began as nothing."""
+        """Adds the initial policy of the stage. With LoRA, this is the policy with its adapter disabled, if this
+        process holds the policy and the adapter started at zero."""
         lora = self.config.lora
         if lora is not None and lora.path is None and "policy" in self._learners:
             off = partial(adapter_off, self._policy.module)
@@ -442,7 +444,7 @@ class TorchTrainEngine(TrainEngine):
         return LanguageModel(path, temperature=self._temperature, **kept, **how)
 
     def _add_teacher(self, how: dict[str, Any]) -> None:
-        """The teacher speaks of the distribution at the same temperature, over the same tokens."""
+        """Adds the teacher. Its distribution has the same temperature and the same vocabulary as the policy's."""
         teacher = self.algorithm.teacher
         if teacher is None:
             raise TriviumError(

@@ -1,7 +1,7 @@
-"""The utilisation of a device (MFU): the arithmetic that a step needs, over what the device can do at most.
+"""The utilisation of a device (MFU): the FLOPs of a step over the peak of the device.
 
-Model FLOPs are those that the mathematics needs. Activations that are computed twice (gradient checkpointing) count
-once, and so do prefixes that sequences share (`train.share_prefix`); sequences without a trained token do not count.
+Model FLOPs are those of the mathematical definition. Activations that gradient checkpointing computes twice count once,
+as do prefixes that sequences share (`train.share_prefix`). Sequences without a trained token do not count.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trivium.training.ranks import Ranks
 from trivium.types import Metrics
 
 _SIDE = {"cpu": 768, "cuda": 8192}
-"""Side of the square matrices that the peak is measured with."""
+"""Size of the square matrices that measure the peak."""
 _TIMES = 5
 
 
 @cache
 def measured_peak(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Operations per second of a large matrix product: the best of a few, measured once per process for each number of
-    `threads` that torch uses."""
+    """The operations per second of a large matrix product: the best of a few runs. Measured once per process for each
+    number of `threads` of torch."""
     del threads  # part of the cache's key
     side = _SIDE.get(device.type, _SIDE["cuda"])
     a = torch.ones(side, side, device=device, dtype=dtype)
@@ -48,20 +48,21 @@ def _seconds(a: torch.Tensor) -> float:
 
 
 class WorkDone:
-    """The part of the sequences that one rank computed, by phase of the current step."""
+    """Counts the work of one rank by phase of the current step."""
 
     def __init__(self) -> None:
         self._version = -1
         self._by_phase: dict[str, npt.NDArray[np.int64]] = {}
 
     def add(self, version: int, phase: str, work: npt.NDArray[np.int64]) -> None:
-        """Adds `work` (2, 4): the sizes of what was computed, and of the sequences. A new version begins a new step."""
+        """Adds `work` (2, 4): the sizes of the computed tokens and of the whole sequences. A new version begins a new
+        step."""
         if version != self._version:
             self._version, self._by_phase = version, {}
         self._by_phase[phase] = self._by_phase.get(phase, np.zeros_like(work)) + work
 
     def part_of(self, phases: Mapping[str, Phase], ranks: Ranks) -> dict[str, Phase]:
-        """The phases, their sizes reduced to what the ranks computed. All ranks call it."""
+        """The phases, with sizes scaled to the work that the ranks computed. All ranks must call it."""
         by_rank = ranks.all_gather(self._by_phase)
         parts = dict(phases)
         for name in phases.keys() & self._by_phase.keys():
@@ -86,9 +87,9 @@ def utilisation(
 ) -> Metrics:
     """`perf/` metrics of a step: arithmetic of its scoring passes and updates over the time they took.
 
-    `models` has the shapes by role, and `role_of` the role that computes a score; phases of other models do not count.
-    `peak` is the operations per second that all ranks reach together at most. `vision_tower` names the trained parts of
-    the vision side.
+    `models` has the shapes by role, and `role_of` the role that computes a score. Phases of other models do not count.
+    `peak` is the peak of all ranks together, in operations per second. `vision_tower` names the trained parts of the
+    vision side.
     """
     flops = {"score": 0.0, "update": 0.0}
     seconds = dict.fromkeys(flops, 0.0)

@@ -1,6 +1,6 @@
 """FSDP2 around a model: every parameter sharded over the ranks, gathered while its layer computes.
 
-What it needs of torch and transformers takes a second to import, which reading a config must not wait for.
+Its imports from torch and transformers take a second, so modules that read a config do not import it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_offload: bool) -> None:
-    """Shards a model whose `forward` is all that is ever called of it; nothing to do for a process that is alone.
+    """Shards a model. Callers may use only its `forward`. Does nothing in a single process.
 
     Each layer is a unit of its own; embeddings, last norm and head are one, so that tied weights stay one tensor. With
     `bfloat16` the layers are gathered in bfloat16 and their gradients reduced in float32; the head stays float32.
@@ -46,7 +46,7 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
 
 
 def units(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules that are gathered by themselves; none in a process that is alone."""
+    """The modules that are gathered separately; none in a single process."""
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
@@ -64,7 +64,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a full tensor that is equal on all ranks, sharded as `like` is."""
+    """This rank's shard of a full tensor that is equal on all ranks, with the sharding of `like`."""
     if not is_sharded(like):
         return value.to(like.device)
     from torch.distributed.tensor import distribute_tensor
@@ -82,8 +82,8 @@ def full_scalar(value: torch.Tensor) -> torch.Tensor:
 
 
 class OnShards(TorchFunctionMode):
-    """Within it, torch's function of this name, which changes lists of tensors in place and element by element, gets
-    this rank's shards. DTensor would derive how each argument is sharded, which takes seconds at the first step."""
+    """Makes torch's function of this name, which is in-place and element-wise, operate on this rank's shards while the
+    block runs. DTensor would propagate the sharding of each argument, which takes seconds at the first step."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

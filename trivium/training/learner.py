@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _PARALLEL_TOKENS = 2048
-"""About the tokens of a micro-batch beside others: many more leave the cache between two operations."""
+"""Approximate number of tokens of a parallel micro-batch. The activations of a larger one do not stay in the cache."""
 _PARALLEL_BYTES = 256 * 2**20
-"""Most bytes of the weights, and so of their gradients, once for each worker. The matrix products of what is larger
-keep all threads busy."""
+"""Largest size of the weights, in bytes, for parallel micro-batches: each worker holds gradients of that size. The
+matrix products of larger models already use all threads."""
 
 
 class TrainableObjective(Objective, Protocol):
@@ -70,7 +70,7 @@ class _Part:
     tree: Tree | None = None
     """The common prefixes; None: nothing is shared."""
     parallel: bool = False
-    """Whether a worker thread computes it, beside others."""
+    """Whether a worker thread computes it in parallel with others."""
 
 
 _Computed = tuple[LossOutputs, torch.Tensor | None]
@@ -78,13 +78,13 @@ _Computed = tuple[LossOutputs, torch.Tensor | None]
 
 
 class Learner:
-    """A model, and an optimizer where it is trained.
+    """A model, with an optimizer if it is trained.
 
-    The model stays in eval mode throughout: dropout would make two passes over the same tokens disagree, and with it
-    every ratio of two policies.
+    The model stays in eval mode: with dropout, two passes over the same tokens, and so all policy ratios, would differ.
 
-    Where several ranks train together, each gets its share of a batch, and all must call: a pass through a sharded
-    model is a collective operation, so a rank with fewer micro-batches than another makes empty passes.
+    If several ranks train together, each rank gets its share of a batch, and all ranks must call every method. A pass
+    through a sharded model is a collective operation, so a rank with fewer micro-batches than another makes empty
+    passes.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Learner:
         threads: int = 1,
         replay_routing: bool = False,
     ) -> None:
-        """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is how many
-        tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
-        (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
-        they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
-        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.cpu.worker_threads`).
-        `replay_routing`: tokens go through the experts that were recorded, where the model can be told."""
+        """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is the number of
+        tokens in the score `top`. Scores are computed in a `score_context`, which may change the model (`adapter_off`).
+        `model_dir` holds the image processor; None: sequences are text only. `share_prefix` computes common prefixes
+        once, if the model supports it. `threads` workers compute the micro-batches of a small model in parallel
+        (`trivium.models.cpu.worker_threads`). `replay_routing` sends tokens through the recorded experts, if the model
+        supports it."""
         self._score_context = score_context
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
@@ -124,17 +124,18 @@ class Learner:
         workers = self._max_workers(threads)
         self._workers = WorkerThreads(workers, threads) if workers > 1 else None
         self._is_untried = model.device.type == "cuda"
-        """Whether the largest micro-batch is tried after the next update."""
+        """Whether to try the largest micro-batch after the next update."""
         self._asking = threading.Lock()
         self.keeps_tokens = False
         """Whether `seen` is kept."""
         self.seen: dict[str, list[AnyArray]] = {}
         """Per-token columns of the last update's loss, leading axis L; NaN for tokens without a value."""
         self.work = np.zeros((2, 4), np.int64)
-        """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
+        """The work that the last score or update computed, and the work of all sequences of its batch (`work_of`)."""
 
     def _max_workers(self, threads: int) -> int:
-        """Most micro-batches that are computed at once: on the CPU, in a single process, for a model of text."""
+        """Maximum number of micro-batches computed at once; above 1 only for a text model on the CPU in a single
+        process."""
         backbone = self.model.backbone
         alone = self.ranks.size == 1 and self.model.device.type == "cpu" and self.max_sequences is None
         if not (alone and backbone.packs and backbone.vision is None):
@@ -143,7 +144,7 @@ class Learner:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether tokens that sequences begin with in common are computed once; not known before the first pass."""
+        """Whether common prefixes are computed once; unknown before the first pass."""
         return self._share_prefix and self.model.backbone.packs
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
@@ -164,13 +165,13 @@ class Learner:
         return scores
 
     def _scored(self, batch: Batch, what: str, part: _Part) -> tuple[_Part, AnyArray]:
-        """(B, L, ...): one score of a micro-batch."""
-        with torch.no_grad():  # a thread's own
+        """One score of a micro-batch, (B, L, ...)."""
+        with torch.no_grad():  # thread-local in torch
             micro = self._collate(batch, part, ())
             return part, micro.grid(self._numbers(micro, what)).cpu().numpy()
 
     def _numbers(self, micro: MicroBatch, what: str) -> torch.Tensor:
-        """(N, ...): one score of the trained tokens."""
+        """One score of the trained tokens, (N, ...)."""
         if isinstance(self.model, ValueModel):
             return self.model(micro.pack, micro.rows)
         if what == "entropy":
@@ -191,11 +192,11 @@ class Learner:
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
-        `lr` is the learning rate; None keeps what the optimizer and its scheduler have.
-        `batch` is this rank's share of it, and `totals` the counts of the whole; None where the share is the whole.
-        A mini-batch without a trained token takes no step and reports no loss. A critic does not report
-        `train/tokens`: the policy counts the same ones. `step` counts the stage's train steps so far. `who` is named
-        when the gradient is not finite. Raises DataError for a sequence that is longer than the model's context.
+        `lr` is the learning rate; None keeps what the optimizer and its scheduler have. `batch` is this rank's share of
+        the mini-batch, and `totals` the counts of the whole; None if the share is the whole. A mini-batch without a
+        trained token takes no step and reports no loss. A critic does not report `train/tokens`, since the policy
+        counts the same tokens. `step` is the number of train steps of the stage so far. The error for a gradient that
+        is not finite names `who`. Raises DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
         self._check(batch)
@@ -219,8 +220,8 @@ class Learner:
         }
 
     def _try_longest(self, batch: Batch, objective: TrainableObjective, step: int) -> None:
-        """Computes, and drops, the gradient of the largest micro-batch that this run can meet, with the optimizer's
-        state in memory: a device too small for it fails in the first step of a session."""
+        """Computes and drops the gradient of the largest possible micro-batch of this run, with the optimizer state in
+        memory, so that a device with too little memory fails in the first step."""
         assert self.optimizer is not None
         unit = next(iter(units(batch, objective.unit)), [])
         prompts = [int(e.response_mask.argmax()) + self.max_response_length for e in batch.experiences]
@@ -252,8 +253,8 @@ class Learner:
         totals: LossDenominators | None = None,
         gradient: bool = False,
     ) -> Metrics:
-        """The loss and the metrics of an update that is not made, with `gradient` the norm of its gradient as well;
-        nothing for a batch without a trained token."""
+        """Returns the loss and the metrics of an update without making it, and with `gradient` also the gradient norm.
+        Returns nothing for a batch without a trained token."""
         self._check(batch)
         totals = totals or count(batch, self.max_response_length)
         if totals.tokens == 0:
@@ -272,8 +273,7 @@ class Learner:
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
 
     def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> Tally:
-        """Computes the gradient of the loss over the whole batch into the parameters, which held none of an earlier
-        one."""
+        """Clears the gradient of the parameters and computes that of the loss over the whole batch."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         tally = Tally(self.keeps_tokens)
         self.optimizer.zero_grad()
@@ -309,19 +309,19 @@ class Learner:
         """The outputs of the objective on one micro-batch, and the entropy of its tokens if the model has one."""
         micro = self._collate(batch, part, sorted(objective.needs - {"entropy"}))
         inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
-        with self._asking:  # a loss of the user may keep a reference to the graph
+        with self._asking:  # a user's loss may keep a reference to the graph
             return objective.loss(inputs, totals), inputs.entropy
 
     def _map(self, compute: Callable[[_Part], Result], parts: Iterable[_Part]) -> Iterator[Result]:
-        """What is computed without gradient of each micro-batch, in their order."""
+        """Applies `compute` to each micro-batch, by the workers if any is parallel. Yields the results in order."""
         if self._workers is None:
             return map(compute, parts)
         parts = [*parts]
         return self._workers.map(compute, parts) if any(part.parallel for part in parts) else map(compute, parts)
 
     def _check(self, batch: Batch) -> None:
-        """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
-        a pass that another skips. A model that was built empty is verified first."""
+        """Raises on all ranks if any rank has a sequence that is too long or an incomplete image, so that no rank waits
+        in a pass that another skips. Verifies a model that was built empty first."""
         self.model.verify()
         self.work = np.zeros((2, 4), np.int64)
         self._check_images(batch)
@@ -388,7 +388,7 @@ class Learner:
         return self._side_by_side(batch, parts) or parts(limit)
 
     def _side_by_side(self, batch: Batch, parts: Callable[..., list[_Part]]) -> list[_Part]:
-        """Micro-batches for the workers; none where there are too few, or where they would be too large together."""
+        """Micro-batches for the workers; none if there are too few or if they would be too large together."""
         if self._workers is None:
             return []
         workers = self._workers.number

@@ -1,7 +1,7 @@
 """Optimizers, their schedule and their state on disk.
 
-Weight decay pulls on matrices only: not on norms and biases (one dimension), nor on embeddings, a tied output layer
-included.
+Weight decay applies to matrices only: not to norms and biases (one dimension), nor to embeddings, including a tied
+output layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OptimizerConfig(Config):
 
 
 def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:
-    """The rate of the train step after `taken` others of its stage; all its mini-batches share it."""
+    """The learning rate of the train step that follows `taken` others of its stage. All its mini-batches share it."""
     if taken < config.warmup_steps:
         return config.lr * (taken + 1) / config.warmup_steps
     progress = min(1.0, (taken - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
@@ -56,7 +56,7 @@ def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> floa
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained of a module, with float32 (or float64) state."""
+    """AdamW over the trained parameters of a module, with float32 (or float64) state."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
@@ -71,7 +71,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 class Scheduler(Protocol):
-    """The scheduler of an optimizer that was built elsewhere, such as one of torch's."""
+    """The scheduler of an optimizer that a user built, such as one of torch's."""
 
     def step(self) -> None: ...
 
@@ -80,7 +80,7 @@ class Optimizer:
     """An optimizer over the named parameters of a module."""
 
     steps_started = 0
-    """How often it has begun to change parameters."""
+    """How many times it has started to change parameters."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Optimizer:
         source: OptimizerConfig | torch.optim.Optimizer,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """`source` describes AdamW, or is an optimizer over parameters of the module, whose `scheduler` takes a step
-        after each of its own. Raises TriviumError for an optimizer that has other parameters."""
+        """`source` describes AdamW, or is an optimizer over parameters of the module. `scheduler` takes a step after
+        each step of that optimizer. Raises TriviumError for an optimizer with other parameters."""
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._scheduler = scheduler
         if isinstance(source, OptimizerConfig):
@@ -111,8 +111,8 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self, lr: float | None, max_grad_norm: float, who: str, origin: Callable[[], str] | None = None) -> float:
-        """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping. `lr` None
-        keeps the rates that the optimizer and its scheduler have; `origin` says what before the gradient is not finite.
+        """Clips the accumulated gradient, takes one step and returns the norm before clipping. `lr=None` keeps the
+        rates of the optimizer and its scheduler. `origin` names an earlier quantity that is not finite.
 
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
@@ -135,15 +135,15 @@ class Optimizer:
         return float(norm)
 
     def add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds to the gradient that has been accumulated: one tensor, or nothing, for each of `parameters`."""
+        """Adds to the accumulated gradient: a tensor or None for each of `parameters`."""
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             if gradient is not None and parameter.grad is not None:
                 parameter.grad += gradient
-            elif gradient is not None:  # a copy: another parameter's may be the same tensor
+            elif gradient is not None:  # a copy, since two parameters may share the tensor
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
     def norm(self) -> float:
-        """The norm of the gradient that has been accumulated."""
+        """The norm of the accumulated gradient."""
         return float(self._norm())
 
     def _norm(self) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Optimizer:
         return full_scalar(torch.nn.utils.get_total_norm(gradients))
 
     def _origin(self, origin: Callable[[], str] | None) -> str:
-        """Names what became non-finite first on this rank: the inputs or losses, else the gradient."""
+        """Names the first non-finite quantity of this rank: the inputs or losses, else the gradient."""
         if before := origin() if origin is not None else "":
             return f", because {before}"
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -163,8 +163,8 @@ class Optimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`<parameter>/<moment or step>` -> tensor, sharded as the parameter is; empty before the first step. What has
-        no tensor (a moment that is not used) is left out."""
+        """`<parameter>/<moment or step>` -> tensor, sharded as the parameter is; empty before the first step. Omits
+        unused moments, which have no tensor."""
         return {
             f"{name}/{key}": value
             for name, parameter in self.parameters.items()
@@ -173,7 +173,7 @@ class Optimizer:
         }
 
     def restore(self, state: SavedTensors) -> None:
-        """The inverse of `state`, from whole tensors, of which this process reads its part."""
+        """Loads what `state` returned from whole tensors. Each process reads its own shards."""
         for key, entry in state.entries.items():
             name, _, moment = key.rpartition("/")
             if name not in self.parameters:

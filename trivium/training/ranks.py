@@ -1,7 +1,7 @@
-"""The processes that train together, and which of them this one is.
+"""The processes that train together, and the rank of this process.
 
-FSDP spreads every parameter over all of them. A batch is cut into one share per data rank; where sequence parallelism
-splits the tokens of a share, its `sequence_size` ranks get the same one.
+FSDP spreads every parameter over all of them. A batch is cut into one share per data rank; with sequence parallelism,
+`sequence_size` ranks get the same share and split its tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Ranks:
     sequence_size: int = 1
     device: torch.device = CPU
     mesh: DeviceMesh | None = None
-    """The FSDP mesh: ("shard",), or ("replicate", "shard"). None in a process that trains alone."""
+    """The FSDP mesh: ("shard",), or ("replicate", "shard"). None in a single process."""
     sequence_group: dist.ProcessGroup | None = None
-    """The ranks that hold parts of the same sequences; None where each holds whole ones."""
+    """The ranks that hold parts of the same sequences; None if each rank holds whole sequences."""
 
     @property
     def data_rank(self) -> int:
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """How many shares a batch is cut into."""
+        """The number of shares of a batch."""
         return self.size // self.sequence_size
 
     @property
@@ -53,13 +53,13 @@ class Ranks:
 
     @property
     def sequence(self) -> SequenceGroup | None:
-        """This process among those that share its sequences."""
+        """The position of this process among the ranks that share its sequences."""
         if self.sequence_group is None:
             return None
         return SequenceGroup(self.sequence_rank, self.sequence_size, self.sequence_group)
 
     def all_reduce_max(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """The maximum over all ranks."""
         if self.size == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -67,7 +67,7 @@ class Ranks:
         return int(largest)
 
     def all_gather(self, value: _T) -> list[_T]:
-        """One value per data rank: that of the first rank of each sequence group."""
+        """One value per data rank, from the first rank of each sequence group."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -79,7 +79,7 @@ ALONE = Ranks()
 
 
 def launched_ranks() -> int:
-    """How many processes the launcher (torchrun, or a worker group) started to train together."""
+    """The number of processes that the launcher (torchrun or a worker group) started to train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -89,18 +89,18 @@ def this_rank() -> int:
 
 
 def ranks_here() -> int:
-    """How many of them share this machine."""
+    """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def join_ranks(
     *, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu", deadline_s: float = COLLECTIVE_S
 ) -> Ranks:
-    """Joins the process group, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
+    """Joins the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
     `sequence` ranks share each sequence; parameters are sharded over groups of `shard` ranks (0: all) and replicated
-    across the groups. They wait `deadline_s` for each other in a collective call, unless the group is open already.
-    Without a launcher this process is alone. Raises ConfigError for sizes that do not divide.
+    across the groups. `deadline_s` is the timeout of a collective call, unless the group is open already. Without a
+    launcher, returns a single rank. Raises ConfigError for sizes that do not divide.
     """
     size, kind = launched_ranks(), torch.device(device).type
     for name, number in (("sequence_parallel", sequence), ("shard", shard)):
@@ -131,7 +131,7 @@ def join_ranks(
 
 
 def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
-    """Opens the group of all ranks, once, for tensors on a `cpu` or on `cuda` devices too."""
+    """Opens the group of all ranks once, for CPU tensors and, if `kind` is `cuda`, for CUDA tensors too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))

@@ -87,7 +87,7 @@ class TorchTrainConfig(TrainConfig):
         yield from head_precision_problems(self, where)
 
     def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
-        """Why frozen weights cannot be kept in 8 or 4 bits on this device type; None if they can."""
+        """Returns why frozen weights cannot be kept in 8 or 4 bits on this device type, or None if they can."""
         pushes = self.lora is not None and self.lora.push == "adapter"
         how: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks, "pushes_adapter": pushes}
         return refusal(installed=has_library(), device=device, **how)

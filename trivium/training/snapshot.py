@@ -61,11 +61,11 @@ class TensorFile:
     tensors: Named
     """The tensors by name; sharded in a sharded model."""
     model: PreTrainedModel | None = None
-    """The model of these weights, if any. Its directory is one that transformers loads."""
+    """The model of these weights, if any. transformers can load its directory."""
     gather: Callable[[Named, str], torch.Tensor] | None = None
     """Computes the full tensor of a name, if it is not simply the unsharded tensor."""
     single: bool = False
-    """Whether readers expect one file of any size."""
+    """Whether readers expect a single file, whatever its size."""
 
     def gathered(self, name: str) -> torch.Tensor:
         """The full tensor of a name. All ranks must call it."""
@@ -103,7 +103,7 @@ class Snapshot:
 
     ranks: Ranks
     turn: int
-    """The turn in which this rank writes. Ranks of one turn write at the same time."""
+    """The turn of this rank. Ranks with the same turn write at the same time."""
     turns: int
     files: Mapping[str, tuple[TensorFile, Named]]
     """The tensors of this rank's files, by path in the checkpoint."""
@@ -232,7 +232,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read_tensors(directory: Path, stem: str) -> SafetensorsFiles:
-    """The tensors that were saved under a stem. Raises RunDirError if there are none."""
+    """The tensors saved under a stem. Raises RunDirError if there are none."""
     paths = [directory / f"{stem}.safetensors"]
     if not paths[0].is_file():
         paths = sorted(directory.glob(f"{stem}-*-of-*.safetensors"))

@@ -1,7 +1,7 @@
 """Ranks that `torchrun` started from one command: the first one drives, the others run its commands.
 
-Commands and results travel as torch's object collectives, which pickle: the ranks are one program on one cluster, and
-trust each other (docs/operate.md, "Who is trusted").
+Commands and results use torch's object collectives, which pickle: the ranks are one program on one cluster and trust
+each other (docs/operate.md, "Who is trusted").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trivium.training.data_parallel import RankVerbs
 from trivium.training.ranks import COLLECTIVE_S, Ranks, open_process_group
 
 _IDLE = timedelta(days=365)
-"""How long a rank may wait for a command: for as long as rollouts take. The driver's death ends the wait."""
+"""Timeout of a wait for a command, which may be as long as rollouts take. The death of the driver ends the wait."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _CommandGroups:
 
     commands: dist.ProcessGroup
     results: dist.ProcessGroup
-    """A command's result is there within the deadline of a collective call."""
+    """Used for results, which arrive within the deadline of a collective call."""
     key: bytes
     """A secret of this run's ranks."""
 
@@ -39,11 +39,12 @@ class _CommandGroups:
 _GIVES_RESULTS = ("score", "update", "sampler", "take_updates")
 """Commands whose result the driver reads from every rank."""
 _OPEN: list[_CommandGroups] = []
-"""Those of this process, once they are open."""
+"""The groups of this process, once they are open."""
 
 
 def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGroups:
-    """Opens the process groups of all ranks, once. `deadline_s`: how long ranks wait for one another in a command."""
+    """Opens the process groups of all ranks, once. `deadline_s` is the timeout of a collective call within a
+    command."""
     if not _OPEN:
         open_process_group(device, deadline_s)
         life = json.dumps(asdict(ProcessLife.of(os.getpid())))
@@ -52,18 +53,18 @@ def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGrou
         if dist.get_rank() == 0:
             store.set("trivium/key", secrets.token_hex())
         deadline = timedelta(seconds=deadline_s)
-        commands = _group(_IDLE if dist.get_rank() else deadline)  # each process waits for as long as it says itself
+        commands = _group(_IDLE if dist.get_rank() else deadline)  # each process applies its own timeout
         _OPEN.append(_CommandGroups(commands, _group(deadline), store.get("trivium/key")))
     return _OPEN[0]
 
 
 def life_of_rank(rank: int) -> ProcessLife:
-    """The process of a rank that is connected."""
+    """The process of a connected rank."""
     return ProcessLife(**json.loads(dist.distributed_c10d._get_default_store().get(f"trivium/process/{rank}")))
 
 
 def shared_key() -> bytes:
-    """A secret of the ranks that are connected."""
+    """A secret of the connected ranks."""
     return _OPEN[0].key
 
 
@@ -74,10 +75,11 @@ def _group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 class TorchrunRanks:
-    """The `RankGroup` of the process that drives."""
+    """The `RankGroup` of the driving process."""
 
     def __init__(self, device: str, spec: object, make: Callable[[], tuple[Ranks, Any]]) -> None:
-        """Sends the others the `spec` of their engines, and builds this rank's; `make` calls `join_ranks`."""
+        """Sends the `spec` of the engine to the other ranks, and builds this rank's engine; `make` calls
+        `join_ranks`."""
         self._groups = connect_ranks(device)
         self._scatter_commands([spec] * dist.get_world_size())
         self._ranks, engine = make()
@@ -98,11 +100,11 @@ class TorchrunRanks:
         return self._run(method, [(*shares[rank // size], *args) for rank in range(self._ranks.size)])[::size]
 
     def close(self) -> None:
-        """Frees this rank's models; the others free theirs at the next stage, or at the end of the run."""
+        """Frees this rank's models. The other ranks free theirs at the next stage or at the end of the run."""
         self._verbs.engine.close()
 
     def _run(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`method` with each rank's arguments; each rank's result."""
+        """Calls `method` with each rank's arguments. Returns each rank's result."""
         self._scatter_commands([(method, each) for each in args])
         results: list[Any] = [None] * self._ranks.size
         try:
@@ -121,16 +123,16 @@ class TorchrunRanks:
 
 
 def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
-    """What every rank but the first does, to the end of the run: `build` makes its engine from a spec, and what the
-    driver may ask of it.
+    """Runs the commands of the driver on every rank but the first, until the end of the run. `build` makes the engine
+    of this rank from a spec.
 
-    Raises RoleFailed if the driving rank is gone, and whatever an engine raises.
+    Raises RoleFailed if the driving rank ended, and any error of the engine.
     """
     groups = connect_ranks(device)
     verbs: RankVerbs | None = None
     while (command := _receive_command(groups.commands)) is not None:
         if not isinstance(command, tuple):
-            verbs = None  # the models of the stage before are freed before those of the next one are loaded
+            verbs = None  # frees the models of the previous stage before loading those of the next one
             verbs = build(command)
             continue
         assert verbs is not None
@@ -140,7 +142,7 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
 
 
 def stop_ranks(device: str) -> None:
-    """Ends `serve_rank` on the other ranks: the run is over."""
+    """Ends `serve_rank` on the other ranks, at the end of the run."""
     commands = connect_ranks(device).commands
     dist.scatter_object_list([None], [None] * dist.get_world_size(), group=commands)
 
@@ -155,7 +157,8 @@ def _receive_command(group: dist.ProcessGroup) -> object:
 
 
 def _diagnosed(error: RuntimeError) -> Exception:
-    """The rank that died or was stopped, as far as this machine knows, or a timeout; else the error itself."""
+    """Returns a RoleFailed for a rank on this machine that died or was stopped, or for a timeout; else the error
+    itself."""
     lives = {rank: life_of_rank(rank) for rank in range(1, dist.get_world_size())}
     for rank, life in lives.items():
         if not life():

@@ -1,7 +1,8 @@
 """A train engine in a process of its own, on the machine of the process that drives it.
 
-Python runs one thread of a process at a time: beside thousands of rollouts, the threads of an update would wait for it
-at every operation. Commands and results are pickled: both ends are one program, over a socket that they alone have.
+Python runs one thread of a process at a time: with thousands of rollouts in the same process, an update would wait for
+the interpreter lock at every operation. Commands and results are pickled: both ends are one program, over a private
+socket.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from trivium.training.data_parallel import RankVerbs
 _log = logging.getLogger("trivium")
 _NAME = "trainer's process"
 _CLOSE_S = 60.0
-"""How long the process may take to end: it completes a checkpoint in progress."""
+"""Deadline for the process to end, which includes a checkpoint in progress."""
 _STOPPED_S = 5.0
-"""How long it may be stopped while this process waits for it, or compute nothing once it is to end."""
+"""How long it may be stopped while this process waits for it, or be idle while it closes."""
 _IDLE_SHARE = 1e-3
 """The share of a core up to which a process counts as idle."""
 _LOOK_S = 0.25
@@ -41,15 +42,15 @@ _LOOK_S = 0.25
 class TrainProcess:
     """The `RankGroup` of a single rank. Its process ends with this one.
 
-    While a call waits for it, the process is killed if it was stopped for `_STOPPED_S`, or computed nothing for
-    `deadline_s`; the call raises RoleFailed, as after any other death.
+    While a call waits, the process is killed if it was stopped for `_STOPPED_S` or idle for `deadline_s`. The call then
+    raises RoleFailed, as after any other death.
     """
 
     data_size = 1
 
     def __init__(self, module: str, spec: object, channel: WeightChannel, deadline_s: float = 3600.0) -> None:
-        """Starts `python -m module DESCRIPTOR`, which calls `serve_driver` with its end of the connection; `spec` is
-        what it makes the engine from. The weights it offers go to `channel`, which stays in this process."""
+        """Starts `python -m module DESCRIPTOR`, which calls `serve_driver` with its end of the connection and builds
+        the engine from `spec`. The weights that it offers go to `channel`, which stays in this process."""
         self._channel, self._calls, self._deadline_s = channel, Lock(), deadline_s
         self._call = "its start"
         self._waits = 0
@@ -64,19 +65,19 @@ class TrainProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C ends the run by this process alone
+                process_group=0,  # only this process gets Ctrl-C and ends the run
             )
         self.pid = self._process.pid
         Thread(target=self._watch, name="trivium-trainer", daemon=True).start()
         self._send(spec)
 
     def _watch(self) -> None:
-        """Kills the process where it stalls."""
+        """Kills the process if it stalls."""
         life, silence = ProcessLife.of(self.pid), HeartbeatTracker(_STOPPED_S / 2)
         while self._process.poll() is None:
             is_stopped, cpu_s = life.activity()
             limit_s = _STOPPED_S if is_stopped or self._is_closing else self._deadline_s
-            # What idle threads use, such as those of libraries that poll, is no progress.
+            # CPU time of idle threads, such as polling threads of libraries, is not progress.
             silent_s = silence.silence_s(self._waits + int(cpu_s / (limit_s * _IDLE_SHARE)))
             if self._waits % 2 and silent_s > limit_s:
                 state = "was stopped (SIGSTOP)" if is_stopped else "computed nothing"
@@ -107,8 +108,8 @@ class TrainProcess:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
 
     def close(self) -> None:
-        """Returns once the process has ended. A call in progress is waited for, and then ended; at once where the
-        process is stopped or hangs."""
+        """Ends the process and waits for it. Waits up to `_CLOSE_S` for a call in progress, or less if the process is
+        stopped or hangs, and then kills it."""
         self._is_closing = True
         if not (is_idle := self._calls.acquire(timeout=_CLOSE_S)):
             self._process.kill()
@@ -119,14 +120,14 @@ class TrainProcess:
         self._exit_code()
 
     def _offer(self, version: int, tensors: tuple[Any, ...] | None) -> tuple[bool, str] | Exception:
-        """Offers weights that are read from the connection; (whether they were delivered, their hash), or the error."""
+        """Offers weights from the connection. Returns (whether they were delivered, their hash), or the error."""
         arriving = self._arriving()
         try:
             delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
         except TriviumError as error:
             return error
         finally:
-            for _ in arriving:  # the channel may not have asked for all
+            for _ in arriving:  # the channel may not have read all of them
                 pass
         return delivered, getattr(self._channel, "offered", "")
 
@@ -138,7 +139,7 @@ class TrainProcess:
                 yield arrived.popleft()
 
     def _send(self, message: object) -> None:
-        with self._waiting(), suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `_receive` raises
+        with self._waiting(), suppress(BrokenPipeError, ConnectionResetError):  # it ended: `_receive` raises
             self._connection.send_bytes(pickle.dumps(message))
 
     def _receive(self) -> Any:
@@ -165,7 +166,7 @@ class _DriverGone(Exception):
 
 
 class _Driver:
-    """The driving process, as its train process sees it."""
+    """The driving process, seen from its train process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -191,7 +192,7 @@ class _Driver:
 
 
 class _DriversChannel:
-    """The channel of the engine: what it offers goes to the channel of the driving process."""
+    """The channel of the engine: forwards offers to the channel of the driving process."""
 
     def __init__(self, driver: _Driver) -> None:
         self._driver = driver
@@ -211,8 +212,8 @@ class _DriversChannel:
 
 
 def serve_driver(connection: Connection, make: Callable[[Any, WeightChannel], RankVerbs]) -> None:
-    """Does what the driving process says, until it closes the connection or is gone. `make` builds the engine from
-    its spec, with the channel to offer weights to."""
+    """Runs the commands of the driving process until it closes the connection or ends. `make` builds the engine from
+    its spec and the channel for weights."""
     driver = _Driver(connection)
     with suppress(_DriverGone):
         spec = driver.receive()
