@@ -20,7 +20,7 @@ def run(
     rewards: Sequence[Callable[..., object] | str | Mapping[str, Any]] | None = None,
     tasks: Iterable[object] | Callable[..., object] | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs what the config describes, continuing what its run directory holds; returns the summary.
+    """Runs the config, or continues the run in its run directory. Returns the summary.
 
     config   a RunConfig, a mapping of the same sections, or the path of a YAML file
     rewards  in place of the config's: functions `f(prompt, completion, **columns) -> float`, names, or sections such as
@@ -28,19 +28,19 @@ def run(
     tasks    in place of the config's `train`: rows (mappings from column to value; a list, a `datasets.Dataset`, any
              iterable), or a function that returns them; or several tasksets by name
 
-    Rows are kept in the run directory; a run that continues is refused other ones. In a notebook, or wherever an event
-    loop runs, the run has a thread of its own, and this call waits for it.
+    The run directory stores the rows; a continued run must be given the same ones. If an event loop is running, as in a
+    notebook, the run uses a thread of its own, and this call waits for it.
 
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
-    cause of whatever stopped the run.
+    cause of a failure of the run.
     """
-    from trivium.runtime.python_api import run_given  # torch and every package come with it
+    from trivium.runtime.python_api import run_given  # imports torch and all packages
 
     return run_given(config, rewards, tasks)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RunConfig":  # its packages are half of what `trivium --help` would take
+    if name == "RunConfig":  # importing it would double the time of `trivium --help`
         from trivium.config import RunConfig
 
         return RunConfig

@@ -1,7 +1,7 @@
 """Board: a small shared table of JSON values that roles write to and wait on.
 
-`MemoryBoard` is that of one process. `SharedBoard` is the same over a table elsewhere (a Ray actor, a database row, a
-file) that can compare and swap.
+`MemoryBoard` is for one process. `SharedBoard` uses an external table (a Ray actor, a database row, a file) with
+compare-and-swap.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Board(Protocol):
         ...
 
     async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
-        """The table once `until` holds, else as it is after `patience_s`; the caller checks which."""
+        """Waits until `until` holds, for at most `patience_s`, and returns the table. The caller checks whether `until`
+        holds."""
         ...
 
 
@@ -79,10 +80,10 @@ class MemoryBoard:
 
 
 class Table(Protocol):
-    """Where a shared board lives: one row with a revision number and JSON values. Callable from any thread."""
+    """The storage of a shared board: one row with a revision number and JSON values. Callable from any thread."""
 
     def load(self) -> tuple[int, Values]:
-        """(revision, values); revision 0 and no values where nothing was written yet."""
+        """Returns (revision, values); (0, {}) before the first write."""
         ...
 
     def swap(self, revision: int, values: Values) -> bool:
@@ -90,12 +91,12 @@ class Table(Protocol):
         ...
 
     async def changed(self, revision: int, patience_s: float) -> None:
-        """Returns once the row is newer than `revision`, at the latest after `patience_s`."""
+        """Waits until the row is newer than `revision`, for at most `patience_s`."""
         ...
 
 
 class SharedBoard:
-    """A board over a table that several processes reach."""
+    """A board over a table that several processes share."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -123,13 +124,13 @@ class SharedBoard:
 _LOOK_S = 0.02
 """Seconds between two reads of the file in a wait."""
 _LOCKED_S = 60.0
-"""How long another process may keep a file locked: it only reads and writes it."""
+"""How long another process may lock the file, which it does only to read and write it."""
 
 
 class FileTable:
-    """A table of the processes of one machine: a file in `directory`, which it has for itself.
+    """A table for processes on one machine: a file in `directory`, which must be used for nothing else.
 
-    Its content lasts as long as one of the processes that have opened it lives, however it ends.
+    Its content lasts until the last process that opened it ends, whether normally or not.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -142,11 +143,11 @@ class FileTable:
                 fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._path.unlink(missing_ok=True)
             except BlockingIOError:
-                pass  # it is in use
+                pass  # another process uses it
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Leaves the table."""
+        """Closes the table in this process."""
         os.close(self._users)
 
     def load(self) -> tuple[int, Values]:
@@ -174,8 +175,8 @@ class FileTable:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Keeps other processes, and other threads, out of the same block for the same path. Raises SyncError where one of
-    them stays in it."""
+    """Excludes other processes and threads from the same block for the same path. Raises SyncError if one of them holds
+    it for `_LOCKED_S`."""
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + _LOCKED_S
     try:

@@ -32,7 +32,8 @@ app = typer.Typer(
 )
 
 _CONFIGURED = {"ignore_unknown_options": True}
-"""Of commands that take a config: what looks like an option is read as an override, whose error says what to write."""
+"""Settings of commands that take a config: an unknown option is parsed as an override, whose error explains the
+syntax."""
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -285,7 +286,7 @@ def rollouts(
             for rollout in rollouts_of(run, step, task, failed):
                 print(json.dumps(json_of(rollout, decode)) if as_json else text_of(rollout, decode, tokens))
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough; what is left must not be written as Python exits
+        except BrokenPipeError:  # the reader (`| head`) closed the pipe; Python must not flush the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -381,29 +382,29 @@ def report(
 
 
 def main() -> None:
-    """The `trivium` command. It ends also where threads of user code do not."""
+    """The `trivium` command. Ends even if threads of user code still run."""
     try:
         app()
     except SystemExit as left:
         exit_without_threads(left.code)
-        gc.freeze()  # else the interpreter looks for cycles in all of torch before it ends: half a second
+        gc.freeze()  # saves half a second of garbage collection at exit
         raise
 
 
 def load(config: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config of a command."""
+    """Loads the config of a command."""
     from trivium.config import load_config
 
     return load_config(config, overrides)
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """A result as JSON, for people and programs."""
+    """Prints a result as JSON."""
     print(json.dumps(dict(result), indent=2, default=str))
 
 
 def show_demo(result: Mapping[str, Any]) -> None:
-    """What the demo came to, for people."""
+    """Prints the result of the demo."""
     before, after = result["accuracy_before"], result["accuracy_after"]
     print(f"\nheld-out sums that are right: {before:.1%} before RL, {after:.1%} after")
     print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")
@@ -412,7 +413,7 @@ def show_demo(result: Mapping[str, Any]) -> None:
 
 
 class Outcome:
-    """What a command's errors become: a message on stderr, a traceback in the log, an exit code."""
+    """Turns the errors of a command into a message on stderr, a traceback in the log and an exit code."""
 
     def __init__(self, debug: bool) -> None:
         self.debug = debug
@@ -429,12 +430,12 @@ class Outcome:
             print(f"interrupted; {self._continuation()}", file=sys.stderr)
             raise typer.Exit(130) from None
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code >= 128:
-            return  # a signal ended it
+            return  # ended by a signal
         if error is not None and not isinstance(error, typer.Exit):
             raise typer.Exit(self._report(error)) from None
 
     def _continuation(self) -> str:
-        """Where the same command goes on."""
+        """Describes where the same command continues."""
         from trivium.checkpoint.store import CheckpointStore
 
         steps = CheckpointStore(self.log_dir / "checkpoints").steps() if self.log_dir is not None else []
@@ -443,7 +444,8 @@ class Outcome:
         return "there is no checkpoint: the same command begins with the first step"
 
     def _report(self, error: BaseException) -> int:
-        """Prints the first cause; the traceback goes to the log, or to stderr where there is no log."""
+        """Prints the first cause and returns the exit code. The traceback goes to the log, or to stderr without a
+        log."""
         cause = first_cause(error)
         explained = isinstance(cause, TriviumError)
         details = "".join(traceback.format_exception(error))
@@ -456,20 +458,20 @@ class Outcome:
         return 2 if isinstance(cause, ConfigError) else 1
 
     def _log(self, details: str) -> Path | None:
-        """Where the traceback was written; None without a run directory."""
+        """Writes the traceback to the log and returns its path; None without a run directory."""
         try:
             if self.log_dir is None or not self.log_dir.is_dir():
                 return None
             path = self.log_dir / "log.txt"
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(details)
-        except (OSError, ValueError):  # the disk may be full: that is what is being reported
+        except (OSError, ValueError):  # the disk may be full, which may be the reported error
             return None
         return path
 
 
 def _unexpected(error: BaseException) -> TriviumError:
-    """An error that nothing foresaw, in three parts: the last frame of its traceback says where it was raised."""
+    """An unexpected error in three parts, with the last frame of its traceback."""
     if isinstance(error, OSError) and error.filename is not None:
         do = "make sure that it is what its name says, and that it can be read and written"
         return TriviumError(f"use {error.filename}", f"{type(error).__name__}: {error.strerror}", do)

@@ -1,4 +1,4 @@
-"""Waits with a deadline, heartbeats, blocking functions in threads, and whether a process is alive."""
+"""Waits with a deadline, heartbeats, blocking functions in threads, and liveness of processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ExitRaised(RolloutError):
         self.__cause__ = raised
 
     def __reduce__(self) -> tuple[type[ExitRaised], tuple[BaseException | None]]:
-        return type(self), (self.__cause__,)  # its argument, with which another process unpickles it
+        return type(self), (self.__cause__,)  # the argument with which another process unpickles it
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:
@@ -66,10 +66,10 @@ async def _contained(awaitable: Awaitable[T]) -> T:
 
 
 async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
-    """The result of `awaitable`; `seconds=None` sets no limit. Calls `ended` when it is done or its time is over.
+    """Returns the result of `awaitable`; `seconds=None` sets no limit. Calls `ended` when it is done or times out.
 
-    Raises TimeoutError if it takes longer. Its result is ignored then, and it is abandoned if it ignores its
-    cancellation.
+    Raises TimeoutError at the limit. The result is then ignored, and an awaitable that ignores its cancellation is
+    abandoned.
     """
     task = asyncio.get_running_loop().create_task(_contained(awaitable))
     try:
@@ -120,7 +120,7 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """The results in order. The first error cancels the others, and is raised after they have ended."""
+    """Gathers the results in order. The first error cancels the others and is raised after they have ended."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -134,8 +134,8 @@ async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 class Turns:
     """Runs at most `limit` blocks `async with turns` at the same time, first come, first served.
 
-    asyncio.Semaphore searches its queue for each block that ends: when many end at once, that takes time in the square
-    of their number.
+    asyncio.Semaphore searches its queue at the end of each block, which takes quadratic time when many blocks end at
+    once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -143,7 +143,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        if self._free:  # no task waits, since a block that ends hands its turn over
+        if self._free:  # no task waits, since the end of a block passes its turn on
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -151,7 +151,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it has its turn already
+            if not turn.cancelled():  # it has already got its turn
                 self._hand_over()
             raise
 
@@ -168,7 +168,7 @@ class Turns:
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine in an event loop of its own and returns its result, also if the caller is in an event loop."""
+    """Runs the coroutine in a new event loop and returns its result, even if the caller runs in an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -181,7 +181,7 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Waiting(NamedTuple):
-    """The text of a wait that expires: `who` waits for `whom`, in the state `seen`."""
+    """Describes a wait for its error: `who` waits for `whom` and has last `seen` this state."""
 
     who: str
     whom: str
@@ -242,7 +242,8 @@ async def wait_until(
 
 
 class Heartbeat:
-    """Calls `beat` every `period_s` while the block runs, in a thread: it goes on while the event loop is busy."""
+    """Calls `beat` every `period_s` while the block runs, in a thread, so that it continues while the event loop is
+    busy."""
 
     def __init__(self, beat: Callable[[], object], period_s: float, name: str) -> None:
         self.error: Exception | None = None
@@ -269,11 +270,11 @@ class Heartbeat:
 
 
 class HeartbeatTracker:
-    """Measures how long a peer has been silent, from its count of beats and the clock of this process: clocks of
+    """Measures how long a peer has been silent, from its count of beats and the clock of this process, since clocks of
     machines differ."""
 
     def __init__(self, max_gap_s: float = math.inf) -> None:
-        """If the observer itself has not looked for `max_gap_s`, the silence starts again."""
+        """The measurement restarts if the observer itself has not looked for `max_gap_s`."""
         self._max_gap_s = max_gap_s
         self._beats = 0
         self._since = self._looked = time.monotonic()
@@ -290,7 +291,7 @@ class HeartbeatTracker:
 # --------------------------------------------------------------------------- users' functions in threads
 
 MAX_LEFT_BEHIND = 64
-"""The most abandoned functions that may still run in the whole process."""
+"""Maximum number of abandoned functions that still run in the process."""
 _IDLE_S = 1.0
 """Seconds after which a thread without work ends."""
 _PATIENCE_S = 0.02
@@ -315,7 +316,7 @@ _count_lock = threading.Lock()
 
 
 def left_behind() -> int:
-    """How many functions still run after their callers were cancelled."""
+    """The number of functions that still run after their callers were cancelled."""
     return _num_abandoned
 
 
@@ -330,7 +331,7 @@ class Threads:
 
     A running function cannot be stopped. If its caller is cancelled, the function and its thread are abandoned, and
     another thread takes their place. At most `MAX_LEFT_BEHIND` abandoned functions may run at a time.
-    concurrent.futures has neither: at exit, Python waits for the threads of its pools.
+    concurrent.futures supports neither, and Python waits for the threads of its pools at exit.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -338,17 +339,18 @@ class Threads:
         self._forget_threads()
 
     def _forget_threads(self) -> None:
-        """Begins without threads. A forked process does not have those of its parent."""
+        """Resets the pool to no threads, since a forked process does not have those of its parent."""
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads = self._finished = 0
         self._growing: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
         self._results: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
-        """Results for which event loops have been woken, and which they have not read yet."""
+        """Results that woken event loops have not read yet."""
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The function's result. If the caller is cancelled, removes the function from the queue or abandons it.
+        """Runs the function and returns its result. If the caller is cancelled, removes the function from the queue or
+        abandons it.
 
         Raises RolloutError while too many abandoned functions run.
         """
@@ -401,7 +403,7 @@ class Threads:
                 job.abandoned = True
                 self._threads -= 1
                 _count_abandoned(+1)
-                self._schedule_growth(job.future.get_loop())  # later, since others may be cancelled with it
+                self._schedule_growth(job.future.get_loop())  # later, since others may be cancelled with this one
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -424,7 +426,7 @@ class Threads:
             loop.call_soon_threadsafe(self._deliver, loop)
         except RuntimeError:
             del self._results[loop]
-            if not loop.is_closed():  # nothing waits for results in a closed loop
+            if not loop.is_closed():  # a closed loop has no waiting tasks
                 raise
 
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -437,7 +439,7 @@ class Threads:
                 future.set_result(result)
 
     def _next(self) -> _Job | None:
-        """The next job, or None if there is none for a while."""
+        """The next job, or None after `_IDLE_S` without one."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs, _IDLE_S)
             if not self._jobs:
@@ -449,10 +451,10 @@ class Threads:
 
 
 def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """(result, exception) of user code. The exception is one that ends neither a task nor the process."""
+    """Runs user code and returns (result, exception). Replaces exceptions that would end a task or the process."""
     try:
         return function(), None
-    except (StopIteration, asyncio.CancelledError) as raised:  # they have another meaning in a future
+    except (StopIteration, asyncio.CancelledError) as raised:  # these have a special meaning in a future
         return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # raised again in the caller
         return None, raised if isinstance(raised, Exception) else ExitRaised(raised)
@@ -463,12 +465,12 @@ def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 _LOOK_S = 0.25
 """Seconds between two checks whether the owner of this process runs."""
 _PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""An option of prctl(2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLife:
-    """Whether a process runs. True for a process of another machine, of which only a heartbeat tells."""
+    """Checks whether a process runs. Always true for a process of another machine, which only heartbeats can check."""
 
     host: str
     pid: int
@@ -477,7 +479,7 @@ class ProcessLife:
 
     @classmethod
     def of(cls, pid: int) -> ProcessLife:
-        """The life of a process of this machine."""
+        """Describes a process of this machine."""
         return cls(socket.gethostname(), pid, (_proc_stat(pid) or ("", "", 0))[1])
 
     def __call__(self) -> bool:
@@ -495,7 +497,7 @@ class ProcessLife:
         return True
 
     def activity(self) -> tuple[bool, float]:
-        """(whether the process is stopped, its CPU seconds so far). Of another machine, and without /proc: (False, a
+        """(whether the process is stopped, its CPU seconds so far). For another machine or without /proc: (False, a
         time that always advances)."""
         if not self.started or self.host != socket.gethostname():
             return False, time.monotonic()
@@ -513,7 +515,7 @@ def _proc_stat(pid: int) -> tuple[str, str, int] | None:
 
 
 def end_with(owner: ProcessLife, first: Callable[[], object] | None = None) -> None:
-    """Ends this process within a second after `owner` ends, also in the middle of a call, and calls `first` before.
+    """Ends this process within a second after `owner` ends, even during a call. Calls `first` before.
 
     Without `first`, Linux kills a child of the owner's main thread at once, even if it is stopped or C code holds its
     interpreter. A child of another thread does not get this, since it would end with that thread.

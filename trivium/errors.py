@@ -1,4 +1,4 @@
-"""The error tree. Every error a user can meet has three parts: what was asked, what was found, what to do.
+"""The error tree. Every user-facing error has three parts: what was asked, what was found, what to do.
 
 TriviumError
 ├── ConfigError          the config asks for something that cannot be done (exit code 2)
@@ -6,13 +6,13 @@ TriviumError
 ├── DataError            a file, dataset or rollout record is missing or malformed; also a ValueError
 ├── MissingPackage       an optional package is not installed; also an ImportError
 ├── RunDirError          a run directory belongs to another run, or is damaged
-├── StorageError         a file cannot be written: the disk is full, a right is missing; also an OSError
+├── StorageError         a file cannot be written: disk full, no permission; also an OSError
 ├── RolloutError         one rollout failed: recorded as data, never ends the run by itself
 │   ├── RewardError      a reward raised, or returned something that is not a finite number
 │   └── DeadlineExceeded a deadline fired; also a TimeoutError
 ├── RolloutsFailing      more rollouts failed than `workflow.max_failed_fraction` allows: ends the run
 ├── SyncError            trainer and explorer lost contact, or weights arrived damaged
-│   └── VersionGone      a version is no longer offered: ask for one that is offered now
+│   └── VersionGone      a version is no longer offered: request a newer one
 └── RoleFailed           a role of the run (trainer, an explorer, its engine, the buffer, ...) died
 """
 
@@ -38,12 +38,12 @@ class TriviumError(Exception):
 
 
 class Problem(NamedTuple):
-    """One thing wrong with a config, a run or a machine, as a rule reports it (`trivium.config.rules`)."""
+    """A problem of a config, a run or a machine that a rule reports (`trivium.config.rules`)."""
 
     where: str
     """Dotted path of the key, or the name of the rule."""
     asked: str
-    """Empty for a problem that is no key's."""
+    """Empty if the problem does not concern a key."""
     found: str
     do: str
 
@@ -53,11 +53,11 @@ class Problem(NamedTuple):
 
 
 class Caution(Problem):
-    """A problem that does not prevent a run: what is asked for is allowed, and probably a mistake."""
+    """A problem that does not prevent a run: an allowed setting that is probably a mistake."""
 
 
 class ConfigError(TriviumError):
-    """A config that cannot run; `problems` holds all of them, not the first."""
+    """A config that cannot run; `problems` holds all problems, not only the first."""
 
     def __init__(self, asked: str, found: str = "", do: str = "", problems: Sequence[Problem] = ()) -> None:
         super().__init__(asked, found, do)
@@ -72,14 +72,14 @@ class UnknownName(ConfigError, LookupError):
 
 
 class DataError(TriviumError, ValueError):
-    """Data that cannot be used as it is."""
+    """Data that is missing or malformed."""
 
 
 class MissingPackage(TriviumError, ImportError):
-    """An optional package that is needed and not installed."""
+    """A feature needs an optional package that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str, otherwise: str = "") -> None:
-        """`otherwise`: where the command is another one."""
+        """`otherwise` describes exceptions to the install command."""
         super().__init__(
             purpose,
             f"the package {package!r} is not installed",
@@ -96,14 +96,14 @@ class StorageError(TriviumError, OSError):
 
 
 class RolloutError(TriviumError):
-    """One rollout failed; caught at the rollout boundary and recorded."""
+    """A failed rollout; caught at the rollout boundary and recorded."""
 
     place: str = ""
-    """Where user code in another process raised it (see `user_place`)."""
+    """The place in user code of another process that raised it (see `user_place`)."""
 
 
 class RewardError(RolloutError):
-    """A reward that did not give a finite number."""
+    """A reward raised, or returned no finite number."""
 
 
 class DeadlineExceeded(RolloutError, TimeoutError):
@@ -137,19 +137,19 @@ class RoleFailed(TriviumError):
         self.role, self.cause = role, cause
 
     def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:
-        return type(self), (self.role, self.cause)  # by its own arguments, where it travels between processes
+        return type(self), (self.role, self.cause)  # pickled by its own arguments
 
 
 def portable(error: Exception, otherwise: Callable[[str], TriviumError]) -> Exception:
-    """An error that any process can unpickle: one of Trivium as it is, any other as `otherwise` of its text."""
+    """An error that any process can unpickle: Trivium's errors unchanged, any other as `otherwise(text)`."""
     if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
         return error
     return otherwise(f"{type(error).__name__}: {error}")
 
 
 def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) -> str:
-    """`str(value)` (or `repr`) as text that can be stored and printed, whatever the value is: shortened beyond `limit`
-    characters, lone surrogates escaped; where `str` itself raises, the text says so."""
+    """`str(value)` (or `repr`) as printable text for any value: shortened to `limit` characters, with lone surrogates
+    escaped. If `str` raises, returns a text with the type of the error."""
     try:
         shown = text(value)
     except Exception as error:
@@ -168,8 +168,8 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysco
 
 
 def user_place(frames: Iterable[tuple[str, int, str]]) -> str:
-    """`function (file:line)` of the innermost frame that is user code, neither of Trivium nor of a library; empty where
-    none is. `frames` are (file, line, function), outermost first."""
+    """`function (file:line)` of the innermost frame of user code, outside Trivium and libraries; empty if there is
+    none. `frames` are (file, line, function), outermost first."""
     for file, line, function in reversed(list(frames)):
         if not file.startswith((_OWN, *_LIBRARIES)):
             return f"{function} ({file}:{line})"
@@ -177,13 +177,13 @@ def user_place(frames: Iterable[tuple[str, int, str]]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line, its parts included: `found: ... do: ...`."""
+    """An error in one line, with its parts: `found: ... do: ...`."""
     kind = "" if isinstance(error, TriviumError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{text_of(error)}".split())
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error itself; of a group (a task group's), the first that was raised in it and is no cancellation."""
+    """The error itself, or the first error of an exception group that is not a cancellation."""
     while isinstance(error, BaseExceptionGroup):
         parts: list[BaseException] = list(error.exceptions)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         error = next((part for part in parts if not isinstance(part, CancelledError)), parts[0])

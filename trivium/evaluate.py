@@ -32,8 +32,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def maj_at_k(answers: Sequence[str], right: str, k: int) -> float:
     """The probability that the most frequent answer among k of the n answers is `right`; a tie shares the win.
 
-    Exact, by counting k-subsets: for every number m of right answers drawn, the ways in which no other answer is drawn
-    more than m times, by how many are drawn exactly m times (the ties).
+    Exact, by counting k-subsets. For every number m of right answers drawn, counts the ways in which no other answer is
+    drawn more than m times, grouped by the number of answers drawn exactly m times (the ties).
     """
     counts = Counter(answers)
     num_right = counts.pop(right, 0)
@@ -54,7 +54,8 @@ def maj_at_k(answers: Sequence[str], right: str, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """The expected highest of k of the n rewards, drawn without replacement: exact, by which of them is the highest."""
+    """The expected highest of k of the n rewards, drawn without replacement. Exact, by summing over the reward that is
+    the highest."""
     ranked = sorted(rewards)
     won = sum(reward * comb(below, k - 1) for below, reward in enumerate(ranked))
     return won / comb(len(ranked), k)
@@ -71,8 +72,8 @@ def is_right(trajectory: Trajectory, threshold: float | None) -> bool:
 
 
 def is_partial(trajectory: Trajectory, threshold: float | None) -> bool:
-    """Whether the reward is graded, and the fraction of full rewards says little: it is not -1, 0 or 1, and there is
-    no `evaluation.threshold`."""
+    """Whether the reward is graded: not -1, 0 or 1, without an `evaluation.threshold`. The accuracy of graded rewards
+    is not meaningful."""
     return threshold is None and trajectory.reward not in (-1, 0, 1)
 
 
@@ -88,19 +89,20 @@ class Evaluator:
     k: tuple[int, ...]
     sampling: Sampling
     threshold: float | None = None
-    """The reward from which a rollout counts as right; None: 1, and rewards other than -1, 0 and 1 are counted."""
+    """The reward from which a rollout counts as right. None: 1, and the metric `partial` counts rewards other than -1,
+    0 and 1."""
     max_failed_fraction: float = 1.0
 
     async def run(self, version: int) -> Metrics:
         """Metrics under `eval/<taskset>/`.
 
         Raises SyncError if the explorer does not hold `version` throughout, RolloutsFailing if too many rollouts
-        failed: a broken reward is no accuracy of zero.
+        failed, since a broken reward must not look like an accuracy of zero.
         """
         return self.measured(await self.rollouts(version), version)
 
     async def rollouts(self, version: int) -> list[Group]:
-        """Every task, rolled out with this version."""
+        """Rolls out every task with this version."""
         self._expect(version)
         name = f"evaluate {self.taskset}"
         with activity(f"evaluating {self.taskset}", len(self.tasks)), span(self.explorer.name, name, version=version):
@@ -132,9 +134,9 @@ class Evaluator:
         return ["accuracy", "reward", "response_tokens", *at_k]
 
     def _judge(self, group: Group) -> Metrics:
-        """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
+        """The metrics of one task. A failed rollout counts both as wrong and as failed."""
         right = [is_right(t, self.threshold) for t in group.trajectories]
-        # Completions judged right are one answer, however they are spelled; a wrong one is its own text.
+        # All right completions are one answer; wrong ones are compared by their text.
         votes = [
             "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)
         ]
@@ -162,11 +164,11 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows that are never trained on, for the loss over them."""
+    """Rows that are not trained on, to measure their loss."""
 
     taskset: str
     buffer: Buffer
-    """Holds the rows of the taskset alone, in order."""
+    """Holds only the rows of the taskset, in order."""
     num_groups: int
 
     async def groups(self) -> list[Group]:
@@ -174,7 +176,7 @@ class HeldOut:
         return await self.buffer.taken_groups(range(self.num_groups))
 
     def named(self, metrics: Metrics) -> Metrics:
-        """The part of an update's metrics that says how well the rows are learned, under `eval/<taskset>/`."""
+        """Selects the loss and the preference metrics of an update, under `eval/<taskset>/`."""
         named = {"loss": sum(value for key, value in metrics.items() if key.startswith("train/loss/"))}
         for key, value in metrics.items():
             name = key.removeprefix("train/")
@@ -185,7 +187,7 @@ class HeldOut:
 
 @dataclass
 class RemoteEvaluator:
-    """The trainer's end of an evaluation: an explorer in any process runs it (see `loops.evaluate_loop`)."""
+    """Requests an evaluation for the trainer. An explorer in any process runs it (see `loops.evaluate_loop`)."""
 
     synchronizer: Synchronizer
     taskset: str

@@ -1,5 +1,5 @@
-"""Explorer: rolls out tasks into groups, with deadlines and rewards. The one place that turns any exception of user
-code into data: a failed trajectory."""
+"""Explorer: rolls out tasks into groups, with deadlines and rewards. Turns any exception of user code into data: a
+failed trajectory."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ Score = Mapping[str, float] | RewardError
 
 
 class Judge(Protocol):
-    """Scores trajectories that did not fail: each as soon as it is finished, then the members of a group together."""
+    """Scores successful trajectories: each one when it is finished, then the members of a group together."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """The components of one trajectory, judged by itself."""
+        """The reward components of one trajectory."""
         ...
 
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """The components of each from comparing the members of a group, in order; empty if no reward compares."""
+        """The reward components of each member from comparing the members of a group, in order; empty if no reward
+        compares."""
         ...
 
 
@@ -79,7 +80,7 @@ class Explorer:
     in_flight: str = "finish"
     """Whether completions in progress `finish` before new weights are loaded, or `update` (see `sync.in_flight`)."""
     max_retries: int = 0
-    """How often a trajectory that its workflow failed is rolled out again."""
+    """How many times a trajectory is rolled out again after its workflow failed."""
     min_members: int = 1
     """A group with fewer successful members is dropped; 1 drops none."""
     max_failed_fraction: float = 1.0
@@ -88,7 +89,7 @@ class Explorer:
     failure_window: int = 16
     """Consecutive groups that `max_failed_fraction` is measured over."""
     leased: int = field(default=0, init=False)
-    """Slots that were leased since it adopted its version."""
+    """Slots leased since it adopted its version."""
     idle: bool = field(default=False, init=False)
     """Whether it waits for a free slot."""
     request: Literal["", "idle", "now"] = field(default="", init=False)
@@ -169,8 +170,8 @@ class Explorer:
 
     @contextmanager
     def _counted(self, lease: Lease) -> Generator[Callable[[Group], None]]:
-        """Tracks a group in progress. Failures are counted in the order in which groups were started: groups that fail
-        at once must not outweigh slower ones that succeed."""
+        """Tracks a group in progress. Failures are counted in the order in which groups were started, so that groups
+        that fail quickly do not outweigh slower ones that succeed."""
         self._in_progress[lease] = None
 
         def count(group: Group) -> None:
@@ -211,7 +212,7 @@ class Explorer:
         if greedy is not None:
             specs.append((greedy, replace(sampling, temperature=0.0, extra=())))
         rollouts = await gather_or_cancel(self._rollout_one(task, key, how) for key, how in specs)
-        # One deadline covers rollout and rewards: the comparison has what the longest rollout left of it.
+        # One deadline covers rollouts and rewards: the comparison gets the time that the longest rollout left.
         left_s = self.deadline_s - max(seconds for _, seconds in rollouts)
         trajectories = [trajectory for trajectory, _ in rollouts]
         members, baseline = await gather_or_cancel(
@@ -220,19 +221,19 @@ class Explorer:
         return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
     async def judge_rollouts(self, task: Task, rollouts: Sequence[Trajectory]) -> list[Trajectory]:
-        """Scores trajectories that were rolled out elsewhere like its own, within `deadline_s` for all of them."""
+        """Scores trajectories that were rolled out elsewhere. `deadline_s` applies to all of them together."""
         started = time.monotonic()
         scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
     def _can_judge_again(self, group: Group, task: Task) -> bool:
-        """Whether the rewards of a recorded group come from the judge alone, not from the workflow or an operator, and
-        the task still has the same prompt (other columns may have been corrected since)."""
+        """Whether the rewards of a recorded group can be computed again: they come only from the judge, not from the
+        workflow or an operator, and the prompt of the task is unchanged (other columns may have changed)."""
         alone = not (capabilities_of(self.workflow).gives_rewards or self.operators)
         return alone and group.task.prompt == task.prompt
 
     async def _judge_again(self, group: Group) -> Group:
-        """A recorded group with the rewards computed again, except of members whose rollout failed."""
+        """A recorded group with new rewards, except for members whose rollout failed."""
 
         def unjudged(t: Trajectory) -> Trajectory:
             return replace(t, rewards={}, failure=None) if t.failure is None or t.failure.of_rewards else t
@@ -244,7 +245,7 @@ class Explorer:
         return replace(group, trajectories=tuple(members), greedy=baseline[0] if baseline else None)
 
     async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
-        """(scored trajectory, its seconds without the wait for `max_concurrent`)."""
+        """Returns (scored trajectory, its seconds without the wait for `max_concurrent`)."""
         async with self._turns:
             started = time.monotonic()
             with self._generating:
@@ -272,7 +273,7 @@ class Explorer:
             return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
         except EngineFailure:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: a bad rollout is data
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: failures become data
             return Trajectory(key.index, policy.turns, failure=self._failure(error))
 
     async def _scored(self, task: Task, trajectory: Trajectory, left_s: float) -> Trajectory:
@@ -292,7 +293,7 @@ class Explorer:
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
         """The result of a judge, or its error: a failed reward fails the trajectory and never counts as 0."""
         try:
-            # A deadline takes longer than brief rewards, which are not waited for.
+            # Brief rewards have no deadline, since setting one would take longer than they do.
             brief = getattr(self.judge, "is_brief", False)
             async with nullcontext() if brief else asyncio.timeout(max(0.0, left_s)):
                 with self._rewarding:
@@ -358,7 +359,7 @@ class Explorer:
 
 
 def described_failure(failure: Failure) -> str:
-    """The side and the cause of a failure: equal for failures of one kind."""
+    """The side and the cause of a failure, which are equal for failures of one kind."""
     return f"{failure.side}: {failure.cause or failure.kind}"
 
 
@@ -374,7 +375,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _collected(channel: WeightChannel, version: int, hold: bool) -> Weights:
-    """The weights for `RolloutEngine.load`: described weights, which the engine reads, or (`hold`) a list of all."""
+    """The weights for `RolloutEngine.load`: described weights, which the engine reads, or with `hold` a list in
+    memory."""
     weights = channel.collect(version)
     return list(weights) if hold or not isinstance(weights, DescribedWeights) else weights
 
@@ -389,7 +391,7 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
         return
     (side, kind, cause), times = Counter((f.side, f.kind, f.cause) for f in failures).most_common(1)[0]
     message = next(f.message for f in failures if (f.side, f.kind, f.cause) == (side, kind, cause))
-    if message.startswith("asked: "):  # what to do is in the line that the first failure logged
+    if message.startswith("asked: "):  # the log line of the first failure has the advice
         message = "; ".join(line.partition(": ")[2] for line in message.splitlines()[:2])
     often = f"{times} times, {cause}" if cause else f"{times} times"
     beside = f" and {dropped} were dropped with them" if dropped else ""

@@ -5,8 +5,8 @@ train_loop      waits for `groups_per_step` groups         buffer -> train_step 
 follow_weights  waits for the next published version       channel -> engine -> the buffer may admit more slots
 evaluate_loop   waits for the trainer to ask               version -> Evaluator -> metrics
 
-Synchronous, one-step-off and asynchronous runs are this file with another `max_staleness`; one process, Ray actors and
-separate commands are this file with another buffer, board and channel.
+Synchronous, one-step-off and asynchronous runs use this file with different values of `max_staleness`. One process, Ray
+actors and separate commands use it with different buffers, boards and channels.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 def train_step(
     engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, keep: Callable[[Batch], None] | None = None
 ) -> Metrics:
-    """Groups in, one new policy version out. The only place where a step is composed.
+    """Trains on groups and returns the metrics. Each call makes one new policy version.
 
     groups -> filter -> experiences -> the scores the algorithm needs -> advantages -> updates -> version + 1
 
-    `keep` gets the experiences with everything that was computed for them, before the first update.
+    Calls `keep` with the experiences and all their columns before the first update.
     """
     kept, metrics = algorithm.filter(groups)
     return {**metrics, **train_on(engine, algorithm.batch(kept), algorithm, keep)}
@@ -72,8 +72,7 @@ def train_on(
 
 
 def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
-    """The metrics of the updates that a step over these groups would make, under the current weights. Nothing is
-    updated."""
+    """The metrics of the updates of a step over these groups with the current weights. Updates nothing."""
     batch = add_scores(engine, algorithm.batch(algorithm.filter(groups)[0]), algorithm.needs)
     batch, _ = algorithm.advantages(batch)
     rows = [
@@ -84,7 +83,7 @@ def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algor
 
 
 def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
-    """The batch with these scores by the current models as columns."""
+    """Adds these scores of the current models to the batch as columns."""
     for what in sorted(needs):
         with phase(f"score/{what}", batch):
             batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
@@ -92,13 +91,14 @@ def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch
 
 
 def prepare_mini_batch(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Batch:
-    """The mini-batch after `objective.select`, which decides over all of it, under the current weights, before the
-    engine cuts it into micro-batches."""
+    """Applies `objective.select` to the whole mini-batch with the current weights, before the engine cuts it into
+    micro-batches."""
     return objective.select(add_scores(engine, mini_batch, objective.looks_at), engine.version, epoch)
 
 
 def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:
-    """The batch in `number` consecutive parts of whole groups, as equal as they can be; fewer if groups are fewer."""
+    """Splits the batch into `number` consecutive parts of whole groups, as equal as possible; fewer if there are fewer
+    groups."""
     ids = list(dict.fromkeys(experience.group_id for experience in batch.experiences))
     place = {group_id: rank * min(number, len(ids)) // len(ids) for rank, group_id in enumerate(ids)}
     for part in range(min(number, len(ids))):
@@ -106,7 +106,7 @@ def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:
 
 
 async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> None:
-    """Rolls out slot after slot, as many at once as the buffer admits.
+    """Rolls out slots, as many concurrently as the buffer admits.
 
     Consumes: slots. Waits for: the buffer's admission. Unblocked by: `take`, `advance`.
     """
@@ -123,7 +123,7 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
     async def cancel_rollouts() -> None:
         while True:
             for lease in await buffer.cancelled_leases(explorer.name):
-                if lease in rollouts:  # else it has just finished
+                if lease in rollouts:  # otherwise it has just finished
                     rollouts[lease].cancel()
 
     async with asyncio.TaskGroup() as tasks:
@@ -135,7 +135,7 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
                 break
             task = rollouts[lease] = tasks.create_task(rollout(lease), name=f"slot-{lease.slot}")
             task.add_done_callback(lambda _, lease=lease: rollouts.pop(lease, None))
-        for task in (cancelling, *rollouts.values()):  # the stage is over: no step trains on the remaining ones
+        for task in (cancelling, *rollouts.values()):  # the stage has ended: no step trains on the remaining rollouts
             task.cancel()
 
 
@@ -165,10 +165,10 @@ async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, syn
 async def follow_weights(
     explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer, channel: WeightChannel
 ) -> None:
-    """Adopts version after version.
+    """Loads each published version into the explorer.
 
-    Consumes: published versions. Waits for: the trainer's `publish`; in a deterministic run also for the slots of the
-    version it leaves. Unblocked by: `publish`, `put`.
+    Consumes: published versions. Waits for: the trainer's `publish`; in an ordered run also for the slots of the
+    current version. Unblocked by: `publish`, `put`.
     """
     loaded: int | None = None
     while True:
@@ -181,11 +181,11 @@ async def follow_weights(
         try:
             await explorer.adopt(version, channel)
         except VersionGone:
-            # Newer versions replaced it, or the exchange was aborted: adopt the version that is offered now. A version
-            # that the channel no longer keeps has no slots left: other explorers have rolled them out.
+            # Newer versions replaced it, or the exchange was aborted: adopts the version that is offered next. A
+            # version that the channel no longer keeps has no slots left, since other explorers have rolled them out.
             if not synchronizer.collective:
                 if synchronizer.published[-1:] == (version,):
-                    raise  # there is nothing newer to ask for
+                    raise  # no newer version exists
                 loaded = version
             continue
         loaded = version
@@ -207,9 +207,9 @@ async def evaluate_loop(explorer: Explorer, evaluator: Evaluator, synchronizer: 
 
 
 async def train_loop(trainer: TrainerProtocol) -> None:
-    """Trains step after step until the stage, or the data, is over; then closes the buffer, which ends the explorers.
+    """Trains until the stage or the data ends. Then closes the buffer, which ends the explorers.
 
-    Consumes: groups. Waits for: the buffer, and for an explorer where an evaluation is due. Unblocked by: `put`.
+    Consumes: groups. Waits for: the buffer, and for an explorer if an evaluation is due. Unblocked by: `put`.
     """
     synchronizer, buffer = trainer.synchronizer, trainer.buffer
     with synchronizer.report_failure(TRAINER), synchronizer.heartbeat(TRAINER):
@@ -225,7 +225,7 @@ async def train_loop(trainer: TrainerProtocol) -> None:
                 await trainer.finish()
             except BaseException:
                 await trainer.save_before_end()
-                await trainer.wait_for_save()  # however the run ends, the checkpoint in progress is completed
+                await trainer.wait_for_save()  # always completes the checkpoint in progress
                 raise
             await buffer.close()
             synchronizer.finish()
@@ -237,7 +237,7 @@ Explore = Callable[["Explorer", "Buffer", "Schedule", "Synchronizer"], Coroutine
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process runs of a stage."""
+    """The parts of a stage that one process runs."""
 
     buffer: Buffer
     schedule: Schedule
@@ -252,16 +252,16 @@ class Parts:
     stage: int = 0
     is_last: bool = True
     explore: Explore = explore_loop
-    """Fills the buffer: from the tasks of the schedule, or from agents that bring their own (`run.mode: serve`)."""
+    """Fills the buffer from the tasks of the schedule, or from agents with their own tasks (`run.mode: serve`)."""
     lingers: bool = False
     """Whether `explore` continues for a while after the stage and ends by itself (`serve.linger_s`)."""
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Runs beside the trainer and raises when a process that it depends on dies."""
+    """Runs concurrently with the trainer. Raises when a process that the trainer depends on dies."""
 
 
 async def run(parts: Parts) -> None:
-    """Trainer and explorer in one task group: the first failure cancels the rest and is raised. Closes the rollout
-    engine in the end."""
+    """Runs trainer and explorer in one task group. The first failure cancels the rest and is raised. Closes the rollout
+    engine at the end."""
     try:
         if parts.trainer is not None and not parts.synchronizer.joined:
             parts.synchronizer.open(parts.stage, last=parts.is_last)

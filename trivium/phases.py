@@ -1,5 +1,5 @@
-"""What a train step spends its time on, and which of it bounds a run; what goes on now, for those who watch; when each
-role of the run did what, for its timeline."""
+"""Measures the phases of a train step and finds the one that bounds a run. Reports current activities to watchers.
+Records the spans of each role for the timeline."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _log = logging.getLogger("trivium")
 
 @dataclass
 class Phase:
-    """One kind of work within a step: its time, and the sequences that it went over."""
+    """One kind of work within a step: its time and the size of the processed sequences."""
 
     seconds: float = 0.0
     tokens: int = 0
-    """Of all sequences, context included."""
+    """Tokens of all sequences, context included."""
     squares: int = 0
-    """The sum of their squared lengths: what attention goes by."""
+    """The sum of the squared sequence lengths, which determines the work of attention."""
     trained_tokens: int = 0
-    """Tokens inside the response masks: what the head goes by."""
+    """Tokens inside the response masks, which determine the work of the head."""
     image_tokens: int = 0
-    """Those of `tokens` that stand for images."""
+    """Tokens of images, included in `tokens`."""
     image_squares: int = 0
     """The sum over images of the squared number of their tokens."""
 
@@ -48,7 +48,7 @@ _COLLECTING: ContextVar[Phases | None] = ContextVar("phases", default=None)
 
 @contextmanager
 def phase(name: str, batch: Batch | None = None) -> Generator[None]:
-    """Adds the time of this block, and the size of `batch`, to the phase of that name, where a collection is open."""
+    """Adds the time of this block and the size of `batch` to the phase `name` of the open collection, if any."""
     started = time.monotonic()
     yield
     add_span(TRAINER_LANE, name, started, time.monotonic())
@@ -70,7 +70,7 @@ def phase(name: str, batch: Batch | None = None) -> Generator[None]:
 
 @contextmanager
 def collecting() -> Generator[Phases]:
-    """The phases of everything inside this block, by name."""
+    """Collects the phases inside this block, by name."""
     phases: Phases = {}
     token = _COLLECTING.set(phases)
     try:
@@ -80,32 +80,32 @@ def collecting() -> Generator[Phases]:
 
 
 def measured(phases: Mapping[str, Phase]) -> Metrics:
-    """Seconds by phase, and the trained sequences' tokens per second of all of them."""
+    """Seconds by phase, and the tokens of trained sequences per second of all phases."""
     metrics = {f"time/{name}": each.seconds for name, each in phases.items()}
     tokens = max((each.tokens for name, each in phases.items() if name.startswith("update/")), default=0)
     seconds = sum(each.seconds for each in phases.values())
     return {**metrics, "perf/train_tokens_per_second": tokens / seconds} if tokens and seconds else metrics
 
 
-# --------------------------------------------------------------------------- for those who watch
+# --------------------------------------------------------------------------- for watchers
 
 
 @dataclass(eq=False)
 class Activity:
-    """Something that goes on and may take long."""
+    """A running activity that may take long."""
 
     name: str
     total: int | None = None
-    """How many parts it has; None where that is unknown."""
+    """The number of parts; None if unknown."""
     done: int | None = None
-    """How many of them are; None where that is unknown."""
+    """The number of finished parts; None if unknown."""
 
 
 class Watcher(Protocol):
-    """Shows what goes on in this process."""
+    """Shows the activities of this process."""
 
     def show(self, activities: Sequence[Activity]) -> None:
-        """Called with all that goes on, whenever some of it begins, progresses or ends; from any thread."""
+        """Called with all activities whenever one begins, progresses or ends. May be called from any thread."""
         ...
 
     def say(self, text: str) -> None:
@@ -119,7 +119,7 @@ _CURRENT: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:
-    """Shows the watcher what goes on from now on; returns what ends that."""
+    """Registers a watcher. Returns a function that removes it."""
     _watchers.append(watcher)
 
     def end() -> None:
@@ -130,7 +130,7 @@ def watch(watcher: Watcher) -> Callable[[], None]:
 
 
 def announce(text: str) -> None:
-    """A line about the run as a whole, for those who watch; the log gets it as well."""
+    """Sends a line about the whole run to the watchers and to the log."""
     _log.info(text)
     for watcher in tuple(_watchers):
         watcher.say(text)
@@ -138,7 +138,7 @@ def announce(text: str) -> None:
 
 @contextmanager
 def activity(name: str, total: int | None = None) -> Generator[None]:
-    """Shows that something goes on inside this block; `progress` says how far it is."""
+    """Shows an activity while this block runs; `progress` updates it."""
     current = Activity(name, total)
     token = _CURRENT.set(current)
     _activities.append(current)
@@ -152,7 +152,7 @@ def activity(name: str, total: int | None = None) -> Generator[None]:
 
 
 def progress(done: int | None = None) -> None:
-    """How many parts of the activity that this is called in are done; None: one more."""
+    """Sets the number of finished parts of the current activity; None adds one."""
     current = _CURRENT.get()
     if current is not None:
         current.done = (current.done or 0) + 1 if done is None else done
@@ -164,20 +164,20 @@ def _show() -> None:
         watcher.show(tuple(_activities))
 
 
-# --------------------------------------------------------------------------- when
+# --------------------------------------------------------------------------- spans
 
 SPANS = "spans"
-"""The folder of a run directory with one file for each process: JSON lines, appended. `{"session": unix time, "pid"}`
-where a session begins, then `[lane, name, start, stop, about]`, with seconds since that time."""
+"""The folder of a run directory with one file for each process: JSON lines, appended. A session begins with
+`{"session": unix time, "pid"}`; then `[lane, name, start, stop, about]`, in seconds since that time."""
 TRAINER_LANE = "trainer"
 _FLUSHED_S = 2.0
-"""Spans that ended so long ago are in the file."""
+"""Maximum age of spans that are not yet written to the file."""
 _JOINED_S = 0.02
-"""What begins again after so short a time has gone on."""
+"""`Busy` joins activities with a shorter gap."""
 
 
 class SpanFile:
-    """The spans of this process, appended to its file now and then."""
+    """The spans of this process, appended to its file in batches."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._began = path, time.monotonic()
@@ -185,7 +185,7 @@ class SpanFile:
         self._flushed, self._lock = self._began, Lock()
 
     def add(self, lane: str, name: str, start: float, stop: float, about: Mapping[str, float]) -> None:
-        """A span between two times of `time.monotonic`."""
+        """Adds a span between two times of `time.monotonic`."""
         row = [lane, name, round(start - self._began, 5), round(stop - self._began, 5), *([about] if about else [])]
         with self._lock:
             self._lines.append(json.dumps(row))
@@ -194,7 +194,7 @@ class SpanFile:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was not written yet; a session without spans writes nothing."""
+        """Writes the pending spans. A session without spans writes nothing."""
         with self._lock:
             if len(self._lines) == 1 and self._lines[0].startswith("{"):
                 return
@@ -202,19 +202,19 @@ class SpanFile:
             with writing(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("ab") as file:
-                    # A line that a killed process left half-written ends here.
+                    # Ends a partial line that a killed process left.
                     torn = b"\n" if lines and lines[0].startswith("{") and file.tell() else b""
                     file.write(torn + "".join(f"{line}\n" for line in lines).encode())
 
 
 _span_files: list[SpanFile] = []
 _busy: WeakSet[Busy] = WeakSet()
-"""What may have a span that has not ended."""
+"""Objects that may have an open span."""
 
 
 @contextmanager
 def spans_to(path: Path) -> Generator[None]:
-    """The spans of this process go to a file while the block runs."""
+    """Writes the spans of this process to a file while the block runs."""
     file = SpanFile(path)
     _span_files.append(file)
     failed = True
@@ -225,19 +225,19 @@ def spans_to(path: Path) -> Generator[None]:
         for each in tuple(_busy):
             each.cut()
         _span_files.remove(file)
-        with suppress(StorageError) if failed else nullcontext():  # the first error is the one to be told
+        with suppress(StorageError) if failed else nullcontext():  # reports the first error
             file.flush()
 
 
 def add_span(lane: str, name: str, start: float, stop: float, **about: float) -> None:
-    """Notes that something went on between two times of `time.monotonic`, where spans are written down."""
+    """Records a span between two times of `time.monotonic`, if spans are written to a file."""
     if _span_files:
         _span_files[-1].add(lane, name, start, stop, about)
 
 
 @contextmanager
 def span(lane: str, name: str, **about: float) -> Generator[None]:
-    """Notes when this block ran, in a lane of the run's timeline."""
+    """Records the time of this block in a lane of the run's timeline."""
     started = time.monotonic()
     try:
         yield
@@ -246,7 +246,7 @@ def span(lane: str, name: str, **about: float) -> Generator[None]:
 
 
 class Busy:
-    """Something that goes on many times, at once or in close succession, in one event loop: a span for all of it."""
+    """Records one span for many overlapping or closely successive blocks in one event loop."""
 
     def __init__(self, lane: str, name: str) -> None:
         self.lane, self.name = lane, name
@@ -267,7 +267,7 @@ class Busy:
             self._until = time.monotonic()
 
     def cut(self) -> None:
-        """Ends the span here: something that matters to what goes on has changed."""
+        """Ends the current span and begins a new one, for example when the weights change."""
         now = time.monotonic()
         if self._going or self._ended:
             add_span(self.lane, self.name, self._since, now if self._going else self._until, count=self._ended)
@@ -289,11 +289,12 @@ BOUNDS = {
     "checkpoint": ("checkpoints", "set checkpoint.asynchronous, or raise checkpoint.save_every"),
     "evaluate": ("evaluations", "raise evaluation.every, or lower evaluation.samples"),
 }
-"""The first part of a phase's name: what it is called, and what makes it shorter."""
+"""First part of a phase's name -> (title, how to shorten it)."""
 
 
 def verdict(seconds: Mapping[str, float], total: float) -> str:
-    """One line: what bounds a run that took `total` seconds, of which phases (named as in `time/`) took these."""
+    """Describes in one line what bounds a run of `total` seconds, given the seconds of its phases (named as in
+    `time/`)."""
     spent: dict[str, float] = {}
     for name, taken in seconds.items():
         kind = name.partition("/")[0]

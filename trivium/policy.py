@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 MAX_REWARD = 1e9
-"""The largest reward, by magnitude: training computes in float32, which holds the square of such a number and sums of
-it. 1e39 is infinite there, and makes every gradient NaN."""
+"""The largest magnitude of a reward. Training computes in float32, which can represent the square of this number and
+sums of such squares. A reward of 1e39 would be infinite and make every gradient NaN."""
 MAX_METRIC = 1e38
-"""The largest metric of a workflow: float32 holds it."""
+"""The largest metric of a workflow, representable in float32."""
 _MAX_NAME, _MAX_STATE = 200, 1 << 20
 
 
 def finite_number(value: object, largest: float = MAX_REWARD) -> float:
-    """The number that user code gave (a Python number, or a NumPy or torch scalar). Raises ValueError, which says what
-    came instead of a finite number of at most `largest`."""
+    """Converts a number of user code (a Python number, or a NumPy or torch scalar) to float. Raises a ValueError that
+    describes a value that is not a finite number of at most `largest`."""
     if type(value) is float and -largest <= value <= largest:
         return value
     try:
@@ -56,10 +56,9 @@ def finite_number(value: object, largest: float = MAX_REWARD) -> float:
 def named_numbers(
     what: str, numbers: object, *, source: str = "the workflow", largest: float = MAX_REWARD
 ) -> dict[str, float]:
-    """Rewards (or other numbers) by name as floats: the one check of what user code or a request gives.
+    """Checks rewards (or other numbers) by name from user code or a request, and converts them to floats.
 
-    Raises RewardError for what is no mapping, a name that is not short printable text, and whatever `finite_number`
-    refuses.
+    Raises RewardError unless it is a mapping from short printable names to values that `finite_number` accepts.
     """
     if not isinstance(numbers, Mapping):
         raise RewardError(f"{what}s by name", f"{source} gave {described(numbers)}", "give {'name': number}")
@@ -81,22 +80,22 @@ class PromptTooLong(RolloutError):
 
 
 class EngineFailure(TriviumError):
-    """The engine itself failed, not a rollout: it ends the run."""
+    """A failure of the engine itself, which ends the run."""
 
 
 @dataclass
 class _Rollout:
-    """What the forks of one rollout share."""
+    """The state that all forks of one rollout share."""
 
     turns: dict[tuple[int | str, ...], Turn] = field(default_factory=dict[tuple[int | str, ...], Turn])
-    """The record, by call path."""
+    """The recorded turns by call path."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     """The tasks that wait for a completion."""
     over: bool = False
 
 
 class Policy:
-    """The current policy as one trajectory sees it.
+    """The interface of one trajectory to the current policy.
 
     A conversation that continues the last one (its messages, the completion as text, new messages) continues its
     tokens; anything else is rendered from the start. The completion's own tokens are never encoded again.
@@ -113,7 +112,7 @@ class Policy:
         *,
         threads: Threads | None = None,
     ) -> None:
-        """`threads` encode the conversations; None: the event loop does."""
+        """`threads` encodes conversations; None: the event loop encodes them."""
         self._threads = threads
         self._engine, self._renderer = engine, renderer
         self._sampling, self._key, self._max_context = sampling, key, max_context
@@ -124,13 +123,13 @@ class Policy:
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
         self._seen: tuple[Prompt, IntArray] | None = None
-        """What the last completion continued, and its tokens."""
+        """The prompt of the last completion, and its tokens."""
         self._stop_reason = StopReason.EOS
 
     async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
         """The policy's answer to a conversation that ends where the assistant is to speak.
 
-        Raises PromptTooLong when the rendered conversation fills the context, RolloutError once the rollout is over.
+        Raises PromptTooLong if the rendered conversation fills the context, RolloutError after the end of the rollout.
         """
         conversation = tuple(messages)
         if self._threads is None:
@@ -165,10 +164,10 @@ class Policy:
         return turn
 
     def credit(self, turn: Turn, *, reward: float = 0.0, state: str = "") -> Turn:
-        """The turn with its reward and the name of the state it was sampled in, in the record as well.
+        """Sets the reward of a turn and the name of its state, also in the record. Returns the new turn.
 
-        Estimators that tell turns apart read both. The reward is a part of the trajectory's, not an addition to it.
-        Raises RolloutError for a turn that is not in the record, RewardError for a reward that cannot be used.
+        Estimators that distinguish turns read both. The reward is a part of the trajectory's reward, not an addition to
+        it. Raises RolloutError for a turn that is not in the record, RewardError for an invalid reward.
         """
         record = self._rollout.turns
         path = next((path for path, known in record.items() if known is turn), None)
@@ -182,9 +181,9 @@ class Policy:
         return credited
 
     def fork(self, name: str) -> Policy:
-        """A policy with a conversation and random numbers of its own; its turns join the same record.
+        """A policy with its own conversation and random numbers. Its turns join the same record.
 
-        Raises RolloutError for a name that was forked before: both would draw the same numbers.
+        Raises RolloutError for a duplicate name, since both forks would draw the same numbers.
         """
         if name in self._forks:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
@@ -202,8 +201,7 @@ class Policy:
         return other
 
     def branch(self, name: str, sampling: Sampling | None = None) -> Policy:
-        """A fork that goes on from here: a conversation that continues this one's continues its tokens. `sampling`
-        replaces how it is sampled."""
+        """A fork that continues this conversation and its tokens. `sampling` replaces the sampling parameters."""
         other = self.fork(name)
         other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
         other._sampling = sampling or self._sampling
@@ -211,7 +209,7 @@ class Policy:
 
     @property
     def history(self) -> tuple[Message, ...]:
-        """The conversation up to and including the last completion; nothing before the first."""
+        """The conversation up to and including the last completion; empty before the first one."""
         return self._history
 
     @property
@@ -221,8 +219,7 @@ class Policy:
         return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
 
     def end(self) -> None:
-        """Ends the rollout, for forks as well: completions in progress are cancelled, no others are
-        given, and none joins the record any more."""
+        """Ends the rollout with all its forks: cancels completions in progress and refuses new ones."""
         self._rollout.over = True
         for task in self._rollout.waiting:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Counter-based randomness: every random number is a pure function of an address, so nothing has a state to lose.
+"""Counter-based randomness: every random number is a pure function of an address, without any state.
 
 A `SampleKey` is the address of one policy call; `uniforms` gives the number at each token position. No generator is
-ever advanced, so a sample cannot depend on its company, on the number of engines or on the order of completion.
+advanced, so a sample does not depend on other samples, on the number of engines or on the order of completion.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class SampleKey:
     seed: int
     """The run's seed."""
     purpose: str
-    """`train` or the name of an evaluation: the two never share numbers."""
+    """`train` or the name of an evaluation, which never share numbers."""
     taskset: str
     task_id: str
     epoch: int = 0
-    """How often the schedule has come back to this task."""
+    """The number of earlier passes of the schedule over this task."""
     index: int = 0
     """Which member of the group."""
     path: tuple[int | str, ...] = ()
@@ -44,7 +44,7 @@ class SampleKey:
         return SampleKey(self.seed, self.purpose, self.taskset, self.task_id, self.epoch, self.index, path)
 
     def digest(self) -> int:
-        """64 bits that identify the address; collisions are as unlikely as BLAKE2b makes them."""
+        """64 bits of BLAKE2b that identify the address."""
         address = [
             self.seed,
             self.purpose,
@@ -62,7 +62,7 @@ def stream(*address: int | str) -> int:
     return _hashed(list(address))
 
 
-_write = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for each text
+_write = json.JSONEncoder(separators=(",", ":")).encode  # reused, since `json.dumps` makes an encoder for each text
 
 
 def _hashed(address: Sequence[object]) -> int:
@@ -86,6 +86,6 @@ def uniforms(digests: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np
 
 
 def permutation(length: int, *address: int | str) -> npt.NDArray[np.int64]:
-    """The shuffle of `range(length)` that belongs to an address; equal on every machine."""
+    """The permutation of `range(length)` for an address, equal on every machine."""
     keys = uniforms(np.uint64(stream(*address)), np.arange(length))
     return np.argsort(keys, kind="stable")

@@ -91,8 +91,8 @@ _ADAPTER = "policy-adapter"
 
 
 class TorchTrainEngine(TrainEngine):
-    """Holds the policy in this process and, if the algorithm needs them, the critic, reward model, frozen reference and
-    frozen teacher."""
+    """Policy, and where the algorithm asks for them critic, reward model, frozen reference and frozen teacher, in this
+    process."""
 
     capabilities = Capabilities(multiple_ranks=True)
 
