@@ -1,4 +1,5 @@
-"""The catalogue of plugins: kind -> short name -> import path. It lists what ships; users give import paths.
+"""The catalogue of plugins: kind -> short name -> import path. It lists the plugins that ship with Trivium; users give
+import paths.
 
 A name is a short name (`grpo`), a path (`my.package:Thing`) or a file (`rewards.py:mine`, relative to the config).
 """
@@ -285,24 +286,24 @@ CATALOGUE: dict[str, dict[str, str]] = {
 
 
 def add_names(kind: str, names: Mapping[str, str]) -> None:
-    """Adds short names of a kind to the catalogue, as a front door does for plugins of its own."""
+    """Adds short names of a kind to the catalogue. Front doors call it for their own plugins."""
     CATALOGUE.setdefault(kind, {}).update(names)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, if one is near, and all known names."""
+    """A text with the closest known name, if any, and all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
 
 
 _GIVEN: dict[str, object] = {}
-"""Objects that a Python caller gave and that no module has under their names: lambdas, inner functions, instances."""
+"""Objects from Python callers that cannot be imported by name: lambdas, inner functions, instances."""
 
 
 def name_of(thing: Callable[..., object]) -> str:
-    """The name by which `resolve` finds a function, a class or a callable object that a Python caller gives. If its
-    module does not have the object under that name, only this process knows it (see `is_unnamed`)."""
+    """Returns the name by which `resolve` finds a function, a class or a callable object of a Python caller. If the
+    name cannot be imported, it is valid only in this process (see `is_unnamed`)."""
     kind = type(thing)
     qualname: str = getattr(thing, "__qualname__", f"{kind.__qualname__}()")
     module: str = getattr(thing, "__module__", kind.__module__)
@@ -314,25 +315,25 @@ def name_of(thing: Callable[..., object]) -> str:
 
 
 def give(name: str, thing: object) -> None:
-    """Makes `resolve` return the object for a name that `name_of` gave in another process."""
+    """Makes `resolve` return the object for a name that `name_of` returned in another process."""
     _GIVEN[name] = thing
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether no module has the object of this name: a Python caller gave it."""
+    """Whether the name cannot be imported, since a Python caller passed the object."""
     return name.endswith(("()", ">")) or "<locals>" in name
 
 
 def is_only_here(name: str) -> bool:
-    """Whether only this process finds the object of this name: other processes have another `__main__`."""
+    """Whether the name is valid only in this process. Other processes have another `__main__`."""
     return is_unnamed(name) or name.startswith("__main__:")
 
 
 def resolve(kind: str, name: str, base: Path | None = None) -> Any:
     """The object that a name of a kind (`engines`, `rewards`, ...) stands for.
 
-    Raises UnknownName for a name that no catalogue knows, ConfigError for a path that cannot be imported or lacks the
-    attribute. An import error inside a user's own file passes through with its cause.
+    Raises UnknownName for a name that is not in the catalogue, ConfigError for a path that cannot be imported or lacks
+    the attribute. An import error inside a user's own file passes through with its cause.
     """
     if name in _GIVEN:
         return _GIVEN[name]
@@ -357,7 +358,7 @@ def resolve(kind: str, name: str, base: Path | None = None) -> Any:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """Public names that the module defines: its values, functions and classes, without its imports."""
+    """Public names that the module defines, without its imports."""
     public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
     return [
         name
@@ -371,7 +372,7 @@ def _load_module(module_name: str, path: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # the module exists, and one of its own imports failed
+            raise  # the module exists, but one of its imports failed
         raise ConfigError(
             f"import {path!r}",
             f"there is no module {error.name!r}",

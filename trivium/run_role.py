@@ -1,7 +1,7 @@
-"""RunRole: how a trainer or an explorer takes part in a run, over a Board. It joins and leaves, sends heartbeats,
-detects that another role has died, and waits for the others with a deadline.
+"""RunRole: the part of a trainer or an explorer in a run, over a Board. It joins and leaves, sends heartbeats, detects
+the death of other roles, and waits for them with a deadline.
 
-The board is a value in one process, a Ray actor, a database row or a file; every way of running shares this code.
+The board is an object in one process, a Ray actor, a database row or a file. All ways of running share this code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("trivium")
 
 _MAX_ENDED = 64
-"""Number of ended stages that the board lists."""
+"""Maximum number of ended stages that the board lists."""
 POLL_S = 60.0
 """Seconds between two checks in a wait that lasts as long as the run."""
 
@@ -44,15 +44,16 @@ class RunRole:
         self.settings = dict(settings or {})
         """A digest of each section that trainer and explorers must agree on."""
         self.heartbeat_s = heartbeat_s
-        """A role without a heartbeat for so long is dead; None: process handles tell, or one process has all roles."""
+        """A role without a heartbeat for this long is dead. None: process handles report deaths, or one process has all
+        roles."""
         self._incarnation = ""
-        """Which stage of which trainer process this role takes part in."""
+        """Identifies the stage and the trainer process of this role."""
         self._heartbeat: Heartbeat | None = None
 
     # ------------------------------------------------------------------ joining and leaving
 
     def open(self, stage: int = 0, *, last: bool = True) -> None:
-        """The trainer begins a stage: clears the state of an earlier trainer and lets explorers join."""
+        """Begins a stage as the trainer: clears the state of an earlier trainer and lets explorers join."""
         self._incarnation = uuid.uuid4().hex
         opened: Values = {
             "incarnation": self._incarnation,
@@ -63,7 +64,7 @@ class RunRole:
         }
 
         def begin(values: Values) -> Values:
-            # Explorers that still wait for the end of a stage see here that it has ended.
+            # Explorers that still wait for the end of an earlier stage find it in this list.
             ended = [*values.get("ended", ()), values["incarnation"]] if values.get("finished") else []
             return {**self._kept(values), **opened, "ended": ended[-_MAX_ENDED:]}
 
@@ -74,10 +75,10 @@ class RunRole:
         return {}
 
     async def wait_for_trainer(self, name: str) -> int | None:
-        """Waits, as an explorer of another process, for a live trainer with an unfinished stage; returns the stage, or
-        None where the run is over.
+        """Waits, as an explorer of another process, for a live trainer with an unfinished stage. Returns the stage, or
+        None if the run has ended.
 
-        Raises SyncError if none appears within the deadline, ConfigError if it runs with other settings.
+        Raises SyncError if no trainer appears within the deadline, ConfigError if its settings differ.
         """
         first = self.board.read()
         beats, previous = first.get("beats", {}).get(TRAINER), self._incarnation
@@ -115,7 +116,7 @@ class RunRole:
         return sorted({name for name, _ in settings.items() ^ self.settings.items()})
 
     async def join(self, name: str) -> bool:
-        """Enters an explorer into the run, once an earlier one of that name is dead and reaped. False where the stage
+        """Adds an explorer to the run, once an earlier one of that name is dead and reaped. Returns False if the stage
         has ended meanwhile.
 
         Raises SyncError if the earlier one is alive.
@@ -129,9 +130,9 @@ class RunRole:
         def enter(values: Values) -> Values:
             if not free(values):
                 return values
-            # It loads the newest published version; if there is none yet, the trainer publishes the first one unasked.
+            # It loads the newest published version. The trainer publishes the first version without a request.
             entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life, "idle": True}
-            # The beat tells roles that watched the silence of the earlier explorer that this is another one.
+            # The beat restarts the silence that other roles measured for the earlier explorer.
             return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
 
         await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
@@ -149,7 +150,7 @@ class RunRole:
         return True
 
     def finish(self) -> None:
-        """The trainer has finished the stage: explorers may leave."""
+        """Marks the stage as finished by the trainer, so that explorers may leave."""
         self._write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
 
     async def wait_finished(self, name: str) -> None:
@@ -169,7 +170,7 @@ class RunRole:
         self._write(lambda values: {**values, "trainer": status.value})
 
     def report_step(self, step: int) -> None:
-        """The trainer has taken a step: progress for every role that waits for it."""
+        """Records a step of the trainer, which is progress for every role that waits for it."""
         self._write(lambda values: {**values, "step": step})
 
     def set_explorer_status(self, name: str, status: RunningStatus) -> None:
@@ -181,7 +182,7 @@ class RunRole:
         return RunningStatus(self.board.read().get("trainer", RunningStatus.STOPPED))
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many live explorers are in each status."""
+        """The number of live explorers in each status."""
         statuses = [entry["status"] for entry in live_explorers(self.board.read()).values()]
         return {status: statuses.count(status.value) for status in RunningStatus}
 
@@ -201,19 +202,19 @@ class RunRole:
 
     @contextmanager
     def report_failure(self, role: str) -> Generator[None]:
-        """Marks the role of this block as dead when it ends by an error, so that no other role waits for it."""
+        """Marks the role as dead if the block raises, so that no other role waits for it."""
         try:
             yield
         except BaseException as error:
-            # An explorer that is cancelled from outside leaves, and the run continues even without others.
+            # A cancelled explorer leaves the run, which continues even without other explorers.
             stopped = isinstance(error, CancelledError | KeyboardInterrupt)
             self.mark_dead(role, "it was stopped" if stopped else _cause(error), replaced=stopped)
             raise
 
     def mark_dead(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
-        """Marks a role as dead. The run goes on without an explorer while another one lives, or where a new one may
-        take its place (`replaced`); otherwise the run fails. With `beats`, which are those of a silent role, only if
-        their count is unchanged."""
+        """Marks a role as dead. The run continues without an explorer if another one lives or a new one may replace it
+        (`replaced`); otherwise the run fails. With `beats`, the count of a silent role, does nothing if the count has
+        changed."""
 
         def change(values: Values) -> Values:
             explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
@@ -270,12 +271,13 @@ class RunRole:
                 self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)
 
     def may_return(self, role: str) -> bool:
-        """Whether the failed role may be started again: its heartbeat stopped, or it runs again already."""
+        """Whether the failed role may be started again: it failed by a silent heartbeat, or the run has no failure any
+        more."""
         failed = self.board.read().get("failed")
         return failed is None or (failed["role"] == role and failed["silent"])
 
     def check_alive(self) -> Values:
-        """The board. Raises RoleFailed where the run is over for a reason other than being finished."""
+        """Returns the board. Raises RoleFailed if the run has failed or another trainer has taken it over."""
         values = self.board.read()
         self._refuse_broken(values)
         return values
@@ -286,7 +288,7 @@ class RunRole:
         return self._incarnation != ""
 
     def attach(self, other: RunRole) -> Self:
-        """Joins the stage of `other`; returns itself."""
+        """Takes part in the stage of `other`. Returns itself."""
         self._incarnation = other._incarnation
         return self
 
@@ -297,7 +299,7 @@ class RunRole:
         return self._incarnation in (values.get("incarnation", ""), *values.get("ended", ()))
 
     def _refuse_broken(self, values: Values) -> None:
-        """Raises RoleFailed if this run is over for a reason other than being finished."""
+        """Raises RoleFailed if the run has failed or another trainer has taken it over."""
         if not self._same_incarnation(values):
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         if "failed" in values:
@@ -306,9 +308,9 @@ class RunRole:
     # ------------------------------------------------------------------ the board
 
     async def _wait(self, until: Callable[[Values], bool], who: str, whom: str) -> Values:
-        """The board once `until` holds. Any change except a heartbeat restarts the deadline.
+        """Waits until `until` holds and returns the board. Any change except a heartbeat restarts the deadline.
 
-        Raises SyncError after `deadline_s` without one, RoleFailed where the run has failed.
+        Raises SyncError after `deadline_s` without a change, RoleFailed if the run has failed.
         """
         last: Values = {}
 
@@ -331,11 +333,11 @@ class RunRole:
         return await wait_until(poll, waiting, self.deadline_s)
 
     def _explorer(self, name: str, **entry: object) -> None:
-        # A dead explorer stays dead: its slots have been issued to others.
+        # A dead explorer stays dead, since its slots have been issued to others.
         self._write(lambda values: values if name in dead_explorers(values) else with_explorer(values, name, **entry))
 
     def _write(self, change: Callable[[Values], Values]) -> None:
-        """Changes the board, unless another trainer has opened it since."""
+        """Changes the board, unless another trainer has opened it."""
 
         def allowed(values: Values) -> Values:
             return change(values) if self._incarnation in ("", values.get("incarnation", "")) else values
@@ -351,12 +353,12 @@ def live_explorers(values: Values) -> Mapping[str, Mapping[str, Any]]:
 
 
 def dead_explorers(values: Values) -> Mapping[str, str]:
-    """The explorers on a board that died, and the cause of each."""
+    """The dead explorers on a board, with the cause of each death."""
     return {name: entry["dead"] for name, entry in values.get("explorers", {}).items() if "dead" in entry}
 
 
 def with_explorer(values: Values, name: str, **entry: object) -> Values:
-    """The board with these values in the entry of an explorer."""
+    """Returns the board with these values in the entry of an explorer."""
     explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
     return {**values, "explorers": {**explorers, name: {**explorers.get(name, {}), **entry}}}
 

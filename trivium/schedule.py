@@ -1,4 +1,4 @@
-"""Schedule: slot -> task, epoch and the version that samples it. A pure function; its only cursor is the slot."""
+"""Schedule: slot -> task, epoch and the version that samples it. A pure function of the slot."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class OrderedTasks(Protocol):
-    """A task source with an order of its own (a sampler's, say), which `shuffle` does not touch."""
+    """A task source with its own order, for example that of a sampler, which `shuffle` does not change."""
 
     @property
     def epoch_length(self) -> int:
-        """How many tasks every epoch visits."""
+        """The number of tasks of every epoch."""
         ...
 
     def visit(self, epoch: int, place: int) -> Task:
-        """The task at a place below `epoch_length`; the same one on every call. Within an epoch no two
-        have the same id."""
+        """The task at a place below `epoch_length`. Every call returns the same task. Ids are unique within an
+        epoch."""
         ...
 
 
@@ -46,16 +46,17 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class Curriculum:
-    """Tasks by difficulty, with new noise in every epoch. Compares by identity, so that orders can be cached by it."""
+    """Orders tasks by difficulty, with new noise in every epoch. Compares by identity, so that it can be a cache
+    key."""
 
     ranks: npt.NDArray[np.float64]
-    """(N,) in [0, 1): the place of each task in the order without noise, as a part of the taskset."""
+    """(N,) in [0, 1): the relative place of each task in the order without noise."""
     spread: float
     """Width of the uniform noise on the ranks: 0 keeps the order, far above 1 shuffles."""
 
     @classmethod
     def of(cls, tasks: TaskSource, column: str, easy_first: bool, spread: float) -> Curriculum:
-        """The curriculum by a numeric column, where more is harder.
+        """The curriculum by a numeric column. Larger values are harder.
 
         Raises DataError for a task whose column is not a finite number.
         """
@@ -64,7 +65,8 @@ class Curriculum:
         return cls((np.cumsum(counts) - counts)[step] / len(values), spread)
 
     def order(self, *address: int | str) -> npt.NDArray[np.int64]:
-        """Every place once, equal difficulties in random order; `address` is that of the noise (`randomness`)."""
+        """A permutation of the places, with equal difficulties in random order. `address` is the address of the noise
+        (`randomness`)."""
         noise = uniforms(np.uint64(stream(*address)), np.arange(len(self.ranks)))
         return np.lexsort((noise, self.ranks + self.spread * noise))
 
@@ -104,7 +106,8 @@ class Schedule:
     groups_per_step: int = 1
     """Groups that one train step consumes."""
     stored_per_step: int = 0
-    """Of those, groups that the sample strategy replays or takes from experts: no slot is issued for them."""
+    """The part of these groups that the sample strategy replays or takes from experts, for which no slots are
+    issued."""
     group_size: int = 1
     max_staleness: int = 0
     sync_interval: int = 1
@@ -114,16 +117,16 @@ class Schedule:
     """Orders the tasks of an epoch by difficulty instead of shuffling them."""
     max_attempts: int = 3
     over_rollout: int = 0
-    """Groups rolled out beyond what a step needs, so that it need not wait for the slowest."""
+    """Additional groups that are rolled out, so that a step does not wait for the slowest one."""
     steps: int = field(default=1)
     """Train steps of the stage."""
     until: tuple[str, float, float] | None = None
-    """(metric, least, most): the first train step whose metric, or that of the evaluation after it, is outside of these
-    ends the stage before that."""
+    """(metric, least, most): the stage ends early after the first train step whose metric, or that of its evaluation,
+    is outside these bounds."""
 
     @property
     def fresh_per_step(self) -> int:
-        """Groups that one train step takes from the buffer: the number of slots of a step."""
+        """Groups that one train step takes from the buffer, and so the number of slots of a step."""
         return self.groups_per_step - self.stored_per_step
 
     @property
@@ -132,7 +135,7 @@ class Schedule:
         return (self.max_staleness == 0 and not self.over_rollout) or self.deterministic
 
     def at(self, slot: int) -> Assignment:
-        """The task of a slot. Every epoch visits every task once, unless the tasks have an order of their own."""
+        """The task of a slot. Every epoch visits every task once, unless the tasks have their own order."""
         if isinstance(self.tasks, OrderedTasks):
             epoch, place = divmod(slot, self.tasks.epoch_length)
             return Assignment(slot, self.tasks.visit(epoch, place), epoch)
@@ -149,7 +152,7 @@ class Schedule:
         return SampleKey(self.seed, f"stage-{self.stage}", task.taskset, task.task_id, assignment.epoch, index)
 
     def step_of(self, slot: int) -> int:
-        """The (global) train step that a slot is meant for."""
+        """The (global) train step of a slot."""
         return self.first_version + slot // self.fresh_per_step + 1
 
     def ends_with(self, metrics: Mapping[str, float]) -> bool:
@@ -160,7 +163,7 @@ class Schedule:
         return not least <= metrics.get(metric, least) <= most
 
     def admitted(self, version: int) -> int:
-        """How many slots may have been issued to an explorer that has loaded `version`."""
+        """The number of slots that may be issued in total to explorers with `version`."""
         ahead = version - self.first_version + self.max_staleness + 1
         return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout
 
@@ -169,7 +172,7 @@ class Schedule:
         return version == self.first_version or version % self.sync_interval == 0
 
     def version_for(self, slot: int) -> int:
-        """The first published version that admits a slot: what a deterministic run samples it with."""
+        """The first published version that admits a slot. A deterministic run samples the slot with it."""
         version = max(self.first_version, self.step_of(slot) - 1 - self.max_staleness)
         while not self.published(version):
             version += 1
@@ -184,7 +187,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When the trainer evaluates and saves, in train steps; 0: only at the ends of a stage."""
+    """The intervals of evaluations and checkpoints, in train steps; 0: only at the ends of a stage."""
 
     save_every: int = 0
     evaluate_every: int = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trivium.types import Metrics
 
 _MAX_VERSIONS = 64
-"""Number of published versions that the board lists."""
+"""Maximum number of earlier versions that the board lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,12 @@ class Exchange:
     members: tuple[str, ...]
     """The explorers that take part; the trainer is rank 0, member i is rank i + 1."""
     address: str
-    """Where the trainer's rendezvous store listens, `host:port`."""
+    """The address of the trainer's rendezvous store, `host:port`."""
 
 
 class Synchronizer(RunRole):
-    """The versions of a run and who waits for them. One object per role, all over the same board."""
+    """Publishes the versions of a run and coordinates the roles that wait for them. One object per role, all over the
+    same board."""
 
     def __init__(
         self,
@@ -51,14 +52,14 @@ class Synchronizer(RunRole):
         super().__init__(board, deadline_s=deadline_s, heartbeat_s=heartbeat_s, settings=settings)
         self.style, self.interval = style, interval
         self.collective = collective
-        """Whether weights travel by an exchange that both sides enter, instead of lying somewhere to be fetched."""
+        """Whether both sides enter an exchange to transfer weights, instead of fetching stored weights."""
 
     # ------------------------------------------------------------------ versions
 
     def publish(self, version: int, held: Sequence[int] = ()) -> None:
-        """Publishes `version`: it was delivered, or can be fetched. Versions only grow.
+        """Publishes `version` after it was delivered or can be fetched. Versions must increase.
 
-        Of the earlier ones, only those in `held` can still be fetched; where `held` is empty, the last few.
+        Of the earlier versions, only those in `held` can still be fetched; if `held` is empty, the last few.
         """
 
         def change(values: Values) -> Values:
@@ -82,22 +83,22 @@ class Synchronizer(RunRole):
         return tuple(self.board.read().get("versions", ()))
 
     def request_weights(self, name: str, requested: bool = True, *, idle: bool = False) -> None:
-        """Sets or (`requested=False`) clears an explorer's request for newer weights; `idle`: it requests them only
-        because it has no free slot."""
+        """Sets or (`requested=False`) clears an explorer's request for newer weights. `idle` marks a request that is
+        only due to the lack of a free slot."""
         status = RunningStatus.REQUIRE_SYNC if requested else RunningStatus.RUNNING
         self._explorer(name, status=status.value, idle=idle)
 
     async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
         """Waits for a version newer than `loaded`: the newest one, or the next.
 
-        With a collective method that is the version of an exchange about to begin.
+        With a collective method, this is the version of an exchange that is about to begin.
         """
 
         def newer(values: Values) -> list[int]:
             return [version for version in self._offered(values) if loaded is None or version > loaded]
 
         def requested(values: Values) -> bool:
-            """Whether the trainer requests a sync, and this explorer does not yet."""
+            """Whether the trainer requests a sync that this explorer has not requested yet."""
             mine = values.get("explorers", {}).get(name, {}).get("status")
             return (
                 self.style is SyncStyle.DYNAMIC_BY_TRAINER
@@ -122,18 +123,20 @@ class Synchronizer(RunRole):
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
-        """An explorer has loaded `version`; `wants`: the version admits no slot, so it requests a newer one."""
+        """Records that an explorer has loaded `version`. With `wants`, it requests a newer one, since this one admits
+        no slot."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
         self._explorer(name, status=status.value, version=version, idle=wants)
 
     def interval_over(self, steps: float) -> bool:
-        """Whether an explorer requests newer weights after `steps` steps' worth of groups with one version."""
+        """Whether an explorer requests newer weights after the groups of `steps` train steps with one version."""
         return self.style is SyncStyle.DYNAMIC_BY_EXPLORER and steps >= self.interval
 
     # ------------------------------------------------------------------ collective exchange
 
     async def ready_to_nccl_sync(self, role: str, version: int, address: str = "") -> Exchange | None:
-        """Waits until the trainer and every live explorer without `version` are ready; None if no explorer is left.
+        """Waits until the trainer and every live explorer without `version` are ready. Returns None if no explorer is
+        left.
 
         The trainer gives the `address` (`host:port`) of its rendezvous store. Both sides then enter the exchange.
         """
@@ -146,7 +149,7 @@ class Synchronizer(RunRole):
             exchange = values.get("exchange")
             entered.clear()
             if exchange is None or exchange["version"] != version or exchange["members"] is not None:
-                return values  # it begins without this explorer, or was aborted
+                return values  # the exchange began without this explorer or was aborted
             if role in dead_explorers(values):
                 return values
             entered.append(exchange["number"])
@@ -191,8 +194,8 @@ class Synchronizer(RunRole):
         return Exchange(exchange["number"], version, members, address) if members else None
 
     def abort_reason(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
-        """Why an exchange cannot complete: an explorer of `waited_for` is gone, or the trainer has started another
-        exchange. Empty while it can. Raises RoleFailed if the run has failed."""
+        """Returns why an exchange cannot complete: an explorer of `waited_for` has ended, or the trainer has started
+        another exchange. Empty while it can complete. Raises RoleFailed if the run has failed."""
         values = self.check_alive()
         for name in waited_for:
             if name not in live_explorers(values):
@@ -203,7 +206,8 @@ class Synchronizer(RunRole):
     # ------------------------------------------------------------------ evaluation
 
     async def request_evaluation(self, version: int) -> Metrics:
-        """The trainer requests an evaluation of `version` and waits for the metrics of the explorer that runs it."""
+        """Requests an evaluation of `version` as the trainer, and waits for the metrics of the explorer that runs
+        it."""
 
         def request(values: Values) -> Values:
             number = values.get("evaluation", {"number": 0})["number"] + 1
@@ -216,7 +220,8 @@ class Synchronizer(RunRole):
         return values["evaluation"]["metrics"]
 
     async def next_evaluation(self, name: str, answered: int) -> tuple[int, int]:
-        """Waits for a request for the version that this explorer has loaded, and claims it; (number, version)."""
+        """Waits for a request for the version that this explorer has loaded, and claims it. Returns (number,
+        version)."""
 
         def mine(values: Values) -> bool:
             request = values.get("evaluation")
@@ -243,7 +248,7 @@ class Synchronizer(RunRole):
                     return request["number"], request["version"]
 
     def answer_evaluation(self, number: int, metrics: Metrics) -> None:
-        """An explorer reports the metrics of the evaluation that it claimed."""
+        """Reports the metrics of the evaluation that an explorer claimed."""
 
         def answer(values: Values) -> Values:
             request = values["evaluation"]

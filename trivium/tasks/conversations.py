@@ -1,4 +1,4 @@
-"""Columns that hold a conversation of their own, with its own images: the two sides of a pair that a model scores."""
+"""Columns that hold a separate conversation with its own images: the two sides of a pair that a reward model scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trivium.tasks.pictures import Reader, row_images, with_leading
 from trivium.types import Media, Message
 
 ReadMessages = Callable[[object, str, list[Media]], tuple[Message, ...]]
-"""(value, where it stands, images that its marks take) -> messages."""
+"""(value, its location, images for its marks) -> messages."""
 
 
 def sides_of(
@@ -19,8 +19,8 @@ def sides_of(
 ) -> dict[str, tuple[Message, ...]]:
     """The conversation in each of the columns.
 
-    A column holds messages, whose images are parts of them or in the column `<name>_images`; or the images alone, which
-    the `prompt` is shown with. Raises DataError for anything else.
+    A column holds messages, whose images are parts or in the column `<name>_images`; or only images, which are added to
+    the `prompt`. Raises DataError for anything else.
     """
     return {name: _side(f"{where}, {name!r}", row, name, read, messages_of, prompt) for name in names}
 
@@ -52,7 +52,8 @@ def _is_conversation(value: object) -> bool:
 
 
 def as_json(messages: Sequence[Message]) -> dict[str, Any]:
-    """A conversation as a column of a task holds it: the images of a message in order, where `<image>` stands."""
+    """A conversation in the format of a task column: messages with their images in the order of their `<image>`
+    marks."""
     return {
         "conversation": [
             {

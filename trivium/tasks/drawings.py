@@ -1,4 +1,4 @@
-"""Pictures that are drawn, with a question each: name a color, count shapes, read digits."""
+"""Generated pictures with a question each: name a color, count shapes, read digits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trivium.types import IMAGE, Media, Message, Task
 Pixels = npt.NDArray[np.uint8]
 """(size, size, 3)."""
 Draw = Callable[[float], int]
-"""The next random integer from 0 up to, and without, a number."""
+"""The next random integer from 0 to a number, exclusive."""
 
 COLORS = {
     "red": (220, 40, 40),
@@ -106,7 +106,7 @@ class DrawnTasks:
 
 
 def _draw_color(pixels: Pixels, draw: Draw) -> str:
-    """Draws one shape; its color."""
+    """Draws one shape and returns its color."""
     size, name = len(pixels), list(COLORS)[draw(len(COLORS))]
     side = size // 2 + draw(size // 3)
     _fill(pixels, draw(size - side + 1), draw(size - side + 1), side, COLORS[name], round_off=draw(2) == 1)
@@ -114,7 +114,7 @@ def _draw_color(pixels: Pixels, draw: Draw) -> str:
 
 
 def _draw_shapes(pixels: Pixels, number: int, most: int, draw: Draw) -> str:
-    """Draws shapes of one color, each in a cell of its own; their number."""
+    """Draws shapes of one color, each in its own cell, and returns their number."""
     cells = 1
     while cells * cells < most:
         cells += 1
@@ -130,7 +130,7 @@ def _draw_shapes(pixels: Pixels, number: int, most: int, draw: Draw) -> str:
 
 
 def _draw_digits(pixels: Pixels, number: int, draw: Draw) -> str:
-    """Draws digits from left to right; their text."""
+    """Draws digits from left to right and returns their text."""
     size = len(pixels)
     cell = max(1, min(size // (4 * number), size // 6))
     top, left = draw(size - 5 * cell + 1), draw(size - (4 * number - 1) * cell + 1)
@@ -158,7 +158,7 @@ def _fill(
 
 
 def png(pixels: Pixels) -> bytes:
-    """Pixels as a PNG file that is not compressed, so that its bytes depend on no library's version."""
+    """Pixels as an uncompressed PNG file, whose bytes do not depend on the version of a library."""
     height, width, _ = pixels.shape
     rows = b"".join(b"\0" + row.tobytes() for row in pixels)
 

@@ -60,7 +60,7 @@ class JsonlTasks(FileTasks):
 
 
 def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of a file of JSON lines."""
+    """(location, row) for each row of a file of JSON lines."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -94,7 +94,8 @@ class ParquetTasks(FileTasks):
 
 
 def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of a Parquet file; `where` is who asks. Raises MissingPackage without pyarrow."""
+    """(location, row) for each row of a Parquet file; `where` is the config key for errors. Raises MissingPackage
+    without pyarrow."""
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
@@ -106,7 +107,7 @@ def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     yield f"{path}, row {number}", row
                     number += 1
-    except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
+    except (OSError, ValueError) as error:  # pyarrow raises either
         raise DataError(f"rows of {path}", str(error), "write the file again") from error
 
 

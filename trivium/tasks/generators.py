@@ -1,4 +1,4 @@
-"""Tasks that are made, not read: arithmetic, Reasoning Gym, and a user's own function."""
+"""Generated tasks: arithmetic, Reasoning Gym, and a user's own function."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ArithmeticTasks:
 
         @property
         def width(self) -> int:
-            """How many values an operand has."""
+            """The number of values of an operand."""
             return self.max_operand - self.min_operand + 1
 
         @model_validator(mode="after")
@@ -174,7 +174,7 @@ class ReasoningGymTasks:
         return Task(f"{environment}-{number}", prompt, columns, self.name)
 
     def _seed_of(self, environment: str, seed: int) -> int:
-        """31 bits that decide an environment's problems."""
+        """A 31-bit seed of an environment's problems."""
         fixed = self.config.problem_seed
         address = (seed, self.name) if fixed is None else (fixed,)
         return stream("reasoning gym", *address, environment) % 2**31
@@ -185,7 +185,7 @@ def _no_reasoning_gym(where: str) -> MissingPackage:
 
 
 def _interleaved(weights: Mapping[str, float], size: int) -> list[tuple[str, int]]:
-    """(name, how often it came before) for `size` places: the name that is furthest behind its share comes next."""
+    """(name, number of its earlier places) for `size` places. The next name is the one furthest behind its share."""
     total = sum(weights.values())
     taken = dict.fromkeys(weights, 0)
     order: list[tuple[str, int]] = []
@@ -226,7 +226,7 @@ def _created(
 
 
 def _as_json(entry: object) -> dict[str, Any]:
-    """The entry as it looks after it was recorded: tuples are lists, keys are text."""
+    """The entry as it is after JSON: tuples are lists, keys are text."""
     return json.loads(json.dumps(entry, allow_nan=False))
 
 
@@ -267,7 +267,7 @@ class PythonTasks(RowTasks):
 
 
 def function_of(config: PythonTasks.Config) -> Callable[..., Any]:
-    """What `source` names; ConfigError where it is no function."""
+    """The function that `source` names. Raises ConfigError if it is not a function."""
     function = resolve("tasks", config.source)
     if not callable(function):
         raise ConfigError(f"the function {config.source}", f"{type(function).__name__}", "name a function")

@@ -1,4 +1,4 @@
-"""Rows that a Python caller gave: a file of the run directory, named by its content."""
+"""Rows from a Python caller, in a file of the run directory that is named by its content."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def digest_of(text: str) -> str:
 
 
 def as_lines(rows: Iterable[object], where: str) -> str:
-    """The rows as JSON lines, images in them as data URIs. Raises DataError for a row that is no mapping of JSON
+    """The rows as JSON lines, images in them as data URIs. Raises DataError for a row that is not a mapping of JSON
     values."""
     lines: list[str] = []
     for number, row in enumerate(rows):

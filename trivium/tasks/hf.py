@@ -42,7 +42,8 @@ class DatasetsTasks(RowTasks):
 
 
 def dataset_rows(path: str, where: str, subset: str | None, split: str | None) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of a dataset's folder; `where` is who asks. Raises MissingPackage without `datasets`."""
+    """(location, row) for each row of a dataset's folder; `where` is the config key for errors. Raises MissingPackage
+    without `datasets`."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -55,7 +56,7 @@ def dataset_rows(path: str, where: str, subset: str | None, split: str | None) -
 
 
 def _encoded(datasets: Any, data: Any) -> Iterable[Any]:
-    """The rows with images as they are stored, not decoded: the bytes are the image's identity."""
+    """The rows with undecoded images, since an image is identified by its bytes."""
     for name, feature in (getattr(data, "features", None) or {}).items():
         inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
         if isinstance(inner, datasets.Image):
@@ -79,7 +80,7 @@ def _load(datasets: Any, path: str, subset: str | None) -> Iterable[Any]:
 
 
 def _split(data: Iterable[Any], path: str, wanted: str | None) -> Iterable[Any]:
-    """The rows of the split that is wanted; `data` is a dataset or a mapping from split to dataset."""
+    """The rows of the wanted split; `data` is a dataset or a mapping from split to dataset."""
     if not isinstance(data, dict):
         if wanted is not None:
             raise DataError(f"split {wanted!r} of {path}", "a dataset without splits", "leave `split` out")

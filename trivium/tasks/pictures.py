@@ -29,7 +29,7 @@ _SOURCES = ("image_url", "image", "bytes", "path", "url", "base64")
 """The keys that hold an image in a mapping, in the order in which they are read."""
 _OTHER_MEDIA = ("video", "audio")
 Reader = Callable[[object, str], Media]
-"""(value, where it stands) -> the image."""
+"""(value, its location) -> the image."""
 
 
 def common_folder(files: Sequence[str | Path]) -> Path:
@@ -47,10 +47,10 @@ def image_reader(root: Path | None) -> Reader:
 
 
 def read_image(value: object, where: str, root: Path | None = None) -> Media:
-    """The image that a value stands for: bytes, a PIL image, a path, base64, a data URI, or a mapping with one of them
+    """Reads an image from bytes, a PIL image, a path, base64, a data URI, or a mapping with one of them
     (`datasets.Image`, a part of an OpenAI message, {"image": ...}).
 
-    Raises DataError for anything else, an http(s) URL among them.
+    Raises DataError for anything else, including an http(s) URL.
     """
     if isinstance(value, Media):
         return value
@@ -70,7 +70,7 @@ def read_image(value: object, where: str, root: Path | None = None) -> Media:
         file = io.BytesIO()
         try:
             save(file, "PNG")
-        except Exception as error:  # what its decoder raises, which reads the pixels only now
+        except Exception as error:  # errors of the decoder, which reads the pixels lazily
             raise DataError(f"an image at {where}", str(error), "give a whole image, in RGB") from error
         return Media("image/png", file.getvalue())
     raise DataError(
@@ -110,7 +110,7 @@ def _data_uri(value: str, where: str) -> Media:
 
 
 def _base64(text: str) -> bytes | None:
-    """The bytes; None where the text is not base64."""
+    """The bytes; None if the text is not base64."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
@@ -136,7 +136,7 @@ def _file(name: str, where: str, root: Path | None) -> Media:
         if not path.is_file():
             raise DataError(f"the image {name!r:.120} at {where}", f"no such file in {folder}", "correct the path")
         data = path.read_bytes()
-    except (OSError, ValueError) as error:  # a NUL in the path, or one that is too long
+    except (OSError, ValueError) as error:  # a NUL in the path, or too long a path
         if isinstance(error, DataError):
             raise
         raise DataError(f"the image {name!r:.120} at {where}", str(error), "correct the path") from error
@@ -175,11 +175,11 @@ def _refuse_other_media(value: Mapping[Any, Any], where: str) -> None:
 
 
 def read_content(content: object, where: str, read: Reader, images: list[Media] | None = None) -> Message | None:
-    """The content of a message, with its media, as a message without a role; None where it is neither text nor a list
-    of parts.
+    """The content of a message, with its media, as a message without a role; None if it is neither text nor a list of
+    parts.
 
-    `images` are those of the row: a part `{"type": "image"}` that holds none takes the next of them, and so does each
-    `<image>` in a text. None: `<image>` is text.
+    `images` are the images of the row. An empty part `{"type": "image"}` and each `<image>` in a text take the next of
+    them. None: `<image>` is text.
     """
     if isinstance(content, str):
         return Message("", content, tuple(_taken(images, content.count(IMAGE), where)))
@@ -226,9 +226,9 @@ def row_images(value: object, where: str, read: Reader) -> list[Media]:
 
 
 def with_leading(messages: tuple[Message, ...], images: Sequence[Media], where: str) -> tuple[Message, ...]:
-    """The messages with a row's images before the text of the user's first, where no message takes any of them.
+    """Puts the remaining images of a row before the text of the first user message.
 
-    Raises DataError where the messages take some of them and leave these.
+    Raises DataError if the messages mark images but not all of them.
     """
     if not images:
         return messages
@@ -245,7 +245,7 @@ def with_leading(messages: tuple[Message, ...], images: Sequence[Media], where: 
 
 
 def portable(value: object) -> object:
-    """A value as JSON can hold it: images (bytes, PIL) inside become data URIs, the rest stays as it is."""
+    """A value for JSON: images (bytes, PIL) in it become data URIs, the rest is unchanged."""
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
             return portable(value["bytes"])
@@ -259,7 +259,7 @@ def portable(value: object) -> object:
 
 
 def _taken(images: list[Media] | None, count: int, where: str) -> Sequence[Media]:
-    """The next images of a row, which are removed from the list."""
+    """Removes and returns the next images of a row."""
     if images is None:
         return ()
     if count > len(images):

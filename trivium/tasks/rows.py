@@ -1,7 +1,7 @@
-"""Rows to tasks: what every source of rows shares, whether they come from a file, a dataset or a function.
+"""Converts rows to tasks: shared by all sources of rows, such as files, datasets and functions.
 
-A row is a mapping from column to value. One column (or a template over several) becomes the prompt, everything rides
-along in `Task.columns`, where rewards find it by name.
+A row is a mapping from column to value. One column (or a template over several) becomes the prompt. `Task.columns`
+holds the other columns for rewards.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ class RowTasks(ABC):
 
         @property
         def image_folder(self) -> Path | None:
-            """Where images are that rows name by a path; None: nowhere."""
+            """The folder of images that rows refer to by path; None: paths are refused."""
             return None if self.image_root is None else Path(self.image_root)
 
         @property
         def prompt_column(self) -> str | None:
-            """The column that holds the prompt; None where a template makes it."""
+            """The column of the prompt; None if a template makes it."""
             return None if self.template is not None else self.prompt or "prompt"
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        """`name` is the taskset's. Rows keep their order, so `seed` decides nothing here."""
+        """`name` is the name of the taskset. Rows keep their order, so `seed` has no effect."""
         self.config, self.name = config, name
         self.num_duplicates = 0
-        """Rows whose id occurred before; they got a number appended."""
+        """Number of rows with a duplicate id, to which a number was appended."""
         self._tasks = tuple(self._read())
         if not self._tasks:
             raise DataError(
@@ -127,7 +127,7 @@ class RowTasks(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """The number of tasks and a hash of their content, images included: what a run that continues must read."""
+        """The number of tasks and a hash of their content, images included. A continued run must read the same."""
         digest = hashlib.blake2b(digest_size=8)
         for task in self._tasks:
             prompt = [[m.role, m.content, [item.sha256 for item in m.media]] for m in task.prompt]
@@ -137,14 +137,14 @@ class RowTasks(ABC):
     @property
     @abstractmethod
     def origin(self) -> str:
-        """Where the rows come from, for people."""
+        """A readable description of the source of the rows."""
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """(where it stands, row), in order."""
+        """Yields (location, row) in order."""
 
     def task_of(self, where: str, row: object) -> Task:
-        """The task that a row describes; its id need not be unique yet."""
+        """The task of a row. Its id may not be unique yet."""
         return task_of_row(where, row, self.config, self.name)
 
     def _read(self) -> Iterator[Task]:
@@ -162,7 +162,7 @@ class RowTasks(ABC):
 
 
 def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) -> Task:
-    """One row as a task."""
+    """Converts one row to a task."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
     plain, sides = _without_sides(where, row, config)
@@ -183,13 +183,13 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
 
 
 def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[Problem]:
-    """A problem of the section `where` if the module is not installed, else nothing. Imports no module."""
+    """Yields a problem of the section `where` if the module is not installed. Does not import it."""
     if importlib.util.find_spec(module) is None:
         yield Problem(where, error.asked, error.found, error.do)
 
 
 def json_value(value: object, where: str) -> Any:
-    """The value as JSON values: tuples become lists, dates become ISO text; what has no JSON form is an error."""
+    """Converts a value to JSON values: tuples become lists, dates become ISO text. Raises DataError for other types."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -210,10 +210,10 @@ def json_value(value: object, where: str) -> Any:
 def messages_of(
     value: object, where: str, read: Reader = read_image, images: list[Media] | None = None
 ) -> tuple[Message, ...]:
-    """A prompt column as messages: text is one user message, a list has {role, content} entries.
+    """Converts a prompt column to messages: text is one user message, a list has {role, content} entries.
 
-    A content is text, or a list of parts, whose images `read` reads. The messages take the `images` that they mark,
-    which are removed from the list.
+    A content is text or a list of parts, whose images `read` reads. Removes the `images` that the messages mark from
+    the list.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -239,7 +239,7 @@ def _message(entry: object, where: str, read: Reader, images: list[Media] | None
 def _without_sides(
     where: str, row: Mapping[str, Any], config: RowTasks.Config
 ) -> tuple[Mapping[str, Any], dict[str, tuple[Message, ...]]]:
-    """(the row without its `conversations` and their images, the messages of each of them)."""
+    """Returns (the row without its `conversations` and their images, the messages of each conversation)."""
     if not config.conversations:
         return row, {}
     column, read = config.prompt_column, image_reader(config.image_folder)
@@ -257,9 +257,9 @@ def _without_sides(
 def _without_images(
     where: str, row: Mapping[str, Any], config: RowTasks.Config
 ) -> tuple[Row, tuple[Message, ...] | None, list[Media] | None]:
-    """(the row with hashes for images, the messages of its prompt where they have any, images that no message took).
+    """Returns (the row with hashes of its images, the messages of its prompt if it has images, the remaining images).
 
-    The images are None where the row has no column of them.
+    The remaining images are None if the row has no column of images.
     """
     row, images = dict(row), None
     read, name = image_reader(config.image_folder), "images" if config.images is None else config.images
@@ -285,7 +285,7 @@ def _column(where: str, row: Row, name: str, purpose: str) -> object:
 
 
 def _identity(where: str, row: Row, config: RowTasks.Config, prompt: Sequence[Message]) -> str:
-    """The id column, or a hash of the content, so that rewording a prompt or reordering a file keeps the id."""
+    """The id column, or a hash of the row, which does not depend on the template or on the order of the file."""
     if config.id is None:
         text = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         text += "".join(item.sha256 for message in prompt for item in message.media)
@@ -303,7 +303,7 @@ def _prompt(
     messages: tuple[Message, ...] | None,
     images: list[Media] | None,
 ) -> tuple[Message, ...]:
-    """The messages of a row: those that were read already, or those of its columns. They take the images."""
+    """The messages of the prompt: `messages`, or those of the row's columns, with the images."""
     column = config.prompt_column
     if column is None:
         messages = messages_of(_filled(where, config.template or "", row), where, images=images)
@@ -333,7 +333,7 @@ def _filled(where: str, template: str, row: Row) -> str:
 
 
 def _answer(where: str, row: Row, config: RowTasks.Config) -> Row:
-    """{"answer": ...}, or nothing where the row has none and the config names no column."""
+    """{"answer": ...}, or {} if the row has none and the config names no column."""
     required = config.answer is not None or config.answer_regex is not None
     column = config.answer or "answer"
     reward_model = row.get("reward_model")
@@ -358,7 +358,7 @@ def _answer(where: str, row: Row, config: RowTasks.Config) -> Row:
 
 
 def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
-    """{"completion": text}, or nothing where the row has none and the config names no column."""
+    """{"completion": text}, or {} if the row has none and the config names no column."""
     column = config.completion or "completion"
     if config.completion is None and column not in row:
         return {}
@@ -376,7 +376,7 @@ def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
 
 
 def _offer(where: str, columns: Row, name: str, value: object) -> None:
-    """Sets a column; another value under that name is kept as `<name>_column`, never lost."""
+    """Sets a column. Keeps a different value of that name as `<name>_column`."""
     if name in columns and columns[name] != value:
         kept = f"{name}_column"
         if kept in columns:

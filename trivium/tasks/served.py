@@ -16,7 +16,7 @@ class ServedTasks:
         """It has no options."""
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        del config, name, seed  # whatever the agents bring
+        del config, name, seed  # the tasks come from agents
 
     def __len__(self) -> int:
         return 1

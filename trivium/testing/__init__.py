@@ -1,6 +1,6 @@
-"""Contract tests for plugin authors. What ships passes the same ones.
+"""Contract tests for plugin authors. The plugins of Trivium pass the same tests.
 
-Call one from a test of your own; a broken promise is an AssertionError that names it.
+Call one from your own test. A broken promise raises an AssertionError that names it.
 """
 
 from trivium.testing.buffer_contract import check_buffer, check_read_buffer

@@ -1,4 +1,4 @@
-"""The contract of a buffer: slots, admission, order, staleness. `buffer_resume_contract` has that of resumed runs."""
+"""The contract of a buffer: slots, admission, order, staleness. `buffer_resume_contract` covers resumed runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: float = 60.0) -> None:
-    """A buffer admits, orders, evicts, cancels and replaces as the schedule says, and loses and repeats nothing.
+    """A buffer admits, orders, evicts, cancels and replaces groups by the schedule, without loss or repetition.
 
-    `make(name, schedule)` builds an end of the buffer `name`, empty the first time; the next end of the same name finds
-    what the one before it left. `shared`: several ends of one name work at the same time. Its own deadline must not be
-    shorter than `patience_s`.
+    `make(name, schedule)` builds an end of the buffer `name`, which is empty the first time. The next end of the same
+    name continues with the content of the previous one. With `shared`, several ends of one name work at the same time.
+    The deadline of the buffer must not be shorter than `patience_s`.
     """
     checks = (
         _check_order,
@@ -55,7 +55,7 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
 
 
 async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 60.0) -> None:
-    """A buffer over data that exists already gives it in one order, to every caller, and needs no explorer.
+    """A buffer over existing data returns it in the same order to every caller, without an explorer.
 
     `make()` builds an end of it before version 0 of a stage, over data for at least three steps of two groups.
     """
@@ -145,7 +145,7 @@ async def _check_drain(make: MakeBuffer) -> None:
     await buffer.take(2, 0)
     await buffer.advance("e", 1)
     await leases(buffer, 2)
-    await buffer.drain(0)  # returns: slots of version 1 do not hold up version 0
+    await buffer.drain(0)  # returns, since slots of version 1 do not block version 0
 
     buffer = await opened(make, "drain-stale", make_schedule())
     await rolled_out(buffer, 2)
@@ -169,7 +169,7 @@ async def _check_eviction(make: MakeBuffer) -> None:
     first = await lease(buffer, version=2)
     require(first == Lease(1, attempt=1), "the slot of a group that became too stale is issued again, as an attempt")
     await buffer.put("e", make_group(first, version=0))
-    await _until(buffer, evicted=4, given_up=1)  # after max_attempts another slot takes its place
+    await _until(buffer, evicted=4, given_up=1)  # another slot replaces it after max_attempts
     rest = await leases(buffer, 6)
     promised = [Lease(2, 1), Lease(3, 1), *map(Lease, range(4, 8))]
     require(rest == promised, "evicted slots come first, then new ones")
@@ -207,7 +207,7 @@ async def _check_cancelled_leases(make: MakeBuffer) -> None:
     require((await buffer.counts())["called_off"] == 2, "cancelled leases are counted")
     second = [await lease(buffer, version=1), await lease(buffer)]
     require(second == [Lease(2, 1), Lease(3, 1)], "cancelled slots are issued again")
-    await buffer.put("e", make_group(held[2]))  # its owner was not told in time
+    await buffer.put("e", make_group(held[2]))  # its owner has not noticed the cancellation yet
     await buffer.put("e", make_group(second[0], version=1))
     await buffer.release("e")
     require(await lease(buffer, "heir", 1) == second[1], "a later attempt may be another explorer's")
@@ -215,7 +215,7 @@ async def _check_cancelled_leases(make: MakeBuffer) -> None:
     await buffer.put("heir", make_group(second[1], version=1))
     taken = await buffer.take(2, 2)
     require([(g.slot, g.attempt) for g in taken] == [(2, 1), (3, 1)], "groups of cancelled leases are never taken")
-    await buffer.put("e", make_group(held[3]))  # is forgotten, even after the slot was trained on
+    await buffer.put("e", make_group(held[3]))  # is dropped, even after the slot was trained on
     await refused(buffer.put("e", make_group(Lease(8), version=2)), "only leased slots are put")
 
 
@@ -324,7 +324,7 @@ async def _check_company(make: MakeBuffer, shared: bool) -> None:
 
 
 async def _blocked(call: Any, promise: str) -> asyncio.Future[Any]:
-    """The running call, which waits."""
+    """Starts the call and checks that it waits."""
     running = asyncio.ensure_future(call)
     await asyncio.sleep(0.1)
     require(not running.done(), promise)
@@ -332,6 +332,6 @@ async def _blocked(call: Any, promise: str) -> asyncio.Future[Any]:
 
 
 async def _until(buffer: Buffer, **counts: int) -> None:
-    """Waits until the buffer counts so many."""
+    """Waits until the buffer reports these counts."""
     while counts.items() - (await buffer.counts()).items():
         await asyncio.sleep(0.01)

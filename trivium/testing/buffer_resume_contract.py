@@ -113,7 +113,8 @@ async def _check_lost_future(make: MakeBuffer) -> None:
     require(await lease(again, version=1) == Lease(4), promise)
     require(slots_of(await again.take(2, 0)) == [2, 3], "groups of older versions stay")
 
-    # Killed at version 2, resumed at 0, killed at 2 again: version 1 of the first session is not that of the second.
+    # Killed at version 2, resumed at 0, killed at 2 again: version 1 of the first session differs from that of the
+    # second.
     schedule = make_schedule(max_staleness=2)
     buffer = await opened(make, "lost-twice", schedule)
     start = await saved(buffer)
@@ -155,7 +156,7 @@ async def _check_counts(make: MakeBuffer) -> None:
     await buffer.take(2, 0)
     later = await saved(buffer)
     await buffer.put("e", make_group(await lease(buffer, version=1), 1).refused("unwanted"))
-    # From the start version 1 has dropped nothing yet: that must not admit another slot to version 0.
+    # In the state of the start, version 1 has dropped nothing. This must not admit another slot to version 0.
     for state, version, count, free in ((later, 1, 2, 4), (start, 0, 1, 3), (start, 0, 1, 3)):
         again = await opened(make, "counts", schedule, state, version)
         counted = {"evicted": 0, "called_off": 0, "given_up": 0, "dropped": count}
@@ -185,7 +186,7 @@ async def _check_retries(make: MakeBuffer) -> None:
     await kept.retry_on_resume(range(6))
     await _retried(await opened(make, "retries", schedule))
     again = await opened(make, "retries", schedule)
-    for each in await _retried(again):  # a retry that is not finished is left to the next session
+    for each in await _retried(again):  # the next session repeats unfinished retries
         await again.put("e", make_group(each))
     taken = await again.take(6, 0)
     require([bool(group.alive) for group in taken] == [True] * 4 + [False, True], "retried groups replace others")
@@ -203,7 +204,7 @@ async def _retried(buffer: Buffer) -> list[Lease]:
 
 
 async def _check_outage(make: MakeBuffer) -> None:
-    """Groups that were not trained on are retried, whenever they were put, and later steps' too."""
+    """Groups that were not trained on are retried, whenever they were put, including those of later steps."""
     schedule = make_schedule(max_staleness=2)
     buffer = await opened(make, "outage", schedule)
     start = await saved(buffer)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 async def check_channel(
     make: Callable[[str, Synchronizer], WeightChannel], directory: Path, *, patience_s: float = 30.0
 ) -> None:
-    """A channel carries every kind of tensor to the bit, however the trainer goes on with its own; what it says it can
-    deliver it delivers, and nothing else; what it saved comes back, and nothing else.
+    """A channel delivers every kind of tensor bit for bit, even if the trainer changes its own tensors afterwards. It
+    delivers exactly the versions that it lists, and restores exactly those that it saved.
 
-    `make(role, synchronizer)` opens the end of the trainer, or of an explorer, of a channel that keeps two versions.
-    Ends over the same `synchronizer.board` belong together, and each pair takes the place of the one before.
-    `directory` is an empty one to save in.
+    `make(role, synchronizer)` opens the trainer's or an explorer's end of a channel that keeps two versions. Ends over
+    the same `synchronizer.board` belong together, and each pair replaces the previous one. `directory` is an empty
+    directory to save in.
     """
     async with asyncio.timeout(patience_s):
         pair = await _ChannelEnds.open(make, patience_s)
@@ -59,7 +59,7 @@ async def check_channel(
 
 
 class _ChannelEnds:
-    """Both ends of a channel, and the handshake around it that the loops make in a run."""
+    """Both ends of a channel, with the handshake of the loops in a run."""
 
     def __init__(self, make: Callable[[str, Synchronizer], WeightChannel], patience_s: float) -> None:
         board = MemoryBoard()
@@ -78,7 +78,7 @@ class _ChannelEnds:
         return ends
 
     async def deliver(self, version: int, weights: Mapping[str, Any]) -> Weights:
-        """One version, all the way."""
+        """Offers, publishes and collects one version."""
         offering = asyncio.ensure_future(asyncio.to_thread(self.trainer.offer, version, iter(weights.items())))
         if not self.trainer_side.collective:
             require(await offering, "offer returns True: the version can be had")
@@ -102,7 +102,7 @@ class _ChannelEnds:
 
 
 def _odd_tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Every kind of tensor a model may hold: types, shapes, strides, and numbers that do not equal themselves."""
+    """Every kind of tensor of a model: types, shapes, strides, and NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a rollout engine promises.
+"""The contract of a rollout engine.
 
 Legend: L tokens of one sequence.
 """
@@ -48,17 +48,18 @@ async def check_engine(
     crowd: int = 500,
     patience_s: float = 30.0,
 ) -> None:
-    """An engine samples what it says it samples, repeats itself, switches weights between completions, and never hangs.
+    """An engine samples from the declared distribution, is reproducible, switches weights between completions, and
+    never hangs.
 
-    `make` builds a fresh engine, the same one each time. `prompts` are at least two prompts it can read; `weights`
-    yields weights that `load` accepts (unset: those of the first policy). What an engine does not promise
-    (`exact_sampling`, `batch_invariant`, `updates_in_flight`, `adopts_weights`) is not asked of it.
+    `make` builds a new, identical engine on each call. `prompts` has at least two prompts that the engine can read;
+    `weights` yields weights that `load` accepts (unset: those of the first policy). Capabilities that an engine does
+    not declare (`exact_sampling`, `batch_invariant`, `updates_in_flight`, `adopts_weights`) are not tested.
 
-    With `policies`, its log-probabilities are those of the training engine, at several temperatures: a fresh engine
-    holds the first of them, and an engine that adopts weights is given the second and the first again, so that one that
-    goes on with old weights, or with what it has cached under them, is found. `tolerance` is that of its type (a name
-    of `TOLERANCES`), or another. With `decode` (tokens to text), stop strings end completions at the exact token. With
-    `renderer`, a conversation of three turns with a tool keeps its tokens. `crowd` requests are made at once.
+    With `policies`, its log-probabilities must equal those of the training engine at several temperatures. A new engine
+    holds the first policy. An engine that adopts weights then loads the second and the first again, which detects the
+    use of old weights or of caches computed with them. `tolerance` is that of its type (a name of `TOLERANCES`), or
+    another. With `decode` (tokens to text), stop strings must end completions at the exact token. With `renderer`, a
+    conversation of three turns with a tool must keep its tokens. `crowd` is the number of concurrent requests.
     """
     require(len(prompts) >= 2, "check_engine is given at least two prompts")
     allowed = tolerance if isinstance(tolerance, Tolerance) else TOLERANCES[tolerance]
@@ -107,7 +108,7 @@ async def _check_closing(
     await asyncio.sleep(0)
     await engine.close()
     await asyncio.wait(long)
-    _ = [call.exception() for call in long if not call.cancelled()]  # an engine may refuse what it was asked
+    _ = [call.exception() for call in long if not call.cancelled()]  # an engine may refuse the request
 
 
 async def _check_completions(
@@ -147,7 +148,7 @@ def _check_completion(request: Request, done: Completion, version: int, eos: fro
 async def _check_crowd(
     engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int, crowd: int
 ) -> None:
-    """Many requests at once, of every length, a third of which are cancelled."""
+    """Many concurrent requests of every length, a third of which are cancelled."""
     requests = [
         _request(prompts[index % len(prompts)], index, 1 + index % max_new_tokens, (1.0, 0.7, 0.0)[index % 3])
         for index in range(crowd)
@@ -172,7 +173,7 @@ async def _check_crowd(
 async def _check_stop_strings(
     engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int, decode: Decode
 ) -> None:
-    """Stop strings taken from what the engine samples, of one token and of two."""
+    """Tests stop strings of one and of two tokens from completions of the engine."""
     plain = [_request(prompt, index, max_new_tokens, min(index, 1.0)) for prompt in prompts for index in range(6)]
     before = await asyncio.gather(*map(engine.generate, plain))
     stopped: list[Request] = []
@@ -207,7 +208,7 @@ async def _check_stop_strings(
 
 
 async def _check_refusal(engine: RolloutEngine) -> None:
-    """An engine that adopts no weights says so, and goes on with its own."""
+    """An engine that adopts no weights refuses them and keeps its own."""
     version = engine.version
     (refusal,) = await asyncio.gather(engine.load(version + 1, []), return_exceptions=True)
     require(isinstance(refusal, TriviumError), "load of an engine that adopts no weights raises an error that says so")

@@ -1,6 +1,6 @@
-"""What a rollout engine's log-probabilities promise: they are the training engine's, of the weights it was given.
+"""The contract of a rollout engine's log-probabilities: they equal those of the training engine with the same weights.
 
-Each comparison first makes sure that it could fail: what it tells apart differs by more than the tolerance.
+Each comparison first checks that it can fail: the compared alternatives differ by more than the tolerance.
 
 Legend: L tokens of one sequence.
 """
@@ -44,7 +44,7 @@ TOLERANCES = {
     "float16": Tolerance(5e-3, 0.1),
     "bfloat16": Tolerance(0.03, 0.5),
 }
-"""By the type that the engine computes in, where the training engine computes in float32."""
+"""By the dtype of the engine, if the training engine computes in float32."""
 
 
 async def check_log_probs(
@@ -54,7 +54,7 @@ async def check_log_probs(
     tolerance: Tolerance,
     max_new_tokens: int,
 ) -> None:
-    """At temperatures below, at and above 1, all requested at once."""
+    """Compares at temperatures below, at and above 1, all requested concurrently."""
     requests = [
         _request(prompt, ("temperature", index), Sampling(max_new_tokens, temperature))
         for temperature in _TEMPERATURES
@@ -80,7 +80,7 @@ async def check_truncation(
     tolerance: Tolerance,
     max_new_tokens: int,
 ) -> None:
-    """Greedy sampling and one most probable token take what the training engine finds most probable."""
+    """Greedy sampling and `top_k=1` take the token that is most probable in the training engine."""
     greedy = [_request(prompt, ("greedy",), Sampling(max_new_tokens, 0.0)) for prompt in prompts]
     first = [_request(prompt, ("first",), Sampling(max_new_tokens, 1.0, top_k=1)) for prompt in prompts]
     completions = await asyncio.gather(*map(engine.generate, [*greedy, *first]))
@@ -101,9 +101,8 @@ async def check_sentinels(
     tolerance: Tolerance,
     max_new_tokens: int,
 ) -> None:
-    """Weights that were loaded are the ones that sample, and nothing that was cached under others is used: the same
-    prompts are completed under one policy, another, and the first again, and so are prompts that begin with what was
-    sampled before."""
+    """Completions use the loaded weights and nothing cached under others. Completes the same prompts with one policy,
+    another and the first again, and also prompts that begin with earlier completions."""
     requests: list[Request] = [_request(prompt, ("sentinel",), Sampling(max_new_tokens)) for prompt in prompts]
     before = await asyncio.gather(*map(engine.generate, requests))
     requests += [
@@ -116,7 +115,7 @@ async def check_sentinels(
     ]
     requests = [request for request in requests if len(request.prompt_tokens) + max_new_tokens <= engine.max_context]
     for policy, other in ((policies[1], policies[0]), (policies[0], policies[1])):
-        await asyncio.gather(*map(engine.generate, requests))  # what an engine keeps of prompts, it has now
+        await asyncio.gather(*map(engine.generate, requests))  # fills the engine's cache of prompts
         await engine.load(engine.version + 1, policy.weights())
         pairs = [*zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True)]
         own = _reference(pairs, policy, 1.0)
@@ -132,7 +131,7 @@ async def check_conversation(
     tolerance: Tolerance,
     max_new_tokens: int,
 ) -> None:
-    """Three turns with a tool: what was sampled is what the next turn, and training, continue from."""
+    """Three turns with a tool: the next turn and training continue from the sampled tokens."""
     key = SampleKey(0, "check", "check", "conversation")
     speaker = Policy(engine, renderer, Sampling(max_new_tokens), key, engine.max_context)
     conversation: list[Message] = [Message("user", "Use the tool, twice.")]
@@ -160,7 +159,7 @@ def _request(prompt: IntArray, path: tuple[int | str, ...], sampling: Sampling) 
 def _reference(
     pairs: Sequence[tuple[Request, Completion]], policy: ReferencePolicy, temperature: float
 ) -> list[FloatArray]:
-    """Of each completion, what the training engine says of its tokens."""
+    """The training engine's log-probabilities of the tokens of each completion."""
     sequences = [np.concatenate([request.prompt_tokens, done.tokens]) for request, done in pairs]
     numbers = policy.log_probs(sequences, temperature)
     return [each[len(request.prompt_tokens) :] for each, (request, _) in zip(numbers, pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""How a broken promise is reported, and what several contracts compare."""
+"""Helpers of the contracts: report a broken promise, compare tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def require(kept: bool, promise: str) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have one type, one shape and the same bits."""
+    """Whether two tensors have the same dtype, shape and bits."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b) if tensor.numel()]

@@ -1,4 +1,4 @@
-"""What the training engine says of tokens: the reference that a rollout engine is compared with."""
+"""Log-probabilities of the training engine: the reference for rollout engines."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ReferencePolicy:
     """Weights, and the log-probabilities that the training engine computes with them."""
 
     weights: Callable[[], Weights]
-    """What `load` is given."""
+    """The weights for `load`."""
     log_probs: Callable[[Sequence[IntArray], float], Sequence[FloatArray]]
-    """(sequences, temperature) -> of each the log-probability of every token, (L,), 0 for the first."""
+    """(sequences, temperature) -> the log-probabilities of each sequence, (L,), 0 for the first token."""
 
 
 def reference_policy(model_dir: Path, dtype: torch.dtype = torch.float32) -> ReferencePolicy:
-    """The policy in a Hugging Face directory as the training engine computes it, on the CPU."""
+    """The policy in a Hugging Face directory, computed by the training engine on the CPU."""
     model = LanguageModel(model_dir, dtype=dtype, device=torch.device("cpu"), temperature=1.0)
 
     @torch.no_grad()

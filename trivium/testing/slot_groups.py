@@ -28,7 +28,7 @@ def make_schedule(**change: object) -> Schedule:
 async def opened(
     make: MakeBuffer, name: str, schedule: Schedule, state: Mapping[str, Any] | None = None, version: int = 0
 ) -> Buffer:
-    """An end of the buffer as a trainer opens it, and an explorer `e` that has loaded version 0."""
+    """Opens an end of the buffer as a trainer does, with an explorer `e` that has loaded version 0."""
     buffer = make(name, schedule)
     await buffer.restore(state, version)
     await buffer.advance("e", 0)
@@ -36,7 +36,7 @@ async def opened(
 
 
 async def lease(buffer: Buffer, owner: str = "e", version: int | None = None) -> Lease:
-    """A lease of `owner`, which loads `version` first."""
+    """A lease of `owner`, after it has loaded `version`."""
     if version is not None:
         await buffer.advance(owner, version)
     held = await buffer.lease(owner)
@@ -58,7 +58,7 @@ async def rolled_out(buffer: Buffer, count: int, owner: str = "e", version: int 
 
 
 async def saved(buffer: Buffer) -> dict[str, Any]:
-    """The state as a checkpoint holds it."""
+    """The state of the buffer in a checkpoint."""
     return json.loads(json.dumps(await buffer.state()))
 
 

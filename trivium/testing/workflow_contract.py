@@ -1,4 +1,4 @@
-"""What a workflow promises."""
+"""The contract of a workflow."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 async def check_workflow(
     workflow: Workflow, task: Task, policy_factory: Callable[[], Policy], *, patience_s: float = 10.0
 ) -> None:
-    """A workflow records turns, returns finite rewards, repeats itself in company, and ends when cancelled.
+    """A workflow records turns, returns finite rewards, is reproducible next to others, and ends when cancelled.
 
-    `policy_factory` makes a fresh policy, the same one each time: same weights, same SampleKey.
+    `policy_factory` makes a new policy with the same weights and the same SampleKey on each call.
     """
     alone = policy_factory()
     earned = await workflow.run(task, alone)
@@ -43,7 +43,7 @@ async def check_workflow(
 
 
 class _SilentPolicy(Policy):
-    """A policy that never answers, to be cancelled while it is waited for."""
+    """A policy that never answers, for cancelling a workflow that waits for it."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -63,7 +63,7 @@ class _SilentPolicy(Policy):
 
 
 def _all_finite(numbers: object) -> bool:
-    """Whether it is a mapping from text to finite numbers."""
+    """Whether the value is a mapping from text to finite numbers."""
     if not isinstance(numbers, Mapping):
         return False
     named = cast("Mapping[Any, Any]", numbers).items()

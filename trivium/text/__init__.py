@@ -1,4 +1,4 @@
-"""Words and tokens: tokenizers, the renderer that turns conversations into tokens, offline tiny models."""
+"""Text and tokens: tokenizers, the renderer from conversations to tokens, offline tiny models."""
 
 from trivium.models.vision.processor import hf_processor
 from trivium.text.tokenizer import hf_tokenizer

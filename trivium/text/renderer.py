@@ -1,14 +1,14 @@
-"""Conversations to tokens and back. What the policy sampled is never encoded again.
+"""Conversations to tokens and back. Sampled completions are never encoded again.
 
-An image is one placeholder in the text that the template writes, and becomes as many tokens as the model wants of it.
+The template writes one placeholder for each image, which expands to the number of tokens that the model needs.
 
 A second turn is a *bridge*: the template renders the conversation with a marker in place of the completion, and only
-the text after the marker is encoded and appended to the tokens as they were sampled. So
+the text after the marker is encoded and appended to the sampled tokens. Therefore
 
-- a completion whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) is kept;
-- a template that drops earlier reasoning from the history has no effect: the policy goes on seeing what it sampled;
-- a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for example) is
-  an error that shows where the two texts differ.
+- a completion whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) keeps its
+tokens; - a template that drops earlier reasoning from the history has no effect: the policy continues to see its own
+tokens; - a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for
+example) raises an error that shows where the two texts differ.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHORT, _LONG = 512, 16_384
-"""Characters of a conversation. Prompts of up to 16,384 short texts are kept: tasks come again in every epoch. Of
-longer ones, and of those with images, 4,096 are, for the members of their groups; of still longer ones none: thousands
-would take up too much memory."""
+"""Limits of a conversation in characters, for the cache of prompts. 16,384 prompts of short conversations are cached,
+since tasks return in every epoch. 4,096 longer ones, or ones with images, are cached for the members of their groups.
+Conversations beyond both limits are not cached, to save memory."""
 
 _EARLIER_COMPLETION = "reply"
-"""Replaces earlier completions when two renderings are compared: only the other text is compared."""
+"""Replaces earlier completions in the comparison of two renderings."""
 
 
 class ChatRenderer:
     """Renderer over a tokenizer's chat template (`trivium.protocols.Renderer`).
 
-    `chat_template` (Jinja text) replaces the tokenizer's own. The template decides on roles and default system
-    prompts; what it refuses is a DataError. Tools (`trivium.text.tools`) reach it as its `tools`. Special tokens
-    written out in a message's text become special tokens, as in every engine that renders chat templates; those that
-    stand for media are refused.
+    `chat_template` (Jinja text) replaces the tokenizer's own. The template defines roles and default system prompts; a
+    conversation that it refuses raises DataError. It receives tools (`trivium.text.tools`) as `tools`. Special tokens
+    in a message's text become special tokens, as in every engine that renders chat templates; those of media are
+    refused.
 
-    `images` is how the model reads images; None: it reads text only.
+    `images` describes how the model reads images; None: it reads only text.
     """
 
     eos_token_ids: frozenset[int]
@@ -77,7 +77,7 @@ class ChatRenderer:
         eos = _eos(tokenizer)
         own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
         self.eos_token_ids = frozenset(own | _generation_eos(tokenizer.name_or_path))
-        # The members of a group start from one conversation; rendering it costs more than sampling a token of it.
+        # The members of a group share a conversation, and rendering it costs more than sampling a token.
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
 
@@ -112,9 +112,10 @@ class ChatRenderer:
     def extend(
         self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
     ) -> Prompt:
-        """`seen` as it was, then what closes the completion (unless it was sampled), `new`, and the next opening.
+        """Returns `seen` unchanged, then the end of the completion (unless it was sampled), `new`, and the next
+        opening.
 
-        Raises DataError where the template rewrites the earlier conversation, and for an image that cannot be read.
+        Raises DataError if the template rewrites the earlier conversation, and for an image that cannot be read.
         """
         bridge = self._encode(self._bridge(history, new))
         if stop_reason is StopReason.EOS:
@@ -122,15 +123,15 @@ class ChatRenderer:
         return seen.then(self._expanded(bridge, _media_of(new)))
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text without special tokens; invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(tokens, np.int64).tolist()
         text = self._decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def read(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """The prompt in a text that was rendered already, special tokens included; the placeholders of an image may be
-        one or as many as the image has tokens. Raises DataError where there are not as many images as `media`."""
+        """The prompt of a rendered text, special tokens included. An image may have one placeholder or one for each of
+        its tokens. Raises DataError if the number of images differs from that of `media`."""
         if self._images is not None:
             placeholder = re.escape(self._images.token)
             text = re.sub(f"(?:{placeholder})+", lambda match: self._images.token if self._images else "", text)
@@ -141,7 +142,7 @@ class ChatRenderer:
         return prompt
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
-        """(prompt, completion tokens with end of turn) of text that the policy did not sample."""
+        """Encodes a completion that the policy did not sample. Returns (prompt, completion tokens with end of turn)."""
         self._check_media([Message("assistant", completion)])
         return self.render(messages), np.append(self._encode(completion), np.int32(self._end_of_turn))
 
@@ -176,7 +177,7 @@ class ChatRenderer:
         return bridge
 
     def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
-        """The conversation as the template writes it; `generation` opens the assistant's next turn."""
+        """Renders the conversation with the template; `generation` opens the assistant's next turn."""
         self._check_media(messages)
         tools, messages = split_tools(messages)
         if tools and not self._knows_tools:
@@ -200,7 +201,8 @@ class ChatRenderer:
         return text
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """A message's content as the template reads it: parts, where the model reads images."""
+        """The content of a message for the template: a list of parts if the template supports it and the model reads
+        images."""
         if not self._by_parts:
             return message.content
         texts = parts_of(message)
@@ -216,12 +218,12 @@ class ChatRenderer:
         conversation = [{"role": "user", "content": [{"type": "text", "text": marker}]}]
         try:
             text = self._tokenizer.apply_chat_template(conversation, chat_template=self._template, tokenize=False)
-        except (TemplateError, TypeError):  # text and a list cannot be joined
+        except (TemplateError, TypeError):  # the template joins text and a list
             return False
         return marker in str(text) and "'text'" not in str(text)
 
     def _check_media(self, messages: Sequence[Message]) -> None:
-        """Refuses media that the model cannot read, and texts that would stand for media."""
+        """Refuses media that the model cannot read, and texts that contain placeholders of media."""
         if not self._by_parts and any(message.media for message in messages):
             raise DataError(
                 "render a message with images or sound",
@@ -241,7 +243,7 @@ class ChatRenderer:
                     )
 
     def _expanded(self, tokens: IntArray, media: Sequence[Media]) -> Prompt:
-        """The prompt of tokens with one placeholder for each of the media."""
+        """Expands the placeholders in `tokens`, one for each of `media`, to a prompt."""
         if self._images is None or not media:
             return Prompt(tokens)
         places = np.flatnonzero(tokens == self._images.token_id)
@@ -290,14 +292,14 @@ class ChatRenderer:
 
 
 def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS) -> ChatRenderer:
-    """The renderer of the model in a directory: with images, if the model reads them."""
+    """The renderer of the model in a directory, with images if the model reads them."""
     return ChatRenderer(hf_tokenizer(model_dir), images=images_of(model_dir, max_pixels=max_image_pixels))
 
 
 def parts_of(message: Message) -> list[str]:
-    """The texts of a message before, between and behind its media: one more than there are media.
+    """The texts before, between and after the media of a message: one more than the number of media.
 
-    Raises DataError where its text marks another number of images than it has.
+    Raises DataError if its text marks a different number of images.
     """
     if not message.media:
         return [message.content]
@@ -322,7 +324,7 @@ def _with_content(message: Message, content: str) -> Message:
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:
-    """A word that no message contains and no template alters."""
+    """A word that no message contains and that no template changes."""
     number = 0
     while any(f"sampledreply{number}" in message.content for message in messages):
         number += 1
@@ -345,8 +347,8 @@ def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
-    """What decodes one sequence: `decode` of the base class first looks at every token, to see whether it is a batch,
-    which takes longer than to decode it."""
+    """Returns a function that decodes one sequence. Skips `decode` of the base class, which scans all tokens for a
+    batch, and so takes longer than decoding."""
     from transformers import PreTrainedTokenizerBase
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
@@ -354,8 +356,8 @@ def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
 
 
 def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
-    """What encodes one text, without adding special tokens: `__call__` of the base class prepares batches, which takes
-    five times as long as to encode a short prompt."""
+    """Returns a function that encodes one text without adding special tokens. Skips `__call__` of the base class, which
+    prepares batches and takes five times as long for a short prompt."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     def called(text: str) -> Sequence[int]:
@@ -363,7 +365,7 @@ def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[i
         return cast(list[int], ids)
 
     def encoded(text: str) -> Sequence[int]:
-        backend = fast.backend_tokenizer  # it keeps what another's call set
+        backend = fast.backend_tokenizer  # it keeps settings of other callers
         if backend.truncation or backend.padding or backend.encode_special_tokens:
             return called(text)
         return backend.encode(text, add_special_tokens=False).ids
@@ -376,7 +378,7 @@ def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[i
 
 
 def _generation_eos(name_or_path: str) -> set[int]:
-    """What generation_config.json in the tokenizer's own directory calls end of sequence."""
+    """The end-of-sequence tokens in generation_config.json of the tokenizer's directory."""
     path = Path(name_or_path) / "generation_config.json"
     if not name_or_path or not path.is_file():
         return set()

@@ -1,4 +1,4 @@
-"""Tiny models made on the spot: a real tokenizer and a real Hugging Face model, offline, from a seed.
+"""Tiny models: a real tokenizer and a real Hugging Face model, built offline from a seed.
 
 The tokenizer has one token per character (or per byte) and one per role, so a prompt costs a tiny model few tokens:
 `<|user|>3+4=<|end|><|assistant|>`.
@@ -99,9 +99,9 @@ class TinyModel:
         self.config, self.seed = config, seed
 
     def materialize(self, directory: Path) -> Path:
-        """Builds model and tokenizer into `directory` unless they are there; the weights depend on the seed alone.
+        """Builds model and tokenizer in `directory` unless they exist. The weights depend only on the seed.
 
-        A process that dies leaves all of it or nothing. Raises RunDirError where its files are not what was built.
+        The write is atomic. Raises RunDirError if existing files have changed since they were built.
         """
         import torch
         from transformers import GenerationConfig
@@ -134,14 +134,14 @@ class TinyModel:
         return directory
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        """The model with random weights, of torch's generator."""
+        """The model with random weights from torch's generator."""
         import torch
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_config(_model_config(self.config, tokenizer), dtype=torch.float32)
 
     def _save_processor(self, directory: Path) -> None:
-        """Writes what the model's processor is read from; a text model has none."""
+        """Writes the files of the model's processor. A text model has none."""
 
 
 def tiny_tokenizer(
@@ -205,13 +205,13 @@ def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) 
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        # transformers' 0.02 fits widths of thousands; at this size training would idle on a plateau first.
+        # transformers' default 0.02 suits widths of thousands; at this size training would start on a plateau.
         initializer_range=config.hidden**-0.5,
     )
 
 
 def sizes_of(config: TinyModel.Config) -> dict[str, Any]:
-    """What a config.json says of its size, in the words of the architecture."""
+    """The sizes in a config.json, by the key names of the architecture."""
     if config.architecture == "gpt2":
         return {
             "tie_word_embeddings": config.tied,

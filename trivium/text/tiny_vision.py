@@ -1,4 +1,4 @@
-"""Tiny vision-language models made on the spot: a model, tokenizer and processor of a real family, from a seed.
+"""Tiny vision-language models: a model, tokenizer and processor of a real family, built from a seed.
 
 An image costs few tokens: with the defaults, a 28 x 28 picture is 4 tokens of a Qwen model.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TILES = 2
-"""How many tiles a side the Idefics families cut an image into, beside the whole image in one."""
+"""Number of tiles per side that the Idefics families cut an image into, in addition to the whole image."""
 _IDEFICS_TOKENS = (
     "<image>",
     "<fake_token_around_image>",
@@ -121,7 +121,7 @@ class TinyVisionModel(TinyModel):
 
     @staticmethod
     def images(config: Config, max_pixels: int = MAX_PIXELS) -> Images:
-        """How the model that the config describes reads images, without building it."""
+        """The image reader of the model that the config describes, without building it."""
         with TemporaryDirectory() as directory:
             config.tokenizer().save_pretrained(directory)
             TinyVisionModel(config, seed=0)._save_processor(Path(directory))

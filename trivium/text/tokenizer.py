@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face keeps them, with the two corrections that training needs."""
+"""Hugging Face tokenizers, with the two corrections that training needs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 _GEMMA2_END = "<end_of_turn>"
 
-# transformers is imported inside the functions: reading a config that names a tiny model must not wait for torch.
+# transformers is imported inside the functions, so that reading a config that names a tiny model does not import torch.
 
 
 def hf_tokenizer(
     name_or_path: str | Path, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: object
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory (never asks a hub) or of a hub id.
+    """The tokenizer of a model directory (without access to a hub) or of a hub id.
 
     A missing pad token becomes the end-of-sequence token; the instruction-tuned Gemma 2 ends its turns with
-    `<end_of_turn>`, which becomes the end-of-sequence token. Either correction warns. `kwargs` go to
-    `AutoTokenizer.from_pretrained`. Raises DataError for a directory that is not there.
+    `<end_of_turn>`, which becomes the end-of-sequence token. Both corrections warn. `kwargs` are passed to
+    `AutoTokenizer.from_pretrained`. Raises DataError for a missing directory.
     """
     from transformers import AutoTokenizer
 

@@ -1,8 +1,8 @@
-"""Tools in a conversation: how the policy is told of them, and how its calls are read from what it wrote.
+"""Tools in a conversation: describes them to the policy and reads its calls from completions.
 
 A conversation with tools begins with a message of role `tools`, whose content is the JSON list that OpenAI's clients
-send. The renderer gives that list to the chat template, or describes it in the system message where the template knows
-no tools. Calls are read in the two notations that most open models are trained on: `<tool_call>` blocks of JSON
+send. The renderer gives that list to the chat template, or describes it in the system message if the template does not
+support tools. Calls are read in the two notations that most open models are trained on: `<tool_call>` blocks of JSON
 (Hermes, Qwen), and a completion that is one JSON object with `name` and `parameters` (Llama).
 """
 
@@ -42,7 +42,7 @@ class ToolCall(NamedTuple):
 
 
 def split_tools(messages: Sequence[Message]) -> tuple[list[Any], Sequence[Message]]:
-    """(tools, the other messages) of a conversation. Raises DataError where the tools are no JSON list."""
+    """(tools, the other messages) of a conversation. Raises DataError if the tools are not a JSON list."""
     if not messages or messages[0].role != TOOLS:
         return [], messages
     try:
@@ -65,8 +65,8 @@ def described(tools: Sequence[object], messages: Sequence[Message]) -> list[Mess
 
 
 def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text before the calls, calls) of a completion. Where anything is not a call of one of these tools, all of it is
-    text."""
+    """(text before the calls, calls) of a completion. If any part is not a valid call of one of these tools, the whole
+    completion is text."""
     content, *blocks = text.split(_OPEN)
     if blocks:
         parts = [block.partition(_CLOSE) for block in blocks]
@@ -84,7 +84,7 @@ def write_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _call(text: str, names: Collection[str]) -> ToolCall | None:
-    """The call that a JSON text stands for; None where it stands for none."""
+    """Parses a call from JSON text. Returns None if it is not a call."""
     if not names or (normalized := json_object(text)) is None:
         return None
     call = json.loads(normalized)

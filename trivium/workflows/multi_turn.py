@@ -1,4 +1,4 @@
-"""Policy and environment in turns, until the environment is done or the turns are used up.
+"""Alternates policy and environment until the environment is done or `max_turns` is reached.
 
 reset(task) -> messages -> completion -> step(completion) -> messages, reward, done -> completion -> ...
 """
@@ -25,7 +25,7 @@ from trivium.types import Message, Task
 
 
 class EnvironmentFailure(RolloutError):
-    """An environment raised, or answered with something that is not a step."""
+    """An environment raised, or returned something that is not a step."""
 
 
 class MultiTurn:
@@ -63,7 +63,8 @@ class MultiTurn:
         self._threads = Threads(config.threads, f"the environment {config.environment}")
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
+        """Runs one episode. The reward `environment` is the sum over its steps. The metric `env_done` is whether the
+        environment ended the episode."""
         name = self._environment.__name__
         made = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
         world = cast(Environment, made)
@@ -91,7 +92,7 @@ class MultiTurn:
     async def _ask(
         self, asked: str, task: Task, function: Callable[..., object], /, *args: object, **kwargs: object
     ) -> object:
-        """The result of an environment's method, plain or `async`; whatever it raises is an EnvironmentFailure."""
+        """Calls a method of the environment, plain or `async`. Its errors become EnvironmentFailure."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
@@ -102,7 +103,7 @@ class MultiTurn:
 
 
 def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
-    """The class of a config's environment; ConfigError where it cannot be made with the given arguments."""
+    """The class of a config's environment. Raises ConfigError if it does not accept the given arguments."""
     made_by = resolve("environments", config.environment)
     missing = [method for method in ("reset", "step") if not callable(getattr(made_by, method, None))]
     if not isinstance(made_by, type) or missing:
@@ -123,7 +124,7 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
 
 
 def _step(step: object, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:
-    """`(messages, reward, done)` as an environment gave it, checked."""
+    """Checks the `(messages, reward, done)` of an environment."""
     if not isinstance(step, tuple) or len(step) != 3:
         raise _failure(asked, task, f"{described(step)} instead of (messages, reward, done)")
     messages, reward, done = step
@@ -145,7 +146,7 @@ def _messages(messages: object, asked: str, task: Task) -> tuple[Message, ...]:
 
 
 def _state(seen: Sequence[Message]) -> str:
-    """The name of what an environment has just shown: equal for equal messages."""
+    """The name of a state, which is equal for equal messages."""
     shown = [[m.role, m.content, [item.sha256 for item in m.media]] for m in seen]
     return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
 

@@ -26,5 +26,5 @@ class SingleTurn:
         await policy.generate(self.prompt(task))
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """What the policy is given."""
+        """The messages for the policy."""
         return task.prompt if self.config.system is None else with_system(task.prompt, self.config.system)
