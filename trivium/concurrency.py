@@ -33,7 +33,7 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class CancellationEscaped(RolloutError):
-    """A coroutine ended with a cancellation that its caller had not requested."""
+    """A coroutine was cancelled without a request of its caller."""
 
     def __init__(self) -> None:
         super().__init__(

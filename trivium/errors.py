@@ -126,7 +126,7 @@ class VersionGone(SyncError):
 
 
 class RoleFailed(TriviumError):
-    """A role died, and the run cannot go on without it."""
+    """A role died, and the run cannot continue without it."""
 
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(

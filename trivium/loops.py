@@ -176,7 +176,7 @@ async def follow_weights(
         if schedule.ordered and loaded is not None:
             try:
                 await buffer.drain(loaded)
-            except StopAsyncIteration:  # the stage is over
+            except StopAsyncIteration:  # the stage has ended
                 return
         try:
             await explorer.adopt(version, channel)

@@ -127,7 +127,7 @@ class Policy:
         self._stop_reason = StopReason.EOS
 
     async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
-        """The policy's answer to a conversation that ends where the assistant is to speak.
+        """Generates the assistant's next turn of a conversation.
 
         Raises PromptTooLong if the rendered conversation fills the context, RolloutError after the end of the rollout.
         """

@@ -31,7 +31,7 @@ MAX_CONCURRENCY = 100_000
 """Maximum number of concurrent calls of a host. Most of them sleep: one request per rollout in flight, and long
 polls."""
 _UNDO_S = 10.0
-"""How long a cancelled call may take to return its result."""
+"""Maximum wait for the result of a cancelled call, which may need `undo`."""
 _NUMBERS = itertools.count()
 """Numbers the calls of this process."""
 

@@ -19,7 +19,7 @@ _EXACT = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one process of a pool runs."""
+    """The place of one process of a pool."""
 
     group: PlacementGroup
     """The placement group of its machine."""

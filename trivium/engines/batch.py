@@ -296,7 +296,7 @@ class Batch:
 
 
 def _extra(ticket: Ticket) -> dict[str, AnyArray]:
-    """What was recorded of a completion. Its last token went through no layer."""
+    """The recorded extras of a completion. Its last token did not go through the layers."""
     extra: dict[str, AnyArray] = {}
     if ticket.routing:
         extra["routing"] = np.concatenate([*ticket.routing, np.zeros_like(ticket.routing[-1][-1:])])

@@ -212,7 +212,7 @@ class ScriptedEngine:
         return [*script, min(self._eos)] if self._eos and not (script and script[-1] in self._eos) else list(script)
 
     def _cut(self, request: Request, tokens: list[int], limit: int) -> tuple[list[int], StopReason]:
-        """The tokens up to where an engine would stop."""
+        """Cuts the tokens where an engine would stop."""
         scan = StopScan(request.sampling.stop, self._decode) if request.sampling.stop else None
         for count in range(1, min(limit, len(tokens)) + 1):
             if tokens[count - 1] in self._eos:

@@ -220,7 +220,8 @@ class VllmEngine:
         decode: Callable[[Sequence[int]], str],
         threads: int,
     ) -> None:
-        """Starts vLLM and loads the model. Raises MissingPackage without vLLM, ConfigError where vLLM cannot run it."""
+        """Starts vLLM and loads the model. Raises MissingPackage without vLLM, ConfigError if vLLM cannot run the
+        model."""
         if importlib.util.find_spec("vllm") is None:
             raise no_vllm()
         if family_in(model_dir) is not None:

@@ -6,9 +6,10 @@ A second turn is a *bridge*: the template renders the conversation with a marker
 the text after the marker is encoded and appended to the sampled tokens. Therefore
 
 - a completion whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) keeps its
-tokens; - a template that drops earlier reasoning from the history has no effect: the policy continues to see its own
-tokens; - a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for
-example) raises an error that shows where the two texts differ.
+  tokens;
+- a template that drops earlier reasoning from the history has no effect: the policy continues to see its own tokens;
+- a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for example)
+  raises an error that shows where the two texts differ.
 """
 
 from __future__ import annotations

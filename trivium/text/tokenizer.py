@@ -48,7 +48,7 @@ def hf_tokenizer(
 
 
 def _is_gemma2_chat(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """By name, as the model is published, or by what a local directory says about itself."""
+    """Checks the published name of the model, or the files of a local directory."""
     if _GEMMA2_END not in tokenizer.get_vocab():
         return False
     named = re.search(r"gemma-2-\d+b-it", name) is not None

@@ -8,8 +8,9 @@ from heapq import heapify, heappop, heapreplace
 from trivium.errors import DataError
 
 LINEAR_PER_WIDTH = 6
-"""Linear work per token over attention work per token and position, in widths of the model: a transformer block of
-width d whose feed-forward layer is 4 d wide multiplies 12 d^2 weights per token, and 2 d per position attended to."""
+"""The ratio of linear work per token to attention work per token and position, in widths of the model. A transformer
+block of width d with a feed-forward layer of width 4 d takes 12 d^2 multiplications per token, and 2 d per attended
+position."""
 WIDTH = 4096
 """Default width."""
 

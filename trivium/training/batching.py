@@ -313,12 +313,12 @@ def collate(
     routers: Routers | None = None,
     skip_ends: bool = False,
 ) -> MicroBatch:
-    """The experiences at `rows` with the named columns and `rollout_log_prob`, and their images by `sight`, without
-    which there may be none. `blank` gives a micro-batch without images one that stands for no token. `tree` is what
-    the sequences share; None: nothing. With `routers`, tokens go through the experts that were recorded. `skip_ends` as
-    in `pack`, where there are no images.
+    """Collates the experiences at `rows` with the named columns and `rollout_log_prob`. `sight` reads their images;
+    without it there must be none. `blank` adds an image without tokens to a micro-batch without images. `tree` holds
+    the shared prefixes; None: none. With `routers`, tokens go through the recorded experts. `skip_ends` as in `pack`,
+    without images.
 
-    Raises DataError for a column that the batch lacks, and for images that are not whole.
+    Raises DataError for a missing column and for incomplete images.
     """
     chosen = [batch.experiences[row] for row in rows]
     wanted = sorted(set(columns))
