@@ -30,7 +30,7 @@ class Ticket:
 
     request: Request
     limit: int
-    """Maximum number of tokens: `max_new_tokens`, or what the context leaves."""
+    """Maximum number of tokens: `max_new_tokens`, limited by the context."""
     future: Any
     """The caller's asyncio future."""
     digest: int = 0

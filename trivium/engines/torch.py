@@ -187,7 +187,7 @@ class TorchEngine:
         return await read.future
 
     async def close(self) -> None:
-        """Ends the worker; completions in progress return what they have, with `abort`."""
+        """Ends the worker. Completions in progress return their tokens so far, with `abort`."""
         self._closing = True
         self._notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_S)

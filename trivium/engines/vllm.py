@@ -119,7 +119,7 @@ class VllmEngine:
             return self.model_copy(update={"adapter_rank": rank})
 
         def arguments(self, model_dir: Path) -> dict[str, Any]:
-            """The arguments of vLLM beside `options`."""
+            """The arguments of vLLM in addition to `options`."""
             on_cpu = self.device == "cpu"
             cache = 1.0 if self.cache_gib is None and on_cpu else self.cache_gib
             adapters: dict[str, Any] = {}
@@ -270,8 +270,8 @@ class VllmEngine:
         """Adopts weights, or with `adapter_rank` a LoRA adapter, once everything submitted so far has finished; with
         `update` between two tokens of it.
 
-        An update keeps the keys and values of what is in flight; prompts that come later are read anew. Raises
-        SyncError (and keeps the old weights) when names or shapes do not fit.
+        An update keeps the keys and values of completions in flight. Later prompts are computed with the new weights.
+        Raises SyncError (and keeps the old weights) when names or shapes do not fit.
         """
         if self._closing:
             raise _closed()
@@ -289,7 +289,7 @@ class VllmEngine:
             await asyncio.wrap_future(self._submit(self._rest()))
 
     async def close(self) -> None:
-        """Ends vLLM; completions in progress return what they have, with `abort`."""
+        """Ends vLLM. Completions in progress return their tokens so far, with `abort`."""
         if self._closing:
             return
         self._closing = True

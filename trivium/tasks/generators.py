@@ -226,7 +226,7 @@ def _created(
 
 
 def _as_json(entry: object) -> dict[str, Any]:
-    """The entry as it is after JSON: tuples are lists, keys are text."""
+    """The entry after a JSON round trip: tuples become lists, keys become text."""
     return json.loads(json.dumps(entry, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""The contract of a buffer whose run is killed and resumed: what is kept, discarded, counted and retried."""
+"""The contract of a buffer whose run is killed and resumed: kept, discarded, counted and retried groups."""
 
 from __future__ import annotations
 

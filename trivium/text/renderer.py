@@ -83,9 +83,9 @@ class ChatRenderer:
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
 
     def render(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt of a conversation, ending at the assistant's next turn.
+        """The prompt of a conversation, up to the opening of the assistant's next turn.
 
-        Raises DataError for what the template refuses, and for an image that cannot be read.
+        Raises DataError if the template refuses the conversation, and for an image that cannot be read.
         """
         conversation = tuple(messages)
         size = sum(len(message.content) for message in conversation)
@@ -96,7 +96,7 @@ class ChatRenderer:
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, ending at the assistant's next turn: one placeholder for each image.
 
-        Raises DataError for what the template refuses.
+        Raises DataError if the template refuses the conversation.
         """
         return self._text(messages, generation=True)
 

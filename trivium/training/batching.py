@@ -315,8 +315,8 @@ def collate(
 ) -> MicroBatch:
     """Collates the experiences at `rows` with the named columns and `rollout_log_prob`. `sight` reads their images;
     without it there must be none. `blank` adds an image without tokens to a micro-batch without images. `tree` holds
-    the shared prefixes; None: none. With `routers`, tokens go through the recorded experts. `skip_ends` as in `pack`,
-    without images.
+    the shared prefixes; None: none. With `routers`, tokens go through the recorded experts. `skip_ends` as in `pack`;
+    ignored with images.
 
     Raises DataError for a missing column and for incomplete images.
     """

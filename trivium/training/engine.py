@@ -86,7 +86,7 @@ _METRIC_NAME = {
     "reward": "reward",
 }
 _EXACT_IDS = 2**24
-"""Token ids below this are exact as float32, which is what columns hold."""
+"""Token ids below this are exact in float32, the dtype of columns."""
 _ADAPTER = "policy-adapter"
 
 

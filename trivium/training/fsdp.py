@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_offload: bool) -> None:
     """Shards a model. Callers may use only its `forward`. Does nothing in a single process.
 
-    Each layer is a unit of its own; embeddings, last norm and head are one, so that tied weights stay one tensor. With
+    Each layer is a unit. Embeddings, last norm and head form one unit, so that tied weights stay one tensor. With
     `bfloat16` the layers are gathered in bfloat16 and their gradients reduced in float32; the head stays float32.
     Gradients are summed over the ranks: losses are normalised by counts of the whole mini-batch.
     """

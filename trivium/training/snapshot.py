@@ -1,6 +1,6 @@
 """Checkpoints of a train engine: safetensors files of bounded size, each written by one of the ranks.
 
-The sizes of the tensors alone determine the files, so they do not depend on the number of ranks, and any number of
+Only the sizes of the tensors determine the files, so they do not depend on the number of ranks, and any number of
 ranks can read them. The files of a model are a plain Hugging Face directory.
 """
 

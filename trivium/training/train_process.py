@@ -1,4 +1,4 @@
-"""A train engine in a process of its own, on the machine of the process that drives it.
+"""A train engine in a separate process, on the machine of the driving process.
 
 Python runs one thread of a process at a time: with thousands of rollouts in the same process, an update would wait for
 the interpreter lock at every operation. Commands and results are pickled: both ends are one program, over a private
