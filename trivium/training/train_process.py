@@ -108,8 +108,8 @@ class TrainProcess:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
 
     def close(self) -> None:
-        """Ends the process and waits for it. Waits up to `_CLOSE_S` for a call in progress, or less if the process is
-        stopped or hangs, and then kills it."""
+        """Ends the process and waits for it. Kills it if a call in progress does not finish within `_CLOSE_S`, or
+        sooner if the process is stopped or hangs."""
         self._is_closing = True
         if not (is_idle := self._calls.acquire(timeout=_CLOSE_S)):
             self._process.kill()
