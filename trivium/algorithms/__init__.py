@@ -1,4 +1,4 @@
-"""Policy optimisation as pure functions on tensors, and the algorithms that are put together from them."""
+"""Policy optimisation as pure functions on tensors, and the algorithms composed of them."""
 
 from dataclasses import replace
 
@@ -44,9 +44,9 @@ from trivium.registry import resolve
 
 
 def build_algorithm(config: AlgorithmConfig, seed: int = 0, max_new_tokens: int = 0) -> GroupAlgorithm:
-    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config, seed)`.
+    """Builds the algorithm of a config's section. `kind` names a Preset, or another object with `build(config, seed)`.
 
-    `max_new_tokens` is the longest completion that sampling allows: what shapings measure lengths by.
+    `max_new_tokens` is the longest completion that sampling allows, for shapings that depend on length.
     """
     return replace(resolve("algorithms", config.kind).build(config, seed), max_new_tokens=max_new_tokens)
 

@@ -1,4 +1,4 @@
-"""The one place that turns a loss per token into a number.
+"""Aggregates a loss per token into a scalar.
 
 Legend: B sequences, L tokens.
 """
@@ -17,12 +17,12 @@ from trivium.registry import CATALOGUE, resolve, suggest
 
 
 class Counts(NamedTuple):
-    """What an optimizer step is normalised by, over all its micro-batches and ranks."""
+    """The counts that normalise an optimizer step, over all its micro-batches and ranks."""
 
     tokens: float | Tensor
     """Trained tokens."""
     sequences: float | Tensor
-    """Sequences with at least one of them."""
+    """Sequences with at least one trained token."""
     length: float
     """The limit of one completion, in tokens."""
 
@@ -82,10 +82,9 @@ def agg_loss(
     | `seq-mean-token-mean` | dp_size * sum over sequences of mean(l) / global_batch_size |
     | `seq-mean-token-sum-norm` | `seq-mean-token-sum` / loss_scale_factor (Dr. GRPO, Liu et al. 2025) |
 
-    The counts default to what the tensors given hold: valid tokens, sequences with at least one of them, L. Give the
+    The counts default to those of the given tensors: valid tokens, sequences with at least one of them, L. Give the
     counts of the whole optimizer step to make micro-batch losses add up to the step's loss. `dp_size` undoes the
-    average that data-parallel ranks take over gradients. Nothing to aggregate gives 0. Raises UnknownName for another
-    mode.
+    average that data-parallel ranks take over gradients. An empty mask gives 0. Raises UnknownName for another mode.
     """
     if loss_agg_mode not in CATALOGUE["aggregations"]:
         raise UnknownName(

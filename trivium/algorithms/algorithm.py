@@ -1,4 +1,4 @@
-"""One algorithm class: which groups to keep, what their tokens are worth, which objectives to minimise."""
+"""GroupAlgorithm: filters groups, estimates the advantages of their tokens, and names the objectives to minimise."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ class Estimator:
     """How a KL penalty in the reward is estimated."""
     kl_metadata: KlMetadata = vars(k1)["metadata"]
     kl_controller: KlController | None = None
-    """Holds the coefficient of that penalty; None for no penalty. The one thing here that changes."""
+    """Holds the coefficient of that penalty; None for no penalty. The only mutable field."""
     normalise: Normalise = "none"
-    """What is taken off the batch's advantages."""
+    """How the batch's advantages are normalised."""
     clip: float | None = None
-    """The largest advantage, of either sign, after that."""
+    """The largest absolute advantage after normalisation; None for no limit."""
     seed: int = 0
-    """The run's seed: of trajectories left out at random."""
+    """The run's seed, for estimators that leave out trajectories at random."""
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """The columns that the function needs, (B, L) each, and the weights of a correction where there are any."""
+        """The columns that the function needs, (B, L) each, and the weights of a correction if the batch has them."""
         weights = {"rollout_is_weights"} & batch.columns.keys()
         return {name: estimator_column(batch, name, self.seed) for name in self.metadata.needs | weights}
 
     def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
-        """The function's answer, normalised and clipped."""
+        """The function's result, normalised and clipped."""
         done = cast(object, self.function(x))
         if not isinstance(done, Advantages):
             name = getattr(getattr(self.function, "func", self.function), "__name__", "the estimator")
@@ -88,11 +88,11 @@ class GroupAlgorithm:
     objectives: tuple[AnyObjective, ...]
     """In the order they are minimised."""
     estimator: Estimator | None = None
-    """None where no advantages are estimated, as in supervised learning."""
+    """None if no advantages are estimated, as in supervised learning."""
     recompute_old: bool = False
-    """Whether the trainer recomputes the old log-probabilities; else the engine's stand for them."""
+    """Whether the trainer recomputes the old log-probabilities. If not, the engine's are used."""
     correction: Correction | None = None
-    """An off-policy correction against the recomputed old log-probabilities, made before the step."""
+    """An off-policy correction against the recomputed old log-probabilities, applied before the step."""
     kl_coef: float = 0.0
     """The KL coefficient in the loss, for the log."""
     epochs: int = 1
@@ -100,30 +100,30 @@ class GroupAlgorithm:
     pairs: bool = False
     """Whether a group is trained on as a pair: its best member and its worst one."""
     label: str = "label"
-    """The column of the task that says which of the two the only member of a group is."""
+    """The task's column with the label of a group's only member: desirable or not."""
     mismatched: bool = False
-    """Whether two rows follow each pair, of its prompt with other completions (`batch_of_pairs`)."""
+    """Whether two rows with the pair's prompt and other completions follow each pair (`batch_of_pairs`)."""
     heads: tuple[str, ...] = ()
-    """The heads of a reward model that a pair has labels for; none for one head, by which the chosen one is better."""
+    """The heads of a reward model that a pair has labels for. Empty: one head, which prefers the chosen completion."""
     filters: tuple[Filter, ...] = ()
     """Rules that refuse groups, beyond groups without enough rewards, in this order."""
     refill: int = 0
     """How often the refused groups of a step are replaced by newly generated ones before it continues with fewer."""
     shapings: tuple[Shaping, ...] = ()
-    """What happens to a trajectory's reward before any KL penalty and the estimator, in this order."""
+    """Changes to a trajectory's reward, applied in this order before any KL penalty and the estimator."""
     mask_truncated: bool = False
     """Whether truncated trajectories are compared with their group but not trained on."""
     max_new_tokens: int = 0
-    """The longest completion that sampling allows, which shapings measure lengths by; 0 where it is not set."""
+    """The longest completion that sampling allows, for shapings that depend on length; 0 if it is not set."""
     teacher: Teacher | None = None
-    """The model that the policy learns from, where one of the functions needs a teacher."""
+    """The model that the policy learns from, if a function needs a teacher."""
     critic_warmup: int = 0
-    """Train steps, from the first one, that update the critic alone."""
+    """The number of train steps at the start that update only the critic."""
     first_version: int = 0
-    """The version that the first one starts from."""
+    """The version that the first train step starts from."""
 
     def objectives_at(self, version: int) -> tuple[AnyObjective, ...]:
-        """The objectives of the train step from `version`: while the critic warms up, its own alone."""
+        """The objectives of the train step from `version`. During the critic's warm-up these are only the critic's."""
         warming_up = version < self.first_version + self.critic_warmup
         return tuple(each for each in self.objectives if not warming_up or each.role == "critic")
 
@@ -135,11 +135,11 @@ class GroupAlgorithm:
 
     @property
     def advantage_needs(self) -> frozenset[str]:
-        """The scores of `needs` without which `advantages` has no result; the others are for the objectives alone."""
+        """The scores in `needs` that `advantages` requires. Only the objectives read the others."""
         return self._scores_of(self._advantage_columns)
 
     def _scores_of(self, columns: frozenset[str]) -> frozenset[str]:
-        """The names in `types.SCORES` of those columns that a model computes."""
+        """The names in `types.SCORES` of the columns that a model computes."""
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
         return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
@@ -171,7 +171,7 @@ class GroupAlgorithm:
         )
 
     def _refused_by(self, group: Group) -> str | None:
-        """The rule that refuses a group: too few rewards to compare, or a filter; None for a group to train on."""
+        """The rule that refuses a group: too few rewards to compare, or a filter. None for a group to train on."""
         if self.pairs and len(group.trajectories) > 1 and pair_of(group) is None:
             return "no_pair"
         fewest = 1 if self.estimator is None or group.expert else self.estimator.metadata.min_group
@@ -192,22 +192,22 @@ class GroupAlgorithm:
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether each task gets one more, greedy rollout for the estimator to compare with."""
+        """Whether each task gets an additional greedy rollout as the estimator's baseline."""
         return self.estimator is not None and self.estimator.metadata.baseline
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The experiences of the groups' living members, in order; of a pair, the better member's first."""
+        """The experiences of the groups' successful members, in order. The better member of a pair comes first."""
         batch = batch_of_pairs(groups, self.label, mismatched=self.mismatched) if self.pairs else batch_of(groups)
         return with_labels(batch, groups, self.heads) if self.heads else batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with every column its objectives need, where it has the scores named in `needs`. Without those of
-        `advantage_needs` there are no advantages.
+        """Adds every column that the objectives need, given the scores named in `needs`. Advantages require the scores
+        in `advantage_needs`.
 
-        A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
-        not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
-        are part of their group's statistics. An expert's completions have no rewards and are in no group's statistics:
-        their advantages and returns are 0.
+        The shaped reward of a trajectory is on the last trained token of each of its experiences. Trajectories that are
+        not trained on, and tokens that the correction rejects, leave the mask after the advantages are computed: they
+        are part of their group's statistics. Expert completions have no rewards and are in no group's statistics: their
+        advantages and returns are 0.
         """
         if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
@@ -243,9 +243,10 @@ class GroupAlgorithm:
         return done, metrics
 
     def _compared(self, batch: Batch) -> tuple[Batch, list[AnyArray] | None]:
-        """(the batch with importance weights and what was measured, the masks of tokens that are not rejected).
+        """(the batch with importance weights and mismatch metrics, the masks of tokens that are not rejected).
 
-        There is something to compare with the engine where the trainer recomputed the old log-probabilities.
+        Compares the engine with the trainer only if the trainer recomputed the old log-probabilities. The masks are
+        None without a correction.
         """
         measurable = self.correction is not None or "old_log_prob" in batch.columns
         if not self.recompute_old or not measurable:
@@ -255,14 +256,14 @@ class GroupAlgorithm:
         return (batch, None) if self.correction is None else corrected(batch, old, self.correction)
 
     def _trained(self, batch: Batch) -> Batch:
-        """The batch without truncated trajectories where they are not trained on."""
+        """The batch with truncated trajectories masked out if `mask_truncated` is set."""
         if not self.mask_truncated:
             return batch
         rows = zip(batch.experiences, truncated_rows(batch), strict=True)
         return batch.masked([np.full(len(e), not truncated) for e, truncated in rows])
 
     def state(self) -> dict[str, Any]:
-        """The KL coefficient, where it may have moved, and the moments that shapings have seen."""
+        """The adaptive KL coefficient, and the reward moments of the shapings."""
         controller = self.estimator.kl_controller if self.estimator else None
         moments = [asdict(moments) for moments in self._moments]
         steered = controller if isinstance(controller, AdaptiveKLController) else None
@@ -270,8 +271,8 @@ class GroupAlgorithm:
         return coef | ({"moments": moments} if moments else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; what the state does not mention stays as it is, and so does a KL coefficient that
-        another one was set for since."""
+        """The inverse of `state`. Keeps the current value of anything that the state lacks, and of the KL coefficient
+        if the config's initial coefficient has changed since."""
         controller = self.estimator.kl_controller if self.estimator else None
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         if steered and state.get("kl_coef_initial", steered.initial) == steered.initial:
@@ -282,7 +283,7 @@ class GroupAlgorithm:
 
     @property
     def _moments(self) -> list[Moments]:
-        """What the shapings have seen, one entry for each that looks back."""
+        """The moments of the shapings that have them."""
         return [step.moments for step in self.shapings if step.moments is not None]
 
 
@@ -299,7 +300,7 @@ def _placed(arrays: Sequence[AnyArray], rows: Sequence[int], batch: Batch) -> li
 def _penalised(
     x: AdvantageInputs, batch: Batch, kl: Callable[[PolicyInputs], Tensor], controller: KlController
 ) -> tuple[AdvantageInputs, Metrics]:
-    """The inputs with the KL penalty taken off their rewards; the controller learns of the KL it saw."""
+    """The inputs with the KL penalty subtracted from their rewards. Updates the controller with the measured KL."""
     coef = controller.value
     rewards, current = apply_kl_penalty(
         x.token_level_rewards,
@@ -315,7 +316,7 @@ def _penalised(
 
 
 def _value_metrics(x: AdvantageInputs, done: Advantages) -> Metrics:
-    """How much of the returns' variance the critic explained; nothing where they have none."""
+    """The fraction of the returns' variance that the critic explains; empty if the returns have no variance."""
     mask, returns = x.response_mask, done.returns.double()
     if int(mask.sum()) < 2 or not float(variance := masked_var(returns, mask)):
         return {}

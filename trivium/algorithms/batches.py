@@ -1,4 +1,4 @@
-"""From groups to a batch, and from a batch's ragged arrays to padded tensors and back.
+"""Builds batches from groups, and converts a batch's ragged arrays to padded tensors and back.
 
 Legend: B sequences, L tokens of the longest one.
 """
@@ -21,34 +21,34 @@ from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Tr
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
-    """The experiences of the groups' living members, in order."""
+    """The experiences of the groups' successful members, in order."""
     return Batch(tuple(e for group in groups for member in group.alive for e in experiences_of(group, member)))
 
 
 def pair_of(group: Group) -> tuple[Trajectory, Trajectory] | None:
-    """(the best, the worst) living member with a completion, of equals the first; None where none is better."""
+    """(best, worst) successful member with a completion, the first among equals. Returns None if no reward differs."""
     candidates = [member for member in group.alive if member.turns]
     best, worst = (pick(candidates, key=lambda member: member.reward, default=None) for pick in (max, min))
     return (best, worst) if best and worst and best.reward > worst.reward else None
 
 
 TIE = 2.0
-"""The label of a pair of equals."""
+"""The label of a tie."""
 _LABELS = {"A": 1.0, "B": -1.0, "tie": TIE, "C": TIE, None: 0.0}
-"""What a row says -> the label: 1 where the first of a pair is preferred, -1 where the second is, 0 for no label."""
+"""Value in a row -> label: 1 if the first of a pair is preferred, -1 if the second is, 0 without a label."""
 
 
 def with_labels(batch: Batch, groups: Sequence[Group], heads: Sequence[str]) -> Batch:
-    """A batch of pairs of these groups with the column `labels`, (L, K): what each of K heads is told of the pair."""
+    """Adds the column `labels`, (L, K), to a batch of pairs of these groups: the pair's label for each of K heads."""
     of = {group.group_id: labels_of(group, heads) for group in groups}
     return batch.with_columns(labels=[np.tile(of[e.group_id], (len(e), 1)) for e in batch.experiences])
 
 
 def labels_of(group: Group, heads: Sequence[str]) -> AnyArray:
-    """(K,): 1 where the first of a pair is preferred, -1 where the second is, 2 for a tie, 0 without a label.
+    """(K,): 1 if the first of the pair is preferred, -1 if the second is, 2 for a tie, 0 without a label.
 
-    They are `A`, `B`, `tie` or null, in columns with the names of the heads, or in the mapping `labels`. Raises
-    DataError for anything else, and for a row without any of these columns.
+    Reads `A`, `B`, `tie` or null from the columns named after the heads, or from the mapping `labels`. Raises DataError
+    for anything else, and for a row without any of these columns.
     """
     columns = group.task.columns
     given = cast(Mapping[str, object], columns.get("labels", {}))
@@ -69,8 +69,10 @@ def _is_label(value: object) -> bool:
 
 
 def labelled(group: Group, column: str) -> tuple[Trajectory | None, Trajectory | None]:
-    """(the completion if it is desirable, the completion if it is not) of a group with one member, by a column of its
-    task: true or false, 1 or 0. Raises DataError for anything else."""
+    """(member, None) if the only member of a group is desirable, (None, member) if not.
+
+    `column` of the task has the label: true or false, 1 or 0. Raises DataError for anything else.
+    """
     label = group.task.columns.get(column)
     if label not in (0, 1):
         raise DataError(
@@ -86,11 +88,11 @@ def batch_of_pairs(groups: Sequence[Group], label: str = "label", *, mismatched:
     """Two rows for each group that has a pair: the chosen one, the rejected one. A group with one member has a row
     without trained tokens in place of the other (`labelled`).
 
-    With `mismatched` two more follow, of a negative `index`: the prompt of each of them with a completion of the next
-    group whose prompt is another one, or of the next group at all, shortened where that would be longer than the
-    longest of the others.
+    With `mismatched`, two rows with a negative `index` follow each pair: the prompt of each of its rows with a
+    completion of the next group that has another prompt, or of the next group if no prompt differs. They are cut to the
+    length of the longest row of all pairs.
 
-    Raises DataError for a trajectory whose turns rewrote history: it is more than one sequence, and only a single
+    Raises DataError for a trajectory whose turns rewrote history: it consists of several sequences, and only a single
     sequence has one probability.
     """
     pairs: list[tuple[Experience, ...]] = []
@@ -111,8 +113,8 @@ def batch_of_pairs(groups: Sequence[Group], label: str = "label", *, mismatched:
 def _mismatched_pair(
     pair: Sequence[Experience], others: Sequence[Sequence[Experience]], longest: int
 ) -> list[Experience]:
-    """Each row of a pair with a completion of the first other one that has another prompt; a row without a trained
-    token where the pair has none, or where there is no other one."""
+    """The prompts of a pair's rows, each with a completion of the first pair in `others` that has another prompt, or of
+    the first pair if no prompt differs. A row without trained tokens, or without a pair in `others`, becomes blank."""
     own = next(_prompt_of(row) for row in pair if row.response_mask.any())
     ways = ([row for row in other if row.response_mask.any()] for other in others)
     others = [rows for rows in ways if rows]
@@ -163,7 +165,7 @@ def _blank(group_id: str, index: int) -> Experience:
 
 
 def _missing(group: Group) -> Experience:
-    """The row of a completion that there is not."""
+    """A row without trained tokens, in place of a missing completion."""
     return _blank(group.group_id, 1)
 
 
@@ -191,12 +193,12 @@ def padded(arrays: Sequence[AnyArray]) -> Tensor:
 def ragged(values: Tensor, batch: Batch) -> list[AnyArray]:
     """The inverse of `padded` for the experiences of a batch."""
     grid = values.numpy()
-    grid.setflags(write=False)  # parts of it become columns, which copy what could still be written to
+    grid.setflags(write=False)  # slices of it become columns, and columns copy writable arrays
     return [row[:length] for row, length in zip(grid, batch.lengths, strict=True)]
 
 
 def column(batch: Batch, name: str) -> Tensor:
-    """A column of the batch as a tensor (B, L); raises DataError where it is missing."""
+    """A column of the batch as a tensor (B, L). Raises DataError if it is missing."""
     if name not in batch.columns:
         raise DataError(
             f"the column {name!r} of a batch",
@@ -207,8 +209,8 @@ def column(batch: Batch, name: str) -> Tensor:
 
 
 def token_uniforms(batch: Batch, *address: int | str) -> Tensor:
-    """(B, L) float64 in [0, 1): a number for each token that depends on the address and on which token it is, and on
-    nothing else in the batch."""
+    """(B, L) float64 in [0, 1): a number for each token, derived from the address, the trajectory and the token's
+    position. It does not depend on the rest of the batch."""
     part: Counter[tuple[str, int]] = Counter()
     rows: list[AnyArray] = []
     for e in batch.experiences:

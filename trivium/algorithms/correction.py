@@ -1,5 +1,5 @@
-"""Off-policy correction as a config describes it: importance weights and rejection for tokens that another policy than
-the trainer's sampled. `importance_weights` computes them.
+"""The config section of off-policy correction: importance weights and rejection for tokens that another policy than the
+trainer's sampled. `importance_weights` computes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS = tuple(
     for estimator in ("k1", "k2", "k3")
     if (level, estimator) != ("seq_max", "k1")
 )
-"""What a token (or a sequence, by its sum, mean or maximum) can be rejected for: an estimate of KL(engine, trainer)."""
+"""Statistics for rejection: estimates of KL(engine, trainer) of a token, or their sum, mean or maximum by sequence."""
 Bounds = tuple[float, float]
 
 
@@ -58,12 +58,12 @@ class Correction(Plugin):
 
     @property
     def live(self) -> bool:
-        """Whether the weights of a token follow from its own sequence under the current weights: no further pass."""
+        """Whether the current weights and the token's own sequence determine its weight, without a further pass."""
         return self.active and self.against == "current" and not self.rejection and not self.normalise
 
     @property
     def bounds(self) -> Bounds:
-        """The lowest and highest weight that is left alone."""
+        """The lowest and highest weight that the correction leaves unchanged."""
         if self.threshold is None:
             return 0.0, math.inf
         if isinstance(self.threshold, tuple):
@@ -72,12 +72,12 @@ class Correction(Plugin):
 
     @property
     def judged(self) -> Bounds:
-        """The interval that ratios are counted against in the log; where only `high` is applied, 1 / high is `low`."""
+        """The bounds for the logged fractions of ratios above and below; `low` is 1 / high if only `high` is used."""
         return (0.0, math.inf) if self.threshold is None else interval(self.threshold)
 
     @property
     def words(self) -> str:
-        """What it does, for people."""
+        """A description of the correction for people."""
         return "; ".join([*self._weights_in_words(), *self._rejection_in_words()]) or "none"
 
     def _weights_in_words(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ class Correction(Plugin):
         return " of the current policy" if self.against == "current" else ""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """Bounds that cannot be meant, and keys without effect."""
+        """Invalid bounds, and keys without effect."""
         del run
         if self.kind in ("auto", "none"):
             for name in self._changed():
@@ -141,18 +141,18 @@ class Correction(Plugin):
             )
 
     def _changed(self) -> list[str]:
-        """The keys that say something else than the default."""
+        """The keys that differ from their default."""
         fields = type(self).model_fields
         return [name for name in fields if name != "kind" and getattr(self, name) != fields[name].default]
 
 
 def interval(bound: float | Bounds) -> Bounds:
-    """One number stands for the interval that is symmetric in logarithms."""
+    """The bounds as (low, high): one number u stands for (1 / u, u)."""
     return bound if isinstance(bound, tuple) else (1 / bound, bound)
 
 
 def _around_one(bound: float | Bounds) -> bool:
-    """Whether the interval holds the ratio of a fresh token, and more than that."""
+    """Whether the interval contains 1, the ratio of a fresh token, and other values."""
     low, high = bound if isinstance(bound, tuple) else (0.0, bound)
     return 0 <= low <= 1 <= high and low < high != 1
 
@@ -178,15 +178,15 @@ def _rejection_problems(option: str, bound: float | Bounds, where: str) -> Itera
 
 @dataclass(frozen=True)
 class NamedCorrection:
-    """A correction that a config can name; keys that the user adds override its own."""
+    """A correction that a config can name; keys in the config override its own."""
 
     says: Mapping[str, Any]
     """A partial section."""
     source: str
-    """Where it comes from."""
+    """The paper, or a description."""
 
     def configure(self, data: Mapping[str, Any]) -> Correction:
-        """The section that follows from what the config sets; raises pydantic's ValidationError."""
+        """The section with the config's keys merged in. Raises pydantic's ValidationError."""
         return Correction.model_validate(merged(self.says, data))
 
 
@@ -213,7 +213,7 @@ DECOUPLED_GEO_RS_TOKEN_TIS = NamedCorrection({**_TOKEN, **_GEOMETRIC}, _GEO)
 DECOUPLED_K3_RS = NamedCorrection(_K3, _ESTIMATE)
 DECOUPLED_K3_RS_SEQ_TIS = NamedCorrection({**_SEQUENCE, **_K3}, _ESTIMATE)
 DECOUPLED_K3_RS_TOKEN_TIS = NamedCorrection({**_TOKEN, **_K3}, _ESTIMATE)
-# The ratio of the loss, or the weights where it has none, are taken against the engine itself.
+# The ratio of the loss (or the weights, if the loss has no ratio) is relative to the engine.
 BYPASS_TOKEN_IS = NamedCorrection({**_TOKEN, **_CURRENT}, _TIS)
 BYPASS_SEQ_IS = NamedCorrection({**_SEQUENCE, **_CURRENT}, _PRODUCT)
 BYPASS_GEO_RS = NamedCorrection({**_GEOMETRIC, **_CURRENT}, _GEO)

@@ -31,7 +31,7 @@ def sampled(x: PolicyInputs) -> Tensor:
 
 
 def given_entropy(x: PolicyInputs) -> Tensor:
-    """The entropy among the inputs, (B, L); raises DataError where the head gave none."""
+    """The entropy in the inputs, (B, L). Raises DataError if the head did not compute it."""
     if x.entropy is None:
         raise DataError("the entropy of each token", "None", "list `entropy` among what the function needs")
     return x.entropy

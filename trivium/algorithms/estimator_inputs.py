@@ -1,4 +1,4 @@
-"""What advantage estimators and reward shapings read, computed from the experiences of a batch.
+"""Computes the inputs of advantage estimators and reward shapings from the experiences of a batch.
 
 Legend: B sequences, L tokens of the longest one, T trajectories.
 """
@@ -21,7 +21,7 @@ from trivium.types import AnyArray, Batch, Experience, StopReason, TurnSpan
 
 
 def advantage_inputs(batch: Batch) -> AdvantageInputs:
-    """Each trajectory's reward on the last trained token of each of its rows, and who belongs together."""
+    """Each trajectory's reward on the last trained token of its rows, and the group and trajectory of each row."""
     mask = padded([e.response_mask for e in batch.experiences]).bool()
     rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
@@ -39,7 +39,7 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
 
 
 def _components(batch: Batch) -> dict[str, Tensor]:
-    """Each component of the rewards (B,) by name; NaN where a trajectory has no such component."""
+    """Each component of the rewards (B,) by name; NaN if a trajectory lacks the component."""
     names = dict.fromkeys(name for e in batch.experiences for name in e.rewards)
     return {
         name: torch.tensor([e.rewards.get(name, nan) for e in batch.experiences], dtype=torch.float64) for name in names
@@ -47,7 +47,7 @@ def _components(batch: Batch) -> dict[str, Tensor]:
 
 
 def rewarded(x: AdvantageInputs, rewards: Tensor) -> AdvantageInputs:
-    """The inputs with these rewards (B,) in the place of the trajectories' own."""
+    """The inputs with these rewards (B,) instead of the trajectories' own."""
     place = torch.arange(x.response_mask.shape[1])
     last = torch.where(x.response_mask, place, -1).amax(-1, keepdim=True)
     placed = torch.where(place == last, rewards.unsqueeze(-1), 0.0)
@@ -70,26 +70,26 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
 
 def truncated_rows(batch: Batch) -> list[bool]:
     """Whether a length limit cut the last turn of the trajectory that a row belongs to."""
-    how = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # of several rows the last one says it
+    how = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # the last row has the final one
     return [how[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
 
 
 def estimator_column(batch: Batch, name: str, seed: int) -> Tensor:
-    """A column of the batch, or one that its experiences tell, as a tensor (B, L); `seed` is the run's.
+    """A column of the batch, or one computed from its experiences, as a tensor (B, L); `seed` is the run's.
 
-    Raises DataError where it is missing.
+    Raises DataError if it is missing.
     """
     return _RECORDED[name](batch, seed) if name in _RECORDED else column(batch, name)
 
 
 def _turn(batch: Batch, seed: int) -> Tensor:
-    """Which turn of its trajectory sampled the token; -1 elsewhere."""
+    """The number of the turn that sampled the token; -1 elsewhere."""
     del seed
     return _by_span(batch, [[span.number for span in e.turns] for e in batch.experiences])
 
 
 def _turn_state(batch: Batch, seed: int) -> Tensor:
-    """Equal for turns of one task that were sampled in the same state; -1 where no state is known."""
+    """A number that is equal for turns of one task sampled in the same state; -1 if the state is unknown."""
     del seed
     names = [(e.group_id, span.state) for e in batch.experiences for span in e.turns]
     ids = iter(numbered(names).tolist())
@@ -101,7 +101,7 @@ def _known(number: int, span: TurnSpan) -> int:
 
 
 def _turn_reward(batch: Batch, seed: int) -> Tensor:
-    """What the environment paid for a turn, on its last trained token."""
+    """The environment's reward for a turn, on its last trained token."""
     del seed
     rows: list[AnyArray] = []
     for e in batch.experiences:

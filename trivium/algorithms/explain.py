@@ -1,4 +1,4 @@
-"""What an algorithm minimises, in words and formulas: read off the very values that training runs with."""
+"""Explains an algorithm in words and formulas, from the same objects that training uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def explain(algorithm: GroupAlgorithm, source: str) -> str:
-    """The algorithm as text, from the groups to what is minimised; each part with its source.
+    """The algorithm as text, from the groups to the objectives; each part with its source.
 
     `source` is the paper of the preset.
     """
@@ -50,7 +50,7 @@ def _written(line: Line, width: int) -> str:
 
 
 def _groups(algorithm: GroupAlgorithm) -> Iterator[Line]:
-    """Which groups are trained on, and what becomes of their rewards."""
+    """Explains which groups are trained on, and how their rewards are shaped."""
     if algorithm.pairs:
         yield Line(
             "pairs", "a file's chosen completion against its rejected one, or the best of a group against its worst"
@@ -91,7 +91,7 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
 
 @singledispatch
 def about(objective: object) -> Iterator[Line]:
-    """What an objective minimises."""
+    """Explains an objective."""
     raise TypeError(f"no explanation for {type(objective).__name__}")
 
 

@@ -1,6 +1,6 @@
-"""Which groups are worth training on: rules that look at one group at a time, at its rewards as they were given.
+"""Filters: rules that keep or refuse one group at a time, by its rewards before shaping.
 
-Legend: R total reward of a living member of the group, or one component of it.
+Legend: R total reward of a successful member of the group, or one component of it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Component = Annotated[str, Field(description="which component of the reward it l
 
 
 class Filter(NamedTuple):
-    """A rule of a config."""
+    """A rule from a config."""
 
     name: str
-    """What it refuses is counted as `rollout/refused/<name>`."""
+    """The metric `rollout/refused/<name>` counts the groups that it refuses."""
     keeps: Callable[[Group], bool]
     metadata: FilterMetadata
 
     def passes(self, group: Group) -> bool:
-        """What the rule says; raises DataError where it says neither yes nor no."""
+        """Whether the rule keeps the group. Raises DataError if the rule does not return a bool."""
         answer = cast(object, self.keeps(group))
         if isinstance(answer, bool):
             return answer

@@ -1,8 +1,8 @@
-"""Formulas with values: how the one line of a function's metadata reads once the options are known.
+"""Fills the values of options into the formula of a function's metadata.
 
-In a formula the name of an option stands for its value, and `{option: text}` is text that appears only where the option
-is set (true, not null, not zero, not empty); `{option=value: text}` wants one value. Formulas are for people: what a
-config may say is declared in the metadata beside them.
+In a formula the name of an option stands for its value. `{option: text}` appears only if the option is set (not null,
+false, zero or empty), `{option=value: text}` only if the option has this value. Formulas are for people; the other
+fields of the metadata declare what a config may set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CLAUSE = re.compile(r"\{(\w+)(?:=([\w.-]+))?:([^{}]*)\}")
 
 
 def with_values(formula: str, options: Mapping[str, Any]) -> str:
-    """The formula with these values in the place of their names, and the clauses that they switch on."""
+    """The formula with these values instead of their names, and the clauses whose conditions hold."""
 
     def clause(match: re.Match[str]) -> str:
         name, value, text = match.groups()
@@ -29,7 +29,7 @@ def with_values(formula: str, options: Mapping[str, Any]) -> str:
 
 
 def with_all_clauses(formula: str) -> str:
-    """The formula before any option is chosen: each clause in square brackets, after what switches it on."""
+    """The formula without values: each clause in square brackets, after its condition."""
 
     def clause(match: re.Match[str]) -> str:
         name, value, text = match.groups()
@@ -39,7 +39,7 @@ def with_all_clauses(formula: str) -> str:
 
 
 def mentions_option(formula: str, name: str) -> bool:
-    """Whether a formula shows an option."""
+    """Whether a formula contains the name of an option."""
     return re.search(rf"\b{re.escape(name)}\b", formula) is not None
 
 

@@ -1,9 +1,9 @@
 """Importance weights and rejection for tokens that another policy than the trainer's sampled.
 
-Legend: B sequences, L tokens. The log-ratio of a token is log(trainer / engine): the engine's log-probability is that
-of the distribution sampled from, the trainer's that of the weights as the step began (`against: old`) or at the moment
-of the update (`against: current`). It is clamped to +-20 nats before it is exponentiated, and no gradient flows through
-anything here.
+Legend: B sequences, L tokens. The log-ratio of a token is log(trainer / engine). The engine's log-probability is that
+of the distribution sampled from; the trainer's uses the weights before the step (`against: old`) or the current weights
+(`against: current`). The log-ratio is clamped to +-20 nats before it is exponentiated. No gradient flows through this
+module.
 
 A token can be left out in two ways. A weight of zero (`outside: mask`) leaves it in the counts that the loss is divided
 by, so the other tokens keep their weight. A rejected token leaves the response mask and with it the counts, so the mean
@@ -28,20 +28,20 @@ from trivium.types import AnyArray, Batch, Metrics
 
 
 class Corrected(NamedTuple):
-    """What a correction says about a batch."""
+    """The result of a correction for a batch."""
 
     weights: Tensor | None
-    """(B, L), zero outside the mask; None where there are no weights."""
+    """(B, L), zero outside the mask; None if the correction has no weights."""
     kept: Tensor
-    """(B, L) bool: the mask without what is rejected."""
+    """(B, L) bool: the mask without the rejected tokens."""
     metrics: Metrics
-    """Keys of the area `mismatch`; empty where nothing is compared."""
+    """Keys of the area `mismatch`; empty if no token is compared."""
 
 
 def correct(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction) -> Corrected:
     """Weights and rejection from two log-probabilities of the same tokens, (B, L) each, where `mask` (B, L) is true.
 
-    Arithmetic is in float64. Weights do not know of the rejection, nor the rejection of the weights.
+    Arithmetic is in float64. Weights and rejection are computed independently.
     """
     mask = mask.bool()
     log_ratio = zero_outside((trainer - engine).detach().double(), mask)
@@ -75,7 +75,7 @@ def _normalised(log_ratio: Tensor, mask: Tensor, correction: Correction) -> tupl
 
 
 def importance_weights(log_ratio: Tensor, mask: Tensor, correction: Correction) -> tuple[Tensor, Tensor]:
-    """(weights before normalisation, ratios), (B, L) each and zero outside the mask, as `log_ratio` (B, L) must be."""
+    """(weights before normalisation, ratios), (B, L) each. They and `log_ratio` (B, L) are zero outside the mask."""
     ratios = _ratios(log_ratio, mask, correction.weights)
     low, high = correction.bounds
     if correction.outside == "truncate":
@@ -96,7 +96,7 @@ def _ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 def rejection_statistic(log_ratio: Tensor, mask: Tensor, option: str) -> Tensor:
     """(B, L): the estimate of KL(engine, trainer) that `option` names, for each token or on all tokens of a sequence.
 
-    k1 = -log(r), k2 = log(r)^2 / 2, k3 = r - 1 - log(r); zero outside the mask, as `log_ratio` (B, L) must be.
+    k1 = -log(r), k2 = log(r)^2 / 2, k3 = r - 1 - log(r). The result and `log_ratio` (B, L) are zero outside the mask.
     """
     level, estimator = option.rsplit("_", 1)
     token = bounded(log_ratio)
@@ -112,7 +112,7 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, option: str) -> Tensor:
 
 
 def statistic_bounds(option: str, bound: float | Bounds) -> Bounds:
-    """The bounds of the statistic, in nats; k1 is the logarithm of the ratio that is bounded."""
+    """The bounds of the statistic, in nats. For k1 these are the logarithms of the bounds of the ratio."""
     if not option.endswith("k1"):
         return -math.inf, cast(float, bound)
     low, high = interval(bound)
@@ -129,10 +129,10 @@ def live_weights(
 
 
 def corrected(batch: Batch, trainer: Tensor, correction: Correction) -> tuple[Batch, list[AnyArray]]:
-    """(the batch with the column `rollout_is_weights` where there are weights, the masks of what is kept).
+    """(the batch, with the column `rollout_is_weights` if the correction has weights; the masks of the kept tokens).
 
-    `trainer` (B, L) holds the trainer's log-probabilities. What was measured is added to the batch's metrics. An
-    expert's tokens have no engine to be compared with: they weigh 1 and are kept.
+    `trainer` (B, L) holds the trainer's log-probabilities. Adds the metrics to the batch's. Expert tokens have no
+    log-probability of an engine: their weight is 1, and they are kept.
     """
     mask, engine, sampled = _grids(batch)
     done = correct(trainer, engine, sampled, correction)
@@ -144,7 +144,7 @@ def corrected(batch: Batch, trainer: Tensor, correction: Correction) -> tuple[Ba
 
 
 def measured(batch: Batch, trainer: Tensor) -> Metrics:
-    """How far apart engine and trainer are on what the policy sampled; `trainer` (B, L) as in `corrected`."""
+    """The mismatch of engine and trainer on the tokens that the policy sampled; `trainer` (B, L) as in `corrected`."""
     _, engine, sampled = _grids(batch)
     return mismatch(trainer, engine, sampled)
 

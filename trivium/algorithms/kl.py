@@ -124,7 +124,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     | `full` | sum over the vocabulary of exp(p) (p - q), exact; takes log-probabilities (B, L, V), returns (B, L) |
 
     A `+` after the name of an estimator keeps its value and gives it the gradient of `k2`. Source: Schulman 2020,
-    http://joschu.net/blog/kl-approx.html. Raises UnknownName for another kind, DataError where `full` gets samples.
+    http://joschu.net/blog/kl-approx.html. Raises UnknownName for another kind, DataError if `full` gets samples.
     """
     if kl_penalty == "full":
         return _full(logprob, ref_logprob)
@@ -162,7 +162,7 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """(token-level rewards, current KL): the scores minus `coef` times the KL estimate of each trained token, (B, L).
 
-    The current KL, in nats, is the mean over a sequence's tokens, then over sequences: what a controller wants to see.
+    The current KL, in nats, is the mean over a sequence's tokens, then over sequences: the input of a controller.
     """
     x = policy_inputs(log_prob, response_mask, ref_log_prob=ref_log_prob)
     kl = torch.where(x.response_mask, estimator(x), 0.0)
@@ -176,12 +176,12 @@ class KlController(Protocol):
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Learns of the KL measured over `n_steps` sequences."""
+        """Updates the coefficient with the KL measured over `n_steps` sequences."""
         ...
 
 
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -200,7 +200,7 @@ class AdaptiveKLController:
         self.target, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the coefficient by at most 0.2 * n_steps / horizon of itself."""
+        """Changes the coefficient by at most the fraction 0.2 * n_steps / horizon."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -24,9 +24,9 @@ def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 
 
 def gpt_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The mean cross-entropy in nats of the next token, a scalar; 0 where every label is ignored.
+    """The mean cross-entropy in nats of the next token, a scalar; 0 if every label is ignored.
 
-    `logits` (B, L, V) at a position speak about the label after it, `labels` (B, L); the shift happens here.
+    `logits` (B, L, V) at a position predict the next label of `labels` (B, L); this function shifts them.
     """
     kept = labels[:, 1:] != ignore_index
     log_prob = logprobs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~kept, 0))
@@ -37,7 +37,7 @@ def kd_loss(logits: Tensor, teacher_logits: Tensor, label: Tensor, ignore_index:
     """The mean cross-entropy in nats of the student under the teacher's whole distribution (Hinton et al. 2015).
 
     `logits` and `teacher_logits` (B, L, V), averaged where `label` (B, L) is not `ignore_index`; nothing is shifted. A
-    scalar; 0 where every label is ignored. A token that the student forbids (-inf) counts nothing.
+    scalar; 0 if every label is ignored. A token whose student logit is -inf contributes 0.
     """
     kept = label != ignore_index
     log_prob = logits.log_softmax(-1)

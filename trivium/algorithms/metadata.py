@@ -1,8 +1,8 @@
-"""What makes a plain function something that a config can name: its metadata and the options its parameters declare.
+"""Makes a plain function available to configs: its metadata, and the options that its parameters declare.
 
 A registered function takes its inputs first and its options as keyword-only parameters with type, default and help
-(`Annotated[float, Field(ge=0, description=...)]`). Its `Config` is derived from them, so a default has one home and an
-option that the function does not have is an unknown key. The decorators take the fields of their metadata class.
+(`Annotated[float, Field(ge=0, description=...)]`). Its `Config` is derived from them, so each default is written
+once, and an option that the function lacks is an unknown key. The decorators take the fields of their metadata class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = frozenset(SCORES.values()) | {
     "uniform",
     "moments",
 }
-"""What a function may need: scores of the train engine, and what is computed from a batch."""
+"""Columns that a function may need: scores of the train engine, and columns computed from a batch."""
 
 P = ParamSpec("P")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -55,21 +55,21 @@ class When(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionMetadata:
-    """What checks, documentation and tests read about a registered function."""
+    """Facts about a registered function, for checks, documentation and tests."""
 
     decorator: ClassVar[str] = ""
     """The name of the decorator that takes these fields."""
 
     formula: str
-    """One line, for one token (or one trajectory, pair, group), for people. Option names stand for their values;
-    `{option: text}` appears only where the option is set (`formulas.py`). No rule is read from it."""
+    """The formula of one token (or trajectory, pair, group) in one line, for people only. Option names stand for their
+    values; `{option: text}` appears only if the option is set (`formulas.py`)."""
     source: str
     """The paper."""
     needs: AbstractSet[str] = frozenset()
     """The columns it reads beside the mask; any collection of names is accepted."""
     effective: Mapping[str, When] = field(default_factory=dict[str, When], hash=False)
-    """Option -> when it has an effect; an option that is not listed always has one. A config that sets an option
-    without effect is refused."""
+    """Option -> the condition under which it has an effect; an unlisted option always has one. A config that sets an
+    option without effect is refused."""
     ordered: tuple[tuple[str, str], ...] = ()
     """Pairs (low, high) of options; a config in which low is not below high is refused."""
 
@@ -79,10 +79,10 @@ class FunctionMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionMetadata(FunctionMetadata):
-    """Of `f(x: PolicyInputs, *, options...) -> (B, L) bool`, a selection of tokens over a whole mini-batch.
+    """Metadata of `f(x: PolicyInputs, *, options...) -> (B, L) bool`, a selection of tokens over a whole mini-batch.
 
-    `needs` may name `log_prob` and `entropy` (under the weights before the update) and `uniform` (a number in [0, 1)
-    for each token that does not depend on what else is in the batch).
+    `needs` may name `log_prob` and `entropy`, computed with the weights before the update, and `uniform`, a number in
+    [0, 1) for each token that is independent of the rest of the batch.
     """
 
     decorator = "selection"
@@ -90,20 +90,20 @@ class SelectionMetadata(FunctionMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossMetadata(FunctionMetadata):
-    """Of `f(x: PolicyInputs, *, options...) -> PerToken`, a policy loss that `policy_loss.kind` can name."""
+    """Metadata of `f(x: PolicyInputs, *, options...) -> PerToken`, a policy loss that `policy_loss.kind` can name."""
 
     decorator = "policy_loss"
 
     on_policy: str
-    """Its gradient at ratio one: `plain` (that of -advantage * log_prob), `factor: f` (f times that, f being arithmetic
-    in the names of its options, `1 / (1 + tau)` say), or `none: reason`."""
+    """Its gradient at ratio one: `plain` (that of -advantage * log_prob), `factor: f` (f times that; f is an expression
+    of option names, for example `1 / (1 + tau)`), or `none: reason`."""
     select: Callable[..., Any] | None = None
     """A selection over the whole mini-batch, made before it is cut; its result is the column `selected`. Its options
     join those of the loss in one section."""
     split: bool = False
     """Whether tokens of an expert and tokens that were sampled are averaged separately, each over its own count."""
     anchored: bool = False
-    """Whether a term of it holds the policy to the old one: off policy it has a gradient where the advantage is 0."""
+    """Whether a term pulls towards the old policy: off policy it has a gradient even if the advantage is 0."""
     off_policy: bool = False
     """Whether it is made for samples of older policies: it uses no ratio, or its ratio is against the policy that
     sampled. A run with stale groups then applies no correction by default."""
@@ -120,7 +120,7 @@ class PolicyLossMetadata(FunctionMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorMetadata(FunctionMetadata):
-    """Of `f(x: AdvantageInputs, *, options...) -> Advantages`, an estimator that `advantage.kind` can name.
+    """Metadata of `f(x: AdvantageInputs, *, options...) -> Advantages`, an estimator that `advantage.kind` can name.
 
     `needs` may name columns of `AdvantageInputs` that no engine scores (`turn`, `uniform`, ...) beside scores.
     """
@@ -128,7 +128,7 @@ class EstimatorMetadata(FunctionMetadata):
     decorator = "advantage"
 
     min_group: int = 1
-    """Fewest living members of a group that it accepts; at least 2 where members are each other's baseline."""
+    """The fewest successful members that it accepts; at least 2 if members are each other's baseline."""
     centred: bool = False
     """Whether equal rewards in a group give advantages of exactly zero."""
     baseline: bool = False
@@ -139,7 +139,7 @@ class EstimatorMetadata(FunctionMetadata):
     """Whether it reads the components of the reward one by one, not their total: a change to the total (shaping, a KL
     penalty) has no effect."""
     whitens: bool | When = False
-    """Whether its advantages have mean 0 and variance 1 over the batch, or under which options."""
+    """Whether its advantages have mean 0 and variance 1 over the batch, or the condition under which they do."""
     nonnegative: bool = False
     """Whether it accepts only rewards of at least 0."""
 
@@ -151,7 +151,7 @@ class EstimatorMetadata(FunctionMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWeightMetadata(FunctionMetadata):
-    """Of `f(x: PolicyInputs, *, options...) -> (B, L) weights`, a token weight that an entry of `gates` can name.
+    """Metadata of `f(x: PolicyInputs, *, options...) -> (B, L) weights`, a token weight that `gates` can name.
 
     `needs` as for a selection. No gradient flows through the weights.
     """
@@ -175,7 +175,7 @@ class TokenWeightSection(Plugin):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlMetadata(FunctionMetadata):
-    """Of `f(x: PolicyInputs, *, options...) -> (B, L) nats`, an estimator that `kl.estimator` can name.
+    """Metadata of `f(x: PolicyInputs, *, options...) -> (B, L) nats`, an estimator that `kl.estimator` can name.
 
     It reads `x.log_prob` and the column `ref_log_prob`; `needs` names further columns.
     """
@@ -183,9 +183,9 @@ class KlMetadata(FunctionMetadata):
     decorator = "kl_estimator"
 
     gradient: str
-    """Its gradient's mean on policy: `unbiased` (that of the KL), `zero`, or `biased: how`."""
+    """The mean of its gradient on policy: `unbiased` (the gradient of the KL), `zero`, or `biased: how`."""
     mean: str = "unbiased"
-    """Its own mean on policy: `unbiased` (the KL), or `biased: how`."""
+    """The mean of its value on policy: `unbiased` (the KL), or `biased: how`."""
     straight_through: bool = False
     """Whether it is another estimator with the gradient of `k2`."""
 
@@ -195,34 +195,34 @@ class KlMetadata(FunctionMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyMetadata(FunctionMetadata):
-    """Of `f(x: PolicyInputs, *, options...) -> (B, L) nats`, an entropy that `entropy.term` can name."""
+    """Metadata of `f(x: PolicyInputs, *, options...) -> (B, L) nats`, an entropy that `entropy.term` can name."""
 
     decorator = "entropy_term"
 
     sampled: bool = False
-    """Whether it is a mean over what the policy sampled alone, an expert's tokens left out of the count as well."""
+    """Whether it is a mean over sampled tokens only: expert tokens are left out of the sum and of the count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregationMetadata(FunctionMetadata):
-    """Of `f(loss: (B, L), mask: (B, L), counts: Counts) -> scalar`, a mean that `aggregate` can name."""
+    """Metadata of `f(loss: (B, L), mask: (B, L), counts: Counts) -> scalar`, a mean that `aggregate` can name."""
 
     decorator = "aggregation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLossMetadata(FunctionMetadata):
-    """Of `f(x: PairInputs, *, options...) -> PerPair`, a loss over preferences that `pair_loss.kind` can name."""
+    """Metadata of `f(x: PairInputs, *, options...) -> PerPair`, a preference loss that `pair_loss.kind` can name."""
 
     decorator = "pair_loss"
 
     scope: Literal["pair", "batch"] = "pair"
-    """What it must see at once: one pair, or every pair of the mini-batch, at the price of another forward pass."""
+    """What it must see at once: one pair, or every pair of the mini-batch, which costs another forward pass."""
     mean: Literal["pair", "completion"] = "pair"
-    """What is averaged over: pairs, or the completions they consist of."""
+    """The unit of the average: pairs, or their completions."""
     mismatched: bool = False
-    """Whether it reads `kl`, estimated over the mini-batch from each prompt with the completion of another one: two
-    further forward passes, of the policy and of the reference. Its scope is `batch`."""
+    """Whether it reads `kl`, estimated over the mini-batch from prompts with the completions of other prompts. This
+    costs one further forward pass of the policy and one of the reference. Its scope is `batch`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs) | {"ref_log_prob"})
@@ -230,33 +230,33 @@ class PairLossMetadata(FunctionMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreLossMetadata(FunctionMetadata):
-    """Of `f(x: ScoreInputs, *, options...) -> (P,) loss`, a reward model's loss that `score_loss.kind` can name."""
+    """Metadata of `f(x: ScoreInputs, *, options...) -> (P,) loss`, a reward loss that `score_loss.kind` can name."""
 
     decorator = "score_loss"
 
     learned_scale: bool = False
-    """Whether its option `learned` makes its option `scale` the initial value of a factor that the model learns: the
-    scores that it reads then have that factor already."""
+    """Whether the option `learned` makes the option `scale` the initial value of a factor that the model learns. The
+    scores then include that factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterMetadata(FunctionMetadata):
-    """Of `f(group: Group, *, options...) -> bool` (keep it?), a rule that an entry of `filters` can name.
+    """Metadata of `f(group: Group, *, options...) -> bool` (whether to keep it), a rule that `filters` can name.
 
-    It sees one group at a time, with at least one living member, and must be deterministic.
+    It sees one group at a time, with at least one successful member, and must be deterministic.
     """
 
     decorator = "group_filter"
 
     min_group: int = 1
-    """Fewest trajectories per task at which it can refuse anything."""
+    """The smallest group size at which it can refuse a group."""
     judged: bool = True
     """Whether it reads rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapingMetadata(FunctionMetadata):
-    """Of `f(x: ShapingInputs, *, options...) -> (T,) rewards`, a shaping that an entry of `shaping` can name.
+    """Metadata of `f(x: ShapingInputs, *, options...) -> (T,) rewards`, a shaping that an entry of `shaping` can name.
 
     `needs` may name `moments`: the mean and standard deviation of every reward seen so far, this step's included.
     """
@@ -307,7 +307,7 @@ def _with_selection(function: Callable[..., Any], metadata: FunctionMetadata) ->
 
 
 def _check(function: Callable[..., Any], metadata: FunctionMetadata, options: Collection[str]) -> None:
-    """Raises ConfigError for a function that no config could use as its author meant."""
+    """Raises ConfigError for positional or untyped options, unknown needs, and metadata about missing options."""
     decorated = f"@{metadata.decorator} on {function.__name__}"
     parameters = list(inspect.signature(function).parameters.values())
     inputs = 3 if isinstance(metadata, AggregationMetadata) else 1
@@ -364,7 +364,7 @@ class OptionProblem(NamedTuple):
 
 
 def option_problems(function: Callable[..., Any], section: Plugin) -> Iterator[OptionProblem]:
-    """Bounds in the wrong order, and options that the others leave without effect, as the metadata declares them."""
+    """Yields bounds in the wrong order, and options that have no effect beside the others, as the metadata declares."""
     metadata: FunctionMetadata = vars(function)["metadata"]
     functions = _with_selection(function, metadata)
     defaults = {name: default for f in functions for name, (_, default) in options_of(f).items()}
@@ -384,7 +384,7 @@ def option_problems(function: Callable[..., Any], section: Plugin) -> Iterator[O
 
 
 def format_value(value: object) -> str:
-    """A value as a reader writes it in YAML."""
+    """A value as it is written in YAML."""
     if isinstance(value, bool) or value is None:
         return str({True: "true", False: "false", None: "none"}[value])
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -393,7 +393,7 @@ def format_value(value: object) -> str:
 def metadata_of(function: object, metadata_type: type[MetadataT], name: str) -> MetadataT:
     """The metadata of a registered function.
 
-    Raises ConfigError where the function has none of this type: it was not decorated, or is for another key.
+    Raises ConfigError if the function has none of this type: it is not decorated, or belongs to another key.
     """
     metadata = getattr(function, "metadata", None)
     if not isinstance(metadata, metadata_type):
@@ -420,5 +420,5 @@ def resolve_function(
 
 
 def catalogue(kind: str) -> dict[str, Any]:
-    """Everything that ships of one registry kind (`advantages`, `policy_losses`, `algorithms`), by short name."""
+    """All built-in entries of one registry kind (`advantages`, `policy_losses`, `algorithms`), by short name."""
     return {name: resolve(kind, name) for name in CATALOGUE[kind]}

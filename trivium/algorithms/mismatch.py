@@ -1,9 +1,9 @@
-"""How far the engine that sampled and the trainer that learns are apart, and what a correction makes of it.
+"""Metrics of the mismatch between rollout engine and trainer, and of its correction.
 
 Legend: B sequences, L tokens. The ratio of a token is trainer / engine, that of a sequence the product over its tokens;
-log-ratios are clamped to +-20 nats before they are exponentiated. What `compared` gives are means over tokens, means
-over sequences and maxima that are never negative, so micro-batches add up to the whole and empty ones change nothing.
-Sequences without a token are no sequences.
+log-ratios are clamped to +-20 nats before they are exponentiated. `compared` returns terms of means over tokens, terms
+of means over sequences, and maxima of at least 0, so micro-batches add up to the whole and empty ones change nothing.
+Sequences without a token are not counted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
 
 
 def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Metrics:
-    """The metrics of a whole batch, (B, L) each; nothing where no token is compared."""
+    """The metrics of a whole batch from inputs (B, L); empty if no token is compared."""
     tokens, sequences = int(mask.sum()), int(mask.any(-1).sum())
     if not tokens:
         return {}
@@ -80,7 +80,7 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Metrics:
 
 
 def with_sample_sizes(means: Metrics) -> Metrics:
-    """The metrics with the effective sample sizes, as fractions: mean(r)^2 / mean(r^2); nothing of nothing is 0."""
+    """Adds the effective sample sizes as fractions: mean(r)^2 / mean(r^2), or 0 if mean(r^2) is 0."""
     squares = {name: means.get(f"mismatch/{name}ratio_square") for name in ("", "sequence_")}
     sizes = {
         f"mismatch/{name}ess": means[f"mismatch/{name}ratio"] ** 2 / square if square else 0.0
@@ -91,9 +91,9 @@ def with_sample_sizes(means: Metrics) -> Metrics:
 
 
 def weight_metrics(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, high: float, by_token: bool) -> Metrics:
-    """Of importance weights before normalisation and the ratios behind them, (B, L) each; the mask holds a token.
+    """Metrics of importance weights before normalisation and of their ratios, (B, L) each; the mask contains a token.
 
-    `by_token` counts the tokens whose ratio is above `high` or below `low`, else the sequences.
+    With `by_token`, counts the tokens whose ratio is above `high` or below `low`, otherwise the sequences.
     """
     spread = _spread("mismatch/weight", weights, mask, centre=1.0)
     square = _mean(weights[mask].square())
@@ -112,7 +112,7 @@ def weight_metrics(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, hi
 def rejection_metrics(
     option: str, statistic: Tensor, refused: Tensor, mask: Tensor, low: float, high: float
 ) -> Metrics:
-    """Of one option's statistic and of what it refuses, (B, L) each. `std` is that of the values cut to the bounds."""
+    """Metrics of an option's statistic and the tokens it rejects, (B, L) each. Clamps to the bounds for `std`."""
     where = f"mismatch/rejection/{option}"
     per_sequence = _row_means(statistic, mask)
     return {
@@ -126,7 +126,7 @@ def rejection_metrics(
 
 
 def rejected_metrics(kept: Tensor, mask: Tensor) -> Metrics:
-    """Of all that is refused. A bound on a sum refuses long sequences first: their relative length shows it."""
+    """Metrics of all rejected tokens. The relative length shows whether bounds on sums reject long sequences first."""
     refused, rows = mask & ~kept, mask.any(-1)
     gone = rows & ~kept.any(-1)
     length = mask.sum(-1)
@@ -138,7 +138,7 @@ def rejected_metrics(kept: Tensor, mask: Tensor) -> Metrics:
 
 
 def _spread(where: str, values: Tensor, mask: Tensor, centre: float) -> Metrics:
-    """Mean, standard deviation and extremes over tokens, and of the means of sequences."""
+    """Mean, standard deviation and extremes over tokens and over the means of sequences."""
     tokens, rows = values[mask], _row_means(values, mask)
     return {
         f"{where}/mean": _mean(tokens),
@@ -177,5 +177,5 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest value, at least 0: what a micro-batch without a row reports."""
+    """The largest value, at least 0; a micro-batch without rows gives 0."""
     return torch.cat([values.flatten(), values.new_zeros(1)]).amax()

@@ -1,8 +1,8 @@
 """The policy objective: a frozen value that turns a micro-batch into its part of the step's loss.
 
 Legend: B sequences, L tokens. Everything is normalised by the counts of the whole optimizer step, so the losses of
-micro-batches add up to the same number however the step was cut. What must be decided over the whole mini-batch is
-decided in `select`, before it is cut.
+micro-batches add up to the same number however the step was cut. `select` makes the decisions that need the whole
+mini-batch before it is cut.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from trivium.registry import resolve
 from trivium.types import Batch, Metrics
 
 FORWARD_COLUMNS = frozenset({"log_prob", "entropy"})
-"""Columns that a micro-batch's own forward pass gives; over a whole mini-batch they are scores."""
+"""Columns that a micro-batch's forward pass computes. For a whole mini-batch they are scores of the engine."""
 SCORED_AHEAD = FORWARD_COLUMNS | {"mean_discriminant"}
-"""What selections and token weights may read under the weights before an update."""
+"""Columns that selections and token weights may read, computed with the weights before an update."""
 
 TermMetadataT = TypeVar("TermMetadataT", EntropyMetadata, KlMetadata)
 
@@ -72,7 +72,7 @@ class TokenWeight:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss, with an entropy bonus and a KL penalty where there are such terms.
+    """A policy loss with an optional entropy bonus and an optional KL penalty.
 
     Minimises `aggregate(weights * policy_loss) - entropy.coef * aggregate(entropy) + kl.coef * aggregate(kl)`, where
     `weights` are the token weights times the importance weights of an off-policy correction.
@@ -87,11 +87,11 @@ class PolicyObjective:
     select_tokens: Callable[[PolicyInputs], Tensor] | None = None
     """`metadata.select` with its options."""
     weighted: bool = False
-    """Whether the column `rollout_is_weights`, made before the step, multiplies the policy loss."""
+    """Whether the column `rollout_is_weights`, computed before the step, multiplies the policy loss."""
     correction: Correction | None = None
-    """An off-policy correction against the current policy, made at every update."""
+    """An off-policy correction against the current policy, computed at every update."""
     seed: int = 0
-    """The run's seed: of random selections."""
+    """The run's seed, for random selections."""
 
     role: str = "policy"
     head: str = "lm"
@@ -122,7 +122,7 @@ class PolicyObjective:
         if weights or importance:
             losses = losses * _product([*weights, *importance])
 
-        # Masking and aggregation: over the tokens that count, or apart over an expert's tokens and the policy's own.
+        # Masking and aggregation: over the counted tokens, or separately over expert tokens and sampled tokens.
         if self.metadata.split:
             loss = aggregated(losses, x.expert, self.aggregate, denominators.expert)
             loss = loss + aggregated(losses, x.sampled, self.aggregate, denominators.sampled)
@@ -145,7 +145,7 @@ class PolicyObjective:
         sums = metric_sums(
             correction_metrics | closed | dict(loss_metrics) | reference_kl | self._logged(x), x.response_mask
         )
-        if len(terms) > 1:  # sums are divided by the tokens, and these are means already
+        if len(terms) > 1:  # the learner divides sums by the token count; these are means already
             sums |= {f"train/loss_term/{name}": term.detach() * denominators.tokens for name, term in terms.items()}
         mismatch_sums, maxima = _mismatch(x, denominators)
         return LossOutputs(loss, sums | mismatch_sums, maxima, _seen(x, loss_metrics))
@@ -159,7 +159,7 @@ class PolicyObjective:
         return check_per_token(result.loss, x.log_prob, name), result.metrics
 
     def _logged(self, x: PolicyInputs) -> dict[str, Tensor]:
-        """What is logged of the columns that the loss reads."""
+        """Metrics of the columns that the loss reads."""
         metrics: dict[str, Tensor] = {}
         if "advantages" in self.metadata.needs:
             metrics |= {"train/advantage_mean": x.advantages, "train/advantage_abs": x.advantages.abs()}
@@ -204,8 +204,8 @@ class PolicyObjective:
         """The mini-batch with the columns `selected`, `token_weight`, `counted` (0 where a narrow token weight is 0)
         and `rollout_is_weights`.
 
-        Tokens that the correction rejects leave the mask; the mismatch of engine and trainer is measured before they
-        do, where the current log-probabilities are known.
+        Removes the tokens that the correction rejects from the mask. Measures the mismatch of engine and trainer before
+        that, if the current log-probabilities are known.
         """
         if "log_prob" in self.looks_at:
             current = padded(batch.columns["log_prob"])
@@ -256,14 +256,14 @@ def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenomi
 
 
 def required(values: Tensor | None, name: str) -> Tensor:
-    """The field `name` of the loss inputs; raises DataError where the model head did not give it."""
+    """The field `name` of the loss inputs; raises DataError if the model head did not compute it."""
     if values is None:
         raise DataError(f"the loss inputs' {name}", "None", "run the objective with the model head that it declares")
     return values
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What a function is called, whether its options are bound or not."""
+    """The name of a function, with or without bound options."""
     return repr(getattr(getattr(function, "func", function), "__name__", str(function)))
 
 
@@ -276,7 +276,7 @@ def _equals(values: Tensor, number: float) -> Tensor:
 
 
 def _policy_inputs(inputs: LossInputs) -> PolicyInputs:
-    """Zeroes what stands outside the mask, so that nothing there can reach the loss or its gradient."""
+    """The inputs of the policy loss. Zeroes values outside the mask: they cannot affect the loss or its gradient."""
     mask = inputs.response_mask.bool()
     columns = {name: zero_outside(column, mask) for name, column in inputs.columns.items()}
     entropy, candidates = (
@@ -303,10 +303,10 @@ def _current_weights(
 
 
 def _mismatch(x: PolicyInputs, denominators: LossDenominators) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(sums, maxima) of how far apart engine and trainer are: meaningful before the first update only.
+    """(sums, maxima) of the mismatch of engine and trainer, meaningful only before the first update.
 
     Means are over tokens that an engine sampled, so the sums are scaled for a learner that divides by all trained
-    tokens. Nothing where the step holds an expert's tokens alone.
+    tokens. Both are empty if the step has only expert tokens.
     """
     sampled = denominators.sampled
     if sampled.tokens == 0:
@@ -319,7 +319,7 @@ def _mismatch(x: PolicyInputs, denominators: LossDenominators) -> tuple[dict[str
 
 
 def _seen(x: PolicyInputs, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the loss saw of each token, (B, L) each, without gradient: columns of `types.AT_UPDATE`."""
+    """The columns `types.AT_UPDATE` of this micro-batch, (B, L) each, without gradient."""
     named = {"update_log_prob": x.log_prob, "update_entropy": x.entropy, "clipped": metrics.get("train/clip_fraction")}
     return {name: values.detach() for name, values in named.items() if values is not None}
 

@@ -21,7 +21,7 @@ Beta = Annotated[float, Field(gt=0, description="how strongly the policy is held
 
 @dataclass(frozen=True, slots=True)
 class PairInputs:
-    """What a loss over preferences reads; every tensor (P,)."""
+    """The inputs of a loss over preferences; every tensor (P,)."""
 
     policy_chosen: Tensor
     """With gradient: log-probability of the preferred completion under the current weights."""
@@ -33,9 +33,9 @@ class PairInputs:
     has_chosen: Tensor
     """Bool: whether the preferred completion has any trained token. Without one its log-probabilities are 0."""
     has_rejected: Tensor
-    """Bool: whether the other completion has."""
+    """Bool: whether the other completion has any trained token."""
     kl: Tensor | None = None
-    """A scalar, the `reference_point` of other completions: of mismatched pairs where the loss asks for them (KTO)."""
+    """A scalar, the `reference_point` of other completions: those of mismatched pairs if the loss needs them (KTO)."""
 
     @property
     def chosen_log_ratio(self) -> Tensor:
@@ -51,7 +51,7 @@ class PerPair:
     """A loss for each pair."""
 
     loss: Tensor
-    """(P,), to be minimised: of the pair, or the sum over its completions where the mean is over completions."""
+    """(P,), to be minimised: the loss of the pair, or the sum over its completions if the mean is over completions."""
     chosen_rewards: Tensor
     """(P,) without gradient: the reward that the policy implies for the preferred completion."""
     rejected_rewards: Tensor
@@ -59,7 +59,7 @@ class PerPair:
 
 @dataclass(frozen=True, slots=True)
 class ScoreInputs:
-    """What a reward model's loss reads; every tensor (P,) with gradient."""
+    """The inputs of a reward model's loss; every tensor (P,) with gradient."""
 
     chosen: Tensor
     """Score of the preferred completion."""
@@ -216,10 +216,10 @@ def hps(
 
 
 def _per_pair(loss: Tensor, x: PairInputs, beta: float) -> PerPair:
-    """With the implied rewards, beta times the log-ratios (Rafailov et al. 2023, eq. 5, up to a constant)."""
+    """The loss with the implied rewards, beta times the log-ratios (Rafailov et al. 2023, eq. 5, up to a constant)."""
     return PerPair(loss, beta * x.chosen_log_ratio.detach(), beta * x.rejected_log_ratio.detach())
 
 
 def _mean(values: Tensor, there: Tensor) -> Tensor:
-    """The mean over completions that are there; 0 where none is."""
+    """The mean over the completions that exist (`there`); 0 if none does."""
     return torch.where(there, values, 0.0).sum() / there.sum().clamp(min=1)

@@ -1,7 +1,7 @@
 """Objectives over pairs of rows: chosen, rejected, chosen, rejected, ...
 
 Legend: B rows, L tokens, P = B / 2 pairs, K heads of a reward model. Everything is normalised by the counts of the
-whole optimizer step, so it does not matter where between its pairs a mini-batch is cut.
+whole optimizer step, so a mini-batch can be cut between any two pairs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _AHEAD = frozenset({"pair_loss", "pair_gradient"})
 """Columns that `select` adds for a loss that must see the whole mini-batch: each token's share of the loss, and the
 derivative of the loss by its log-probability."""
 _SUMS, _NUMBERS = ("chosen_sum", "rejected_sum"), ("chosen_number", "rejected_number")
-"""What a micro-batch of single completions reports, for `derived`."""
+"""The sums that a micro-batch of single completions reports, for `derived`."""
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
     """A loss over preferences, averaged over pairs (or completions) of the whole optimizer step.
 
-    A loss that must see every pair at once is evaluated in `select`, at the weights that the update starts from; a
-    micro-batch then contributes the derivatives found there times its own log-probabilities: the same gradient.
-    A comparison counts where both completions have a trained token.
+    `select` evaluates a loss that must see every pair at once, with the weights before the update. A micro-batch then
+    contributes the derivatives from `select` times its log-probabilities, which has the same gradient. A comparison
+    counts only if both completions have a trained token.
     """
 
     pair_loss: Callable[[PairInputs], PerPair]
@@ -56,9 +56,9 @@ class PreferenceObjective:
         return frozenset({"log_prob"}) if self.metadata.scope == "batch" else frozenset()
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with the loss and its gradient spread over the tokens, where the loss must see all of it.
+        """Adds the loss and its gradient, spread over the tokens, if the loss must see the whole mini-batch.
 
-        Mismatched pairs (`batch_of_pairs`) leave it: they are there for the reference point alone.
+        Removes mismatched pairs (`batch_of_pairs`), which are only needed for the reference point.
         """
         del address
         if self.metadata.scope == "pair":
@@ -100,13 +100,13 @@ class PreferenceObjective:
         return LossOutputs(loss / max(count, 1) * denominators.dp_size, sums)
 
     def derived(self, means: Metrics) -> Metrics:
-        """Where no completion has another one beside it: the mean reward of each kind from its sum and its number."""
+        """For batches of single completions: the mean reward of each kind from its sum and its number."""
         kept = {key: value for key, value in means.items() if key not in (*_SUMS, *_NUMBERS)}
         sides = zip(("train/preference_chosen", "train/preference_rejected"), _SUMS, _NUMBERS, strict=True)
         return kept | {name: means[total] / means[number] for name, total, number in sides if means.get(number)}
 
     def _counted(self, x: PairInputs) -> Tensor:
-        """(P,): the loss of each pair; 0 where it compares and one of the completions is missing."""
+        """(P,): the loss of each pair; 0 for a comparison with a missing completion."""
         loss = self.pair_loss(x).loss
         return loss if self.metadata.mean == "completion" else torch.where(x.has_chosen & x.has_rejected, loss, 0.0)
 
@@ -115,7 +115,7 @@ class PreferenceObjective:
 class ScoreObjective(CutAnywhere):
     """A reward model's loss over pairs; a completion's score is the model's number at its last trained token.
 
-    A pair of which one completion has no trained token adds nothing.
+    A pair adds nothing if one of its completions has no trained token.
     """
 
     score_loss: Callable[[ScoreInputs], Tensor]
@@ -141,11 +141,11 @@ class ScoreObjective(CutAnywhere):
 
 @dataclass(frozen=True)
 class HeadsObjective:
-    """The loss of a reward model with a head for each of several attributes, added up over the heads.
+    """The loss of a reward model with one head per attribute, summed over the heads.
 
-    The label of a head says which row of a pair it prefers, the first or the second, or neither (`batches.labels_of`).
-    Each head's loss is the mean over the pairs with a preference by it, plus `tie_coef` times the mean distance of the
-    two scores over its ties. A pair without a label adds nothing to that head.
+    The label of a head is the preferred row of a pair: the first, the second, or neither (`batches.labels_of`). Each
+    head's loss is the mean over its pairs with a preference, plus `tie_coef` times the mean distance of the two scores
+    over its ties. A pair without a label adds nothing to that head.
     """
 
     score_loss: Callable[[ScoreInputs], Tensor]
@@ -161,8 +161,8 @@ class HeadsObjective:
     on_policy: str = "none: it fits scores, not the policy"
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with `label_weight` (L, K): what a pair counts in each head, which is one over the number of
-        such labels in the whole mini-batch, and 0 without a label."""
+        """Adds `label_weight` (L, K), the weight of a pair in each head: 1 / the head's preferences in the mini-batch,
+        `tie_coef` / its ties for a tie, 0 without a label."""
         del address
         rows = [each[0] for each in batch.columns["labels"]]
         labels = np.array([a if _is_pair(batch, row) else 0 * a for row, a in enumerate(rows)])
@@ -199,7 +199,7 @@ class HeadsObjective:
         return list(zip(self.score_head.names, values.unbind(1), strict=True))
 
     def derived(self, means: Metrics) -> Metrics:
-        """The means over the pairs with a preference, for each head and for all labels; nothing where there is none."""
+        """The means over the pairs with a preference, for each head and for all labels. Omits heads without any."""
         kept = {key: value for key, value in means.items() if ":" not in key}
 
         def mean(what: str, names: Sequence[str]) -> float:
@@ -216,7 +216,7 @@ class HeadsObjective:
 
 
 def _reference_point(batch: Batch) -> Tensor:
-    """KTO's z0 from sequences with the columns `log_prob` and `ref_log_prob`; those without trained tokens aside."""
+    """KTO's z0 from sequences with the columns `log_prob` and `ref_log_prob`. Skips rows without trained tokens."""
     mask = padded([e.response_mask for e in batch.experiences]).bool()
     log_ratio = column(batch, "log_prob").double() - column(batch, "ref_log_prob").double()
     return reference_point(zero_outside(log_ratio, mask).sum(-1)[mask.any(-1)])
@@ -229,7 +229,7 @@ def _is_pair(batch: Batch, row: int) -> bool:
 
 
 def _last_scores(inputs: LossInputs, mask: Tensor) -> Tensor:
-    """(B,), or (B, K): the model's numbers at the last trained token of each row."""
+    """(B,), or (B, K): the model's outputs at the last trained token of each row."""
     scores = zero_outside(required(inputs.values, "values"), mask)
     last = mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
     return scores[torch.arange(len(scores), device=scores.device), last]
@@ -242,7 +242,7 @@ def _pairs(log_prob: Tensor, reference: Tensor, mask: Tensor) -> PairInputs:
 
 
 def _by_pair(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(chosen (P,), rejected (P,)) of numbers by row, (B,)."""
+    """Splits values by row, (B,), into (chosen (P,), rejected (P,))."""
     if len(values) % 2:
         raise DataError(
             "rows in pairs of chosen and rejected", f"{len(values)} rows", "let the algorithm build the batch of pairs"

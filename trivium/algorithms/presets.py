@@ -1,4 +1,4 @@
-"""Presets: named values from which a user's own words depart."""
+"""Presets: named algorithms whose keys a config can override."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from trivium.config import AlgorithmConfig, merged
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm by name: a section class, what it says where the user is silent, and how it is built.
+    """A named algorithm: a section class, the values of keys that the config leaves out, and a build function.
 
-    Users make their own with `replace` and name it by path: `kind: my_algorithms.py:MINE`.
+    Users create their own with `replace` and name it by path: `kind: my_algorithms.py:MINE`.
     """
 
     Config: type[AlgorithmConfig]
     build: Callable[[Any, int], GroupAlgorithm]
     """(section, the run's seed) -> the algorithm."""
     says: Mapping[str, Any]
-    """A partial section. A nested section whose `kind` the user changes starts afresh."""
+    """A partial section. If the config changes the `kind` of a nested section, that section's values are dropped."""
     source: str
     """The paper."""
 
     def configure(self, data: Mapping[str, Any]) -> AlgorithmConfig:
-        """The section that follows from what the config sets; raises pydantic's ValidationError."""
+        """The section with the config's keys merged in. Raises pydantic's ValidationError."""
         return self.Config.model_validate(merged(self.says, data))
 
     def replace(self, source: str, **says: object) -> Preset:
-        """Another preset that says something else in these sections."""
+        """A copy with other values in these sections."""
         return Preset(self.Config, self.build, merged(self.says, says), source)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts: what was generated, what was refused, and what the trained tokens are worth."""
+"""Metrics of a step's rollouts: all groups, refused groups, rewards, and advantages of the trained tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trivium.types import Batch, Group, Metrics, StopReason, Trajectory
 
 
 def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
-    """Metrics of all rollouts, refused groups included: the trained ones alone would look better than the policy is.
+    """Metrics of all rollouts, refused groups included, because the trained groups alone would overstate the policy.
 
-    `refused_by` counts the groups that each rule refused. Where the policy generated rollouts, an expert's completions
-    are not described.
+    `refused_by` counts the groups that each rule refused. Leaves out expert completions if the policy generated any
+    rollouts.
     """
     failures = Counter(member.failure.side for group in groups for member in group.rollouts if member.failure)
     sampled = [group for group in groups if not group.expert] or groups
@@ -38,7 +38,7 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
         return {}
     tokens = [member.num_tokens for member in members]
     stops = [member.stop_reason for member in members]
-    # Of several turns, the first one's prompt is what the task asked; later ones hold completions as well.
+    # The first turn's prompt is that of the task; the prompts of later turns contain completions as well.
     prompts = [len(member.turns[0].prompt_tokens) for member in members if member.turns] or [0]
     turns = [len(member.turns) for member in members]
     return {
@@ -58,7 +58,7 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
 
 
 def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
-    """Empty where no trajectory has a reward, as with supervised data."""
+    """Metrics of rewards; empty if no trajectory has a reward, as with supervised data."""
     judged = [[member.reward for member in group.alive if member.rewards] for group in groups]
     rewards = [reward for group in judged for reward in group]
     if not rewards:

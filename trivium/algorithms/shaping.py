@@ -1,6 +1,6 @@
-"""Changes to a trajectory's reward between the judge and the estimator, in the order a config lists them.
+"""Reward shaping: changes to a trajectory's reward before the estimator, in the order of the config.
 
-Legend: T trajectories. All arithmetic is in float64. Filters have looked at the rewards before they are shaped.
+Legend: T trajectories. All arithmetic is in float64. Filters see the rewards before shaping.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Moments:
         return sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: Sequence[float]) -> None:
-        """Sees these numbers too; in which order they come makes no difference, to the bit."""
+        """Adds these numbers. Their order does not change the result by a bit."""
         if not values:
             return
         count, mean = len(values), fsum(values) / len(values)
@@ -46,10 +46,10 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class ShapingInputs:
-    """What a shaping reads; every tensor (T,)."""
+    """The inputs of a shaping; every tensor (T,)."""
 
     reward: Tensor
-    """Float64: the total reward as the shapings before this one left it."""
+    """Float64: the total reward after the earlier shapings."""
     length: Tensor
     """Int64: tokens that the policy sampled."""
     truncated: Tensor
@@ -59,23 +59,23 @@ class ShapingInputs:
     max_new_tokens: int
     """The longest completion that sampling allows."""
     moments: Moments | None = None
-    """Of every reward that came to this shaping, this step's included; given where it is needed."""
+    """Moments of all inputs of this shaping so far, this step's rewards included; None if it does not need them."""
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """A shaping of a config."""
+    """A shaping from a config."""
 
     function: Callable[[ShapingInputs], Tensor]
     metadata: ShapingMetadata
     moments: Moments | None = None
-    """What it has seen, where it needs that. The one thing here that changes."""
+    """Moments of the rewards that it has received, if it needs them. The only mutable field."""
 
 
 def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
-    """The rewards (T,) after one shaping upon the other; what counts rewards counts those of `x`.
+    """Applies the shapings in order and returns the rewards (T,). Updates the moments of each shaping that has them.
 
-    Raises DataError where one of them gives anything but a finite number per trajectory.
+    Raises DataError if a shaping does not return one finite number per trajectory.
     """
     for step in shapings:
         if step.moments is not None:
@@ -99,7 +99,7 @@ Limit = Annotated[
 
 
 def _longest(x: ShapingInputs, limit: int | None) -> int:
-    """L_max; raises DataError where neither the option nor the engine's sampling sets it."""
+    """L_max. Raises DataError if neither the option nor the engine's sampling sets it."""
     if limit is None and x.max_new_tokens < 1:
         raise DataError(
             "the longest completion, in tokens", "neither limit nor max_new_tokens", "set `limit`, or max_new_tokens"

@@ -1,4 +1,4 @@
-"""Masked sums, means, variances; group statistics that are exact where all members are equal.
+"""Masked sums, means, variances; group statistics that are exact if all members are equal.
 
 Legend: B sequences, L tokens, T trajectories.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from trivium.errors import DataError
 
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
-"""The relative error of a reward that a few components in float32 were added to, in another order."""
+"""The relative rounding error of a sum of a few float32 reward components, in any order."""
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance where the mask is true; `unbiased` divides by n - 1.
 
-    Raises DataError where the selection is too small to have one.
+    Raises DataError if the selection is too small to have one.
     """
     count = float(mask.sum())
     if count < (2 if unbiased else 1):
@@ -47,12 +47,12 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """What the members of a group say about each other; every field has one entry per member, (T,)."""
+    """Statistics of the groups; every field has one entry per member, (T,)."""
 
     mean: Tensor
     """Mean of the member's group."""
     centred: Tensor
-    """The member's score minus that mean; exactly 0 where all scores of the group are equal."""
+    """The member's score minus that mean; exactly 0 if all scores of the group are equal."""
     std: Tensor
     """Unbiased standard deviation of the group; 0 for a group of one."""
     count: Tensor

@@ -1,9 +1,9 @@
 """Token weights (`algorithm.gates`): factors 0 or 1 of a token's policy loss. A token of weight 0 has no gradient and
 stays in the mean: the counts that the loss is divided by include it, unless the section sets `narrow`.
 
-Legend: B sequences, L tokens. A token weight of scope `row` is computed under the weights that the gradient is taken
-at; one of scope `batch` sees the whole mini-batch, under the weights before the update. An expert's tokens have no
-ratio and keep weight 1.
+Legend: B sequences, L tokens. A token weight of scope `row` is computed with the current weights of the policy; one of
+scope `batch` sees the whole mini-batch and is computed with the weights before the update. Expert tokens have no ratio
+and keep weight 1.
 """
 
 from __future__ import annotations

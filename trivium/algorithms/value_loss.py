@@ -16,7 +16,7 @@ from trivium.protocols import CutAnywhere
 from trivium.types import Batch, Metrics
 
 FORMULA = "{clip:max(}(v - G)^2{clip:, (min(max(v, V - clip), V + clip) - G)^2)} / 2"
-"""For one token: v the value now, V before the step, G the return."""
+"""For one token: v is the current value, V the value before the step, G the return."""
 SOURCE = "Schulman et al. 2017; the clipping is that of OpenAI's baselines"
 
 
@@ -25,8 +25,8 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(half squared error, whether clipping decided it) for each token, (B, L).
 
-    The larger error of the value and of the value held within `clip` of the old one (Schulman et al. 2017; the clipping
-    is that of OpenAI's baselines); None for no clip.
+    Takes the larger error of the value and of the value clamped to within `clip` of the old one (Schulman et al. 2017;
+    the clipping is that of OpenAI's baselines). `clip` None disables clipping.
     """
     if clip is None:
         return (values - returns) ** 2 / 2, torch.zeros_like(values, dtype=torch.bool)
@@ -62,7 +62,7 @@ class ValueObjective(CutAnywhere):
 @dataclass(frozen=True)
 class SharedObjective:
     """The policy's objective plus `coef` times the critic's, where both heads are on one backbone: one forward pass and
-    one optimizer step. A token that the policy's correction rejects teaches neither."""
+    one optimizer step. A token that the policy's correction rejects trains neither."""
 
     policy: PolicyObjective
     value: ValueObjective
@@ -94,7 +94,7 @@ class SharedObjective:
         return self.policy.derived(means)
 
     def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
-        """This micro-batch's part of the step's loss, and its metrics: those of both, the losses by themselves."""
+        """This micro-batch's part of the step's loss, and the metrics of both objectives with each loss alone."""
         policy, value = (each.loss(inputs, denominators) for each in (self.policy, self.value))
         losses = {"train/loss/policy": policy.loss, "train/loss/value": value.loss}
         alone = {key: loss.detach() * denominators.tokens for key, loss in losses.items()}  # sums are divided by tokens
@@ -121,8 +121,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, fraction of tokens whose value was clipped), both scalars.
 
-    `vpreds` are the current values, `values` those of before the step; all inputs (B, L); `cliprange_value` None for no
-    clip; modes and counts as in `agg_loss`.
+    `vpreds` are the current values, `values` those before the step; all inputs are (B, L). `cliprange_value` None
+    disables clipping. Modes and counts as in `agg_loss`.
     """
     loss, clipped = clipped_value_loss(vpreds, values, returns, cliprange_value)
     total = agg_loss(

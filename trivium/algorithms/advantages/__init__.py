@@ -1,1 +1,1 @@
-"""Advantage estimators: what each sampled token was worth."""
+"""Advantage estimators: functions that compute the advantage of each sampled token."""

@@ -1,4 +1,4 @@
-"""What an advantage estimator reads and returns, and the trajectories behind the rows.
+"""Inputs and outputs of advantage estimators, and the trajectories that the rows belong to.
 
 Legend: B sequences, L tokens, T trajectories. Rows of one trajectory (its history was rewritten) share an entry of
 `trajectory`; rows of one task share an entry of `group`. A statistic over a group counts each trajectory once. All
@@ -19,7 +19,7 @@ from trivium.algorithms.stats import distinct, group_statistics
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator reads."""
+    """The inputs of an estimator."""
 
     token_level_rewards: Tensor
     """(B, L), after shaping and any KL penalty; zero outside the mask. A row's sum is its trajectory's reward, penalty
@@ -33,21 +33,21 @@ class AdvantageInputs:
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """(B, L) each: the columns that the estimator declares. Beside the scores of the train engine it may need
 
-    - `turn`: int64, which turn of its trajectory sampled the token, -1 elsewhere;
-    - `turn_reward`: what the environment paid for a turn, on the turn's last trained token, 0 elsewhere;
-    - `turn_state`: int64, equal for turns of one task that were sampled in the same state, -1 where no state is known;
+    - `turn`: int64, the number of the turn that sampled the token, -1 elsewhere;
+    - `turn_reward`: the environment's reward for a turn, on the turn's last trained token, 0 elsewhere;
+    - `turn_state`: int64, equal for turns of one task that were sampled in the same state, -1 if the state is unknown;
     - `greedy_reward`: the reward of the task's greedy completion, on every token;
     - `rollout_log_prob`: log-probability under the distribution sampled from;
-    - `uniform`: a number in [0, 1) that depends on the run's seed and on which token of which trajectory it is.
+    - `uniform`: a number in [0, 1) that depends on the run's seed, the trajectory and the token's position.
     """
     components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """(B,) each: the components of the reward by name, weights applied, before shaping; NaN where a trajectory has no
-    such component."""
+    """(B,) each: the components of the reward by name, weights applied, before shaping; NaN if a trajectory lacks the
+    component."""
     token_level_scores: Tensor | None = None
-    """(B, L): the rewards before the KL penalty; None where there is none."""
+    """(B, L): the rewards before the KL penalty; None without a penalty."""
     reward: Tensor | None = None
-    """(B,): the trajectory's reward after shaping, for rows without a trained token to put it on; None where there is
-    no such row."""
+    """(B,): the trajectory's reward after shaping, for rows without a trained token to put it on; None if there is no
+    such row."""
 
     def unpenalised(self) -> AdvantageInputs:
         """The same without the KL penalty in the rewards."""
@@ -59,15 +59,15 @@ class Advantages(NamedTuple):
 
     advantages: Tensor
     returns: Tensor
-    """What a critic should have predicted; for estimators without one, the advantages."""
+    """The targets of the critic; for estimators without a critic, the advantages."""
 
 
 class Members(NamedTuple):
     """The trajectories behind the rows."""
 
     score: Tensor
-    """(T,) float64: the mean over a trajectory's rows of the row's summed reward. Rows without a trained token say
-    nothing; a trajectory of nothing else has its reward."""
+    """(T,) float64: the mean over a trajectory's rows of the row's summed reward. Rows without a trained token are
+    skipped; a trajectory with only such rows has its reward."""
     group: Tensor
     """(T,) int64."""
     of_row: Tensor
@@ -75,7 +75,7 @@ class Members(NamedTuple):
 
 
 def members(x: AdvantageInputs) -> Members:
-    """The trajectories of a batch and what each was rewarded with."""
+    """The trajectories of a batch and their rewards."""
     ids, of_row, _ = distinct(x.trajectory)
     per_row, trained = x.token_level_rewards.double().sum(-1), x.response_mask.any(-1)
     any_trained = torch.zeros(len(ids), dtype=torch.bool).index_put((of_row[trained],), torch.tensor(True))
@@ -94,7 +94,7 @@ def spread(per_member: Tensor, of_row: Tensor, x: AdvantageInputs) -> Advantages
 
 
 def per_member(values: Tensor, who: Members) -> Tensor:
-    """(T,) from (B,): what a trajectory's rows agree on."""
+    """(T,) from (B,): values that are equal in all rows of a trajectory."""
     return values.new_zeros(len(who.score)).scatter(0, who.of_row, values)
 
 

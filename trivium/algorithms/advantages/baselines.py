@@ -113,13 +113,13 @@ def _log_mean_exp(who: Members, tau: float) -> Tensor:
 
 
 def _draw(x: AdvantageInputs, who: Members) -> Tensor:
-    """(T,): a number in [0, 1) for each trajectory, whatever else is in the batch and in whatever order."""
+    """(T,): a number in [0, 1) for each trajectory, independent of the rest of the batch and of its order."""
     per_row = x.columns["uniform"].double()[:, :1].sum(-1)
     return per_row.new_full((len(who.score),), torch.inf).scatter_reduce(0, who.of_row, per_row, "amin")
 
 
 def _balanced(who: Members, draw: Tensor) -> Tensor:
-    """(T,) bool: all members of a group's mean or above, and at most as many of those below it, by lowest draw."""
+    """(T,) bool: all members at or above the group's mean, and at most as many below it, by lowest draw."""
     below = group_statistics(who.score, who.group).centred < 0
     mates = who.group[:, None] == who.group
     others = (mates & ~below).sum(-1)

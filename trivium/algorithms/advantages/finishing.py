@@ -1,6 +1,6 @@
-"""What may happen to advantages once they are estimated: they get another mean and another scale.
+"""Normalisation of estimated advantages by their mean and their scale.
 
-Legend: B sequences, L tokens. Float64 inside; zero outside the mask. Numbers that are all equal come out as exactly 0.
+Legend: B sequences, L tokens. Arithmetic is in float64; zero outside the mask. Equal values become exactly 0.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 Normalise = Literal["none", "mean", "std"]
-"""What is taken off a batch's advantages: nothing, their mean, or their mean and their scale."""
+"""How a batch's advantages are normalised: not at all, by their mean, or by their mean and standard deviation."""
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, L) with mean 0 and unbiased variance 1 over the mask (B, L) bool; a lone token stays as it is."""
+    """(B, L) with mean 0 and unbiased variance 1 over the mask (B, L) bool; a single token is unchanged."""
     count = int(mask.sum())
     if count < 2:
         return torch.where(mask, values, 0.0)
@@ -27,7 +27,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 def normalised(values: Tensor, mask: Tensor, *, by_std: bool = True, axis: int | None = None) -> Tensor:
     """(B, L) with mean 0 and, with `by_std`, population variance 1 over the mask (B, L) bool, or along `axis` of it.
 
-    Variances below 1e-8 count as 1e-8, so nearly equal numbers are not blown up.
+    Variances below 1e-8 count as 1e-8, so nearly equal values are not amplified.
     """
     centred = _centred(values.double(), mask, axis)
     if by_std:
@@ -37,7 +37,7 @@ def normalised(values: Tensor, mask: Tensor, *, by_std: bool = True, axis: int |
 
 
 def _centred(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Minus the mean over the mask. Taken from distances to the lowest number, so equal ones leave no rounding."""
+    """The values minus their mean over the mask, from distances to the lowest value: equal values give exactly 0."""
     if not values.numel():
         return values
     inside = torch.where(mask, values, torch.inf)

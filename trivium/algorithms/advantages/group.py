@@ -199,7 +199,7 @@ def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
 def relative(score: Tensor, group: Tensor, scale: Literal["group", "batch"] | None, epsilon: float) -> Tensor:
     """(T,): scores minus the mean of their group, over the unbiased standard deviation of the group or of all scores.
 
-    A group of one keeps its score; alone in its group (or in the batch) it is measured against a deviation of 1.
+    A group of one keeps its score. The standard deviation of a single score is taken as 1.
     """
     stats = group_statistics(score, group)
     value = _centred(score, stats)

@@ -1,4 +1,4 @@
-"""Estimators that ask a teacher instead of the rewards: one number per token."""
+"""Estimators that read a teacher's log-probabilities instead of rewards: one number per token."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def jsd(
 
 
 def _divergence(s: Tensor, t: Tensor, share: float) -> Tensor:
-    if share in (0.0, 1.0):  # the mixture is one of the two, and the formula 0
+    if share in (0.0, 1.0):  # the mixture equals s or t, and the formula gives 0
         return s - t if share == 0.0 else t - s
     mixture = torch.logaddexp(s + log1p(-share), t + log(share))
     return share * (t - mixture) + (1 - share) * (s - mixture)

@@ -1,4 +1,4 @@
-"""Estimators that add up what follows a token.
+"""Estimators that sum the rewards from a token on.
 
 Legend: B sequences, L tokens, T trajectories. Tokens outside the mask are skipped: they neither discount nor break.
 """
@@ -137,7 +137,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def _from_outcome(value: Tensor, who: Members, x: AdvantageInputs, gamma: float) -> Tensor:
-    """(B, L): returns of what each trajectory (T,) got, on the last trained token of its rows, and of the penalty."""
+    """(B, L): returns of `value` (T,), on the last trained token of each trajectory's rows, and of the KL penalty."""
     mask = x.response_mask
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     penalty = x.token_level_rewards.double() - x.unpenalised().token_level_rewards.double()

@@ -1,4 +1,4 @@
-"""Estimators that tell the turns of a trajectory apart.
+"""Estimators that distinguish the turns of a trajectory.
 
 Legend: B sequences, L tokens, T trajectories, N turns.
 """
@@ -80,7 +80,7 @@ def gigpo(
 
 
 class _Turns(NamedTuple):
-    """The turns with a trained token: by trajectory, then in order of time."""
+    """The turns with a trained token, sorted by trajectory, then by time."""
 
     trajectory: Tensor
     """(N,) int64: positions among the members."""
@@ -93,7 +93,7 @@ class _Turns(NamedTuple):
     token: Tensor
     """(B, L) bool: the trained tokens that belong to a turn."""
     of_token: Tensor
-    """The turn of each of them."""
+    """The turn of each of these tokens."""
 
 
 def _turns(x: AdvantageInputs, who: Members) -> _Turns:
@@ -109,14 +109,14 @@ def _turns(x: AdvantageInputs, who: Members) -> _Turns:
 
 
 def _anchors(group: Tensor, state: Tensor) -> Tensor:
-    """(N,): equal where group and state are."""
+    """(N,): equal for turns with equal group and state."""
     _, group_number, _ = distinct(group)
     states, state_number, _ = distinct(state)
     return group_number * len(states) + state_number
 
 
 def _returns(turns: _Turns, score: Tensor, gamma: float) -> Tensor:
-    """(N,): what each turn and those after it were paid, discounted; the score (T,) has the rest, for the last."""
+    """(N,): the discounted rewards from each turn on; the last turn also gets the rest of the score (T,)."""
     last = torch.ones_like(turns.trajectory, dtype=torch.bool)
     last[:-1] = turns.trajectory[:-1] != turns.trajectory[1:]
     rest = score - torch.zeros_like(score).index_add(0, turns.trajectory, turns.paid)

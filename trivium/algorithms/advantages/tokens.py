@@ -1,4 +1,4 @@
-"""Optimal baselines: one for each position of a completion, from how uncertain the policy had been up to there.
+"""Optimal baselines: one for each position of a completion, from the policy's uncertainty up to that position.
 
 Legend: B sequences, L tokens. Rows of one trajectory weigh as much as one row.
 """
@@ -72,7 +72,7 @@ def _against_baseline(x: AdvantageInputs, place: Tensor, handle_zero_tail: bool)
 def _baseline(returns: Tensor, weight: Tensor, place: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     """(B, L): the weighted mean of the returns at the same place in the same group; 0 outside the mask.
 
-    It is taken of distances to the group's lowest return, so that equal returns leave no rounding.
+    It is computed from distances to the group's lowest return, so that equal returns leave no rounding error.
     """
     ids, number, _ = distinct(group)
     home = number.unsqueeze(-1).expand_as(mask)
@@ -94,7 +94,7 @@ def _weight(x: AdvantageInputs, of_row: Tensor) -> Tensor:
 def _gradient_size(x: AdvantageInputs) -> Tensor:
     """(B, L): the expected squared size of the gradient of all tokens up to each one, at the output layer."""
     likely, squares = (torch.where(x.response_mask, x.columns[name].double(), 0.0) for name in _NEEDS)
-    size = (1 - 2 * likely.exp() + squares).clamp(min=0)  # below 0 by rounding alone: both are of the same weights
+    size = (1 - 2 * likely.exp() + squares).clamp(min=0)  # below 0 only by rounding: both are from the same weights
     if "rollout_is_weights" in x.columns:
         size = size * x.columns["rollout_is_weights"].double().square()
     return torch.where(x.response_mask, size, 0.0).cumsum(-1)

@@ -1,1 +1,1 @@
-"""Policy losses: a loss for each token; who averages is the objective."""
+"""Policy losses: functions that return a loss for each token; the objective averages."""

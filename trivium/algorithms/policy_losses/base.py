@@ -1,4 +1,4 @@
-"""What a policy loss (or gate, or selection) reads and returns.
+"""Inputs and outputs of policy losses, gates and selections.
 
 Legend: B sequences, L tokens, K candidates per token. A log-ratio is clamped to +-20 nats before it is exponentiated,
 so no input gives an infinite loss or gradient.
@@ -21,7 +21,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Every tensor (B, L) and zero outside the mask."""
+    """The inputs of a policy loss; every tensor is (B, L) and zero outside the mask."""
 
     log_prob: Tensor
     """With gradient: log-probability of the token under the current weights."""
@@ -32,11 +32,11 @@ class PolicyInputs:
     expert: Tensor
     """Bool: trained tokens that no policy of this run sampled."""
     entropy: Tensor | None = None
-    """In nats, of the distribution the token was drawn from; with gradient where an entropy term needs it."""
+    """In nats, of the distribution the token was drawn from; with gradient if an entropy term needs it."""
     step: int = 0
     """The train step being taken, counted from 0 within the stage."""
     candidate_log_prob: Tensor | None = None
-    """(B, L, K) with gradient: log-probabilities of the candidates that `teacher_top` names, where it is needed."""
+    """(B, L, K) with gradient: log-probabilities of the candidates in `teacher_top`; None if not needed."""
 
     @property
     def advantages(self) -> Tensor:
@@ -72,13 +72,13 @@ class PerToken:
     """A loss for each token."""
 
     loss: Tensor
-    """(B, L), to be minimised; what stands outside the mask is ignored."""
+    """(B, L), to be minimised; values outside the mask are ignored."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Declared metric key -> (B, L), logged as the mean over trained tokens."""
 
 
 def check_per_token(values: object, like: Tensor, what: str) -> Tensor:
-    """The values, a tensor of shape (B, L) as `like`; raises DataError for anything else, naming who gave it."""
+    """The values, a tensor with the shape (B, L) of `like`. Raises DataError for anything else, naming `what`."""
     if isinstance(values, Tensor) and values.shape == like.shape:
         return values
     received = f"a tensor {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
@@ -90,7 +90,7 @@ def check_per_token(values: object, like: Tensor, what: str) -> Tensor:
 
 
 def policy_inputs(log_prob: Tensor, response_mask: Tensor, **columns: Tensor) -> PolicyInputs:
-    """Inputs for a direct call, (B, L) each; what stands outside the mask is zeroed, nothing is an expert's."""
+    """Inputs for a direct call, (B, L) each. Zeroes values outside the mask; no token is an expert's."""
     mask = response_mask.bool()
     given = {name: zero_outside(values, mask) for name, values in columns.items()}
     return PolicyInputs(zero_outside(log_prob, mask), mask, given, torch.zeros_like(mask))

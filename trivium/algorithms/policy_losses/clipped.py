@@ -36,7 +36,7 @@ def clipped_surrogate(x: PolicyInputs, clip_low: float, clip_high: float) -> tup
 
 
 def held_below(loss: Tensor, advantages: Tensor, dual_clip: float) -> tuple[Tensor, Tensor]:
-    """(the loss, at most -A dual_clip where A < 0; 1 where that held it), (B, L) each."""
+    """(the loss, limited to -A dual_clip where A < 0; 1 where the limit applies), (B, L) each."""
     bound = -advantages * dual_clip
     held = (advantages < 0) & (loss > bound)
     return torch.where(held, bound, loss), held.to(loss.dtype)
@@ -119,7 +119,7 @@ def compute_policy_loss(
     """(loss, clipped fraction, KL(old, current) estimate in nats, fraction held by the dual clip), all scalars.
 
     Inputs (B, L). `cliprange_low` and `cliprange_high` default to `cliprange`; `clip_ratio_c` is the dual clip's bound,
-    above 1. Same mathematics as the registered loss `ppo`. Raises ConfigError for ranges that say nothing.
+    above 1. Same mathematics as the registered loss `ppo`. Raises ConfigError for missing ranges.
     """
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high

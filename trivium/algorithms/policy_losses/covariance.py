@@ -1,4 +1,4 @@
-"""Losses that hold back the tokens whose log-probability and advantage vary together: they are what lowers entropy.
+"""Losses that restrain the tokens with a high covariance of log-probability and advantage, which lower the entropy.
 
 The tokens are chosen over the whole mini-batch, under the weights before the update. Legend: B sequences, L tokens.
 """

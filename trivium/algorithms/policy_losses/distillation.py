@@ -1,7 +1,7 @@
-"""Losses that draw the policy towards a teacher: a frozen model that says how likely it finds the policy's tokens.
+"""Losses that draw the policy towards a teacher: a frozen model that scores the policy's tokens.
 
-Both measure the divergence of the two next-token distributions in the contexts that the batch holds; what a token does
-to the contexts after it is not credited to it.
+Both measure the divergence of the two next-token distributions in the contexts of the batch. A token gets no credit for
+its effect on later contexts.
 
 Legend: B sequences, L tokens, K candidates: the teacher's top_k tokens at a position.
 """
@@ -18,7 +18,7 @@ from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import DataError
 
 _LEAST_TAIL = 1e-6
-"""A tail below this counts as this much: `1 - sum` is rounding there, and two such tails must not differ."""
+"""The lower bound of a tail. Below it `1 - sum` is rounding error, and two such tails must not differ."""
 
 
 @policy_loss(
@@ -69,21 +69,21 @@ def distill_top_k(
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(B, L): KL(p, q) over K candidates, log-probabilities (B, L, K), and the bucket of what they leave over."""
+    """(B, L): KL(p, q) over K candidates, log-probabilities (B, L, K), and the bucket of all other tokens."""
     return _terms(log_p, log_q).sum(-1) + _terms(_log_tail(log_p), _log_tail(log_q))
 
 
 def _terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """p log(p / q) - p + q for each bucket.
 
-    The last two sum to nothing over all buckets; with them each term is at least 0, and its gradient is exactly 0 where
-    p = q, not only the sum of all.
+    The last two terms sum to 0 over all buckets. With them the value of each bucket is at least 0, and its gradient is
+    exactly 0 where p = q.
     """
     p, q = log_p.exp(), log_q.exp()
     return p * (log_p - log_q) - p + q
 
 
 def _log_tail(log_prob: Tensor) -> Tensor:
-    """(B, L): log of the probability that K candidates leave over. A tail that is held keeps its gradient."""
+    """(B, L): log of the probability outside the K candidates. A tail at its lower bound keeps its gradient."""
     tail = 1 - log_prob.exp().sum(-1)
     return (tail.clamp(min=_LEAST_TAIL).detach() + (tail - tail.detach())).log()

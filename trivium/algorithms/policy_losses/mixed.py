@@ -41,7 +41,7 @@ def mix(
     "mu_peak over mu_warmup_steps steps, then falls to mu_valley over mu_decay_steps (cosine)",
     source=f"{_CHORD}, eq. 5 to 8",
     needs={"advantages", "old_log_prob"},
-    on_policy="factor: 1 - mu_valley",  # behind the schedule, which is over at once unless the config gives it steps
+    on_policy="factor: 1 - mu_valley",  # after the schedule, which has no steps by default
     split=True,
 )
 def mix_chord(

@@ -1,4 +1,4 @@
-"""Losses that imitate: what an expert wrote, whatever it earned."""
+"""Losses that imitate expert completions, independent of rewards."""
 
 from __future__ import annotations
 

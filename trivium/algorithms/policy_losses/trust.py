@@ -21,7 +21,7 @@ MaxRatio = Annotated[float, Field(ge=1, description="bound of the ratio that wei
 
 
 def probabilities(log_prob: Tensor) -> Tensor:
-    """exp(log_prob) without gradient; at most 1, whatever rounding made of the log-probability."""
+    """exp(log_prob) without gradient, at most 1 even if rounding made the log-probability positive."""
     return log_prob.detach().clamp(max=0).exp()
 
 
@@ -60,7 +60,7 @@ def dppo_kl(
 ) -> PerToken:
     """As `dppo_tv`, with the KL between "this token" and "any other" under the old and the current policy."""
     current, old = probabilities(x.log_prob), probabilities(x.old_log_prob)
-    tiny = 1e-8  # a probability of one leaves nothing for the other tokens
+    tiny = 1e-8  # with a probability of one, the other tokens have none
     kl = -old * x.log_ratio.detach() + (1 - old) * ((1 - old + tiny) / (1 - current + tiny)).log()
     left = torch.where(x.advantages > 0, (current >= old) & (kl > kl_high), (current <= old) & (kl > kl_low))
     return _truncated_score(x, left, max_ratio)

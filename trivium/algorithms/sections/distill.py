@@ -63,5 +63,5 @@ class DistillConfig(UpdateConfig):
 
 
 def distillation(config: DistillConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a distillation section describes."""
+    """Builds the algorithm of a distillation section."""
     return replace(supervised(config, seed), teacher=config.teacher.teacher())

@@ -191,7 +191,7 @@ class UpdateConfig(PassesConfig):
 def section_problems(
     section: Plugin, kind: str, metadata_type: type[FunctionMetadata], where: str
 ) -> Iterator[Problem]:
-    """A function that was not made for the place where it is named, and options that its other options switch off."""
+    """Problems of a function of the wrong type for its key, and of options without effect beside its other options."""
     metadata = metadata_or_problem(section, kind, metadata_type, where)
     if isinstance(metadata, Problem):
         yield metadata
@@ -215,7 +215,7 @@ def ratio_problems(
     instead: str,
     correction: Correction | None = None,
 ) -> Iterator[Problem]:
-    """A loss over samples without ratio and weights is right for samples of the current weights alone."""
+    """Problems of a loss without ratio and weights, which is correct only for samples of the current weights."""
     updates = config.epochs * config.mini_batches
     if "old_log_prob" in loss.needs or loss.off_policy:
         return
@@ -237,17 +237,17 @@ def ratio_problems(
 
 
 def is_explored(run: RunConfig) -> bool:
-    """Whether a policy generated what is trained on, with rewards, in this run or in a recorded one."""
+    """Whether a policy generated the training data, with rewards, in this run or in a recorded one."""
     return capabilities_of(resolve("buffers", run.buffer.kind)).sampled
 
 
 def is_mixed(run: RunConfig) -> bool:
-    """Whether an expert's completions are trained on beside the policy's own."""
+    """Whether a step trains on expert completions beside the policy's own."""
     return capabilities_of(resolve("sample_strategies", run.buffer.strategy.kind)).mixed
 
 
 def metadata_or_problem(section: Plugin, kind: str, metadata_type: type[MetadataT], where: str) -> MetadataT | Problem:
-    """The metadata of the function that a section names, or what is wrong with it; `kind` as in the registry."""
+    """The metadata of the function that a section names, or its problem; `kind` as in the registry."""
     try:
         return metadata_of(resolve(kind, section.kind), metadata_type, section.kind)
     except ConfigError as error:

@@ -133,7 +133,7 @@ class PolicyGradientConfig(UpdateConfig):
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether there is a critic, and it is a head of the policy."""
+        """Whether there is a critic on the policy's trunk."""
         return self.has_critic and self.critic.trunk == "shared"
 
     def for_run(self, run: RunConfig) -> PolicyGradientConfig:
@@ -149,7 +149,7 @@ class PolicyGradientConfig(UpdateConfig):
 
     @property
     def _made_for_stale_groups(self) -> list[str]:
-        """The loss and the gates whose ratio is against the policy that sampled: a correction would leave them idle."""
+        """The loss and the gates with a ratio against the policy that sampled: a correction would disable them."""
         sections = [(self.policy_loss, "policy_losses"), *((gate, "gates") for gate in self.gates)]
         all_metadata = [
             (section, metadata_or_problem(section, kind, FunctionMetadata, "")) for section, kind in sections
@@ -299,7 +299,7 @@ class PolicyGradientConfig(UpdateConfig):
             )
 
     def _reads_old(self, loss: PolicyLossMetadata) -> bool:
-        """Whether anything reads the log-probabilities of before the step."""
+        """Whether anything reads the log-probabilities from before the step."""
         further = [(self.advantage, "advantages"), *((gate, "gates") for gate in self.gates)]
         if self.kl.coef:
             further.append((self.kl.estimator, "kl_estimators"))
@@ -312,7 +312,7 @@ class PolicyGradientConfig(UpdateConfig):
         )
 
     def _sequence_problems(self, loss: PolicyLossMetadata, where: str) -> Iterator[Problem]:
-        """Weights for single tokens where a loss knows sequences only, and counts that would not be split."""
+        """Problems of token gates with a loss over sequences, and of `narrow` gates with a loss that splits."""
         for number, gate in enumerate(self.gates):
             metadata = metadata_or_problem(gate, "gates", TokenWeightMetadata, where)
             if isinstance(metadata, TokenWeightMetadata) and loss.per_sequence and not metadata.per_sequence:
@@ -335,7 +335,7 @@ class PolicyGradientConfig(UpdateConfig):
         return condition.holds(dict(self.advantage)) if isinstance(condition, When) else condition
 
     def _reward_problems(self, estimator: EstimatorMetadata, where: str) -> Iterator[Problem]:
-        """Changes to the reward that the estimator does not read or cannot use."""
+        """Problems of changes to the reward that the estimator does not read or cannot use."""
         name = f"the estimator {self.advantage.kind!r}"
         other = "use another estimator"
         unread = (not estimator.reads_total, "reads no total reward", other)
@@ -392,14 +392,14 @@ class PolicyGradientConfig(UpdateConfig):
 
 
 def _samples_exactly(run: RunConfig) -> bool:
-    """Whether the engine's log-probabilities are the trainer's, for the same weights."""
+    """Whether the engine's log-probabilities equal the trainer's for the same weights."""
     return capabilities_of(resolve("engines", run.engine.kind)).exact_log_prob
 
 
 def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a policy-gradient section describes; a critic is there where the estimator reads values.
+    """Builds the algorithm of a policy-gradient section, with a critic if the estimator reads values.
 
-    A correction that follows from the run (`auto`) must have been settled; else there is none.
+    `for_run` replaces the correction `auto` before this; an `auto` that remains means no correction.
     """
     estimator, estimator_metadata = resolve_function("advantages", config.advantage, EstimatorMetadata)
     kl = config.kl
@@ -445,19 +445,19 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
 
 
 def _with_critic(policy: PolicyObjective, config: CriticConfig) -> tuple[AnyObjective, ...]:
-    """What is minimised of the policy and its critic, in order."""
+    """The objectives of the policy and its critic, in the order they are minimised."""
     critic = ValueObjective(config.clip, config.aggregate)
     return (critic, policy) if config.trunk == "own" else (SharedObjective(policy, critic, config.value_coef),)
 
 
 def supervised(config: UpdateConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm of a section that has a policy loss and judges nothing."""
+    """Builds the algorithm of a section with a policy loss and without advantages."""
     objective = PolicyObjective(**_loss_of(config), seed=seed)
     return GroupAlgorithm(config.kind, (objective,), epochs=config.epochs, mini_batches=config.mini_batches)
 
 
 def _loss_of(config: UpdateConfig) -> dict[str, Any]:
-    """The policy loss of a section with its law, selection and aggregation."""
+    """The policy loss of a section with its metadata, selection and aggregation."""
     loss, metadata = resolve_function("policy_losses", config.policy_loss, PolicyLossMetadata)
     select = bind_options(metadata.select, config.policy_loss) if metadata.select is not None else None
     return {"policy_loss": loss, "metadata": metadata, "aggregate": config.aggregate, "select_tokens": select}

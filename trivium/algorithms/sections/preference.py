@@ -125,7 +125,7 @@ class RewardModelConfig(PairsConfig):
 
     @property
     def scores_sequences(self) -> bool:
-        """Whether the two of a pair may be conversations of their own: each has a score, whatever the other one is."""
+        """Whether the two sides of a pair may be separate conversations: each side has its own score."""
         return True
 
     def _head_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
@@ -138,7 +138,7 @@ class RewardModelConfig(PairsConfig):
             yield Problem(f"{where}.tie_coef", "a term for ties", "without heads no pair is a tie", "leave the key out")
 
     def objective(self) -> ScoreObjective | HeadsObjective:
-        """The loss over one score, or over those of several heads."""
+        """The loss over one score, or over the scores of several heads."""
         loss, metadata = resolve_function("score_losses", self.score_loss, ScoreLossMetadata)
         learned = metadata.learned_scale and getattr(self.score_loss, "learned", False)
         head = ScoreHead(self.heads, getattr(self.score_loss, "scale", None) if learned else None)
@@ -148,14 +148,14 @@ class RewardModelConfig(PairsConfig):
 
 
 def preference(config: PreferenceConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a preference section describes; nothing in it is random."""
+    """Builds the algorithm of a preference section. It does not use the seed."""
     del seed
     objective = PreferenceObjective(*resolve_function("pair_losses", config.pair_loss, PairLossMetadata))
     return replace(_over_pairs(config, objective), label=config.label, mismatched=objective.metadata.mismatched)
 
 
 def reward_model(config: RewardModelConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a reward-model section describes; nothing in it is random."""
+    """Builds the algorithm of a reward-model section. It does not use the seed."""
     del seed
     return replace(_over_pairs(config, config.objective()), heads=config.heads)
 

@@ -25,12 +25,12 @@ class TeacherConfig(Config):
     vocabulary."""
 
     def teacher(self) -> Teacher:
-        """The same as a value that travels."""
+        """The section as a `Teacher`."""
         return Teacher(Path(self.path), self.top_k)
 
 
 def teacher_problems(teacher: TeacherConfig | None, needs: AbstractSet[str], where: str) -> Iterator[Problem]:
-    """A teacher that is missing, unused, or not on disk; `needs` are the columns that are read."""
+    """Problems of a teacher that is missing, unused, or not on disk; `needs` are the columns that are read."""
     wanted = needs & {"teacher_log_prob", "teacher_top"}
     if teacher is None:
         if wanted:
