@@ -1,11 +1,11 @@
-"""The interfaces of all parts, as structural types: a user's class needs no base class of Trivium.
+"""The interfaces of all components, as structural types: a user's class needs no base class of Trivium.
 
 rollout         tasks, renderer, engine, environment, reward
-storage         what keeps groups between explorers and trainer, and chooses those of a step
+storage         buffer, sample strategy, operators of the experience pipeline
 learning        objectives, the algorithm, the train engine, monitors
-weight_channel  how weights travel from the trainer to the explorers
+weight_channel  transfer of weights from the trainer to the explorers
 
-`TrainEngine` alone is a base class: some of its methods are derived from the others.
+Only `TrainEngine` is a base class: some of its methods are derived from the others.
 """
 
 from trivium.protocols.learning import (

@@ -1,4 +1,4 @@
-"""The trainer and its parts: objectives, the algorithm, the engine that trains, monitors."""
+"""The trainer and its components: objectives, the algorithm, the train engine, monitors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
-    """A loss for one model role, and what batching must know about it."""
+    """A loss for one model role, with the properties that batching depends on."""
 
     @property
     def role(self) -> str:
-        """Which model it updates: `policy`, `critic` or `reward`."""
+        """The model that it updates: `policy`, `critic` or `reward`."""
         ...
 
     @property
     def unit(self) -> str:
-        """`sequence`, `pair` or `group`: batching never splits one."""
+        """`sequence`, `pair` or `group`: the unit that batching never splits."""
         ...
 
     @property
     def head(self) -> str:
-        """`lm`, `value`, `score`, or `lm+value`: a value head on the policy's own hidden states."""
+        """`lm`, `value`, `score`, or `lm+value` for a value head on the policy's hidden states."""
         ...
 
     @property
@@ -43,26 +43,26 @@ class Objective(Protocol):
 
     @property
     def looks_at(self) -> frozenset[str]:
-        """Scores (`log_prob`, `entropy`) of a whole mini-batch that `select` wants to see before it is cut."""
+        """Scores (`log_prob`, `entropy`) of the whole mini-batch that `select` reads before it is cut."""
         ...
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch after selections over all of it. `address` identifies the update, for random numbers of its
-        own."""
+        """The mini-batch after selections over all of it. `address` identifies the update and seeds its random
+        numbers."""
         ...
 
     def derived(self, means: Metrics) -> Metrics:
-        """The metrics of an update from the means over its tokens (a ratio of two of them, say)."""
+        """The metrics of an update from the means over its tokens, for example a ratio of two means."""
         ...
 
     @property
     def on_policy(self) -> str:
-        """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one, against the plain policy gradient."""
+        """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one relative to the plain policy gradient."""
         ...
 
 
 class CutAnywhere:
-    """Base of an objective without selections over a whole mini-batch, whose metrics are plain means."""
+    """Base class of objectives without selections over a whole mini-batch and with plain means as metrics."""
 
     @property
     def looks_at(self) -> frozenset[str]:
@@ -84,7 +84,7 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
+        """Scores to compute with the train engine before the first update: names in `types.SCORES`."""
         ...
 
     @property
@@ -93,12 +93,12 @@ class Algorithm(Protocol):
         ...
 
     def objectives_at(self, version: int) -> Sequence[Objective]:
-        """The objectives of the train step from `version`: all, unless some begin later (critic warm-up)."""
+        """The objectives of the train step from `version`: all of them, except during the critic's warm-up."""
         ...
 
     @property
     def teacher(self) -> Teacher | None:
-        """The frozen model behind the scores `teacher` and `teacher_top`; None where neither is needed."""
+        """The frozen model that computes the scores `teacher` and `teacher_top`; None if neither is needed."""
         ...
 
     @property
@@ -109,12 +109,12 @@ class Algorithm(Protocol):
 
     @property
     def refill(self) -> int:
-        """How often a step has its refused groups replaced by fresh ones before it goes on with fewer."""
+        """How often a step replaces its refused groups by fresh ones before it continues with fewer."""
         ...
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups worth training on, and what was refused. Each is decided by itself, and the answer is always the
-        same: the trainer asks before a step whether to refill, and the step asks again."""
+        """(the groups to train on, metrics of all groups). Each group is decided by itself and deterministically: the
+        trainer calls this before a step to decide whether to refill, and the step calls it again."""
         ...
 
     def batch(self, groups: Sequence[Group]) -> Batch:
@@ -122,26 +122,26 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with the columns its objectives need."""
+        """The batch with the columns that its objectives need."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint (an adaptive KL coefficient); JSON values."""
+        """State for a checkpoint, for example an adaptive KL coefficient; JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class TrainEngine(ABC):
-    """Holds the trained models. Verbs: `score`, `update`, `save`, `load`, `export_weights`; the rest is derived."""
+    """Holds the trained models. Subclasses implement the abstract methods; the others are derived or optional."""
 
     algorithm: Algorithm
     channel: WeightChannel
-    """Where `sync_weight` offers weights; set by `runtime.build`."""
+    """The channel on which `sync_weight` offers weights; `runtime.build` sets it."""
     save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
-    """Which of the processes that write a checkpoint may write at the same time."""
+    """Which processes may write a checkpoint at the same time."""
     engine_dtype: str = ""
-    """The type that the explorers' engines keep weights in, as far as it is known: wider ones need not be offered."""
+    """The dtype of weights in the explorers' engines, empty if unknown. Wider dtypes need not be offered."""
     version: int = 0
     """The policy version: the number of train steps taken."""
     keeps_updates: bool = False
@@ -155,11 +155,11 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
-        """Numbers per token without gradient, leading axis L, one array per experience; `what`: see `types.SCORES`."""
+        """Per-token values without gradient, leading axis L, one array per experience; `what` is in `types.SCORES`."""
 
     @abstractmethod
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step of one role on a mini-batch; normalised over all of it, however it is cut."""
+        """One optimizer step of one role on a mini-batch, normalised over all of it, however it is cut."""
 
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """The loss and the metrics that `update` would report for a mini-batch, without an update."""
@@ -180,32 +180,32 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """The inverse of `save`: training continues bit for bit."""
+        """The inverse of `save`: training continues bit for bit as before."""
 
     def resume(self, directory: Path) -> None:
-        """`prepare`, and `load` of a checkpoint. An engine that need not read the initial weights overrides it."""
+        """Calls `prepare` and `load`. An engine can override it to skip reading the initial weights."""
         self.prepare()
         self.load(directory)
 
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
-        """Writes the policy alone as a plain Hugging Face directory."""
+        """Writes only the policy, as a plain Hugging Face directory."""
 
     def begin_saving(self, directory: Path) -> Callable[[], None] | None:
-        """`save` in the background: copies the state, so that training can continue. Returns a function that blocks, in
-        another thread, until the files are on disk; None if the engine can only save in the foreground."""
+        """Starts a `save` in the background: copies the state, so that training can continue. Returns a function to
+        call in another thread, which blocks until the files are on disk. Returns None if the engine can only save in
+        the foreground."""
         return None
 
     def holds_version(self) -> bool:
-        """Whether the weights are those of `version`, also after a failed train step. False if a failed update may have
-        changed them."""
+        """Whether the weights are exactly those of `version`. False if a failed update may have changed them."""
         return not self.updating
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
-        """Frees what `prepare` took."""
+        """Releases the resources of `prepare`."""
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """Utilisation of the machine in a step of these phases, as metrics of the area `perf/`; empty: not known."""
+        """Utilisation of the machine in a step of these phases, as metrics of the area `perf/`; empty if unknown."""
         del phases
         return {}
 
@@ -215,12 +215,12 @@ class TrainEngine(ABC):
         return None
 
     def offered_hash(self) -> str:
-        """The hash of the weights that `sync_weight` offered last; empty where the channel makes none."""
+        """The hash of the weights that `sync_weight` offered last; empty if the channel computes none."""
         return getattr(self.channel, "offered", "")
 
     def sync_weight(self) -> bool:
-        """Offers the current weights to the explorers. Returns whether they were delivered or can be fetched.
-        Blocks."""
+        """Offers the current weights to the explorers and blocks. Returns whether they were delivered or can be
+        fetched."""
         return self.channel.offer(self.version, self.export_weights())
 
 
@@ -247,7 +247,7 @@ class FileMonitor(Protocol):
     """A monitor that keeps tables and files beside metrics."""
 
     def keep_file(self, path: Path) -> None:
-        """Keeps a copy of a file of the run directory: the report of a run that is finished."""
+        """Keeps a copy of a file of the run directory, such as the report of a finished run."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a rollout needs: tasks, renderer, engine, environment, reward."""
+"""The components of a rollout: tasks, renderer, engine, environment, reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TaskSource(Protocol):
 
 
 class Renderer(Protocol):
-    """Messages to tokens and back, without ever encoding a sampled completion again."""
+    """Converts messages to tokens and back, without ever encoding a sampled completion again."""
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
@@ -33,7 +33,7 @@ class Renderer(Protocol):
     def extend(
         self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
     ) -> Prompt:
-        """The next prompt: `seen` (prompt and sampled completion as they were) plus the new messages.
+        """The next prompt: `seen` (the unchanged tokens of prompt and sampled completion) plus the new messages.
 
         `history` is the conversation up to and including the sampled completion. The result begins with `seen`, its
         media included.
@@ -45,7 +45,7 @@ class Renderer(Protocol):
         ...
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
-        """(prompt, completion tokens with end of turn) of text that the policy did not sample."""
+        """(prompt, completion tokens with end of turn) for text that the policy did not sample."""
         ...
 
 
@@ -54,27 +54,27 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The policy version that is loaded."""
+        """The loaded policy version."""
         ...
 
     @property
     def max_context(self) -> int:
-        """Longest prompt and completion together, in tokens."""
+        """The largest total length of prompt and completion, in tokens."""
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """One completion. Concurrent calls are batched by the engine; cancelling the call frees its row."""
+        """One completion. The engine batches concurrent calls; cancelling a call frees its row."""
         ...
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts new weights: a list, or what the channel has (`DescribedWeights`), read once their turn has come. With
-        `finish`, after the completions in flight; later requests wait for them.
+        """Adopts new weights: a list, or the channel's `DescribedWeights`, which it reads when it adopts them. With
+        `finish`, it adopts them after the completions in flight, and later requests wait for that.
 
-        With `update`, between two tokens of the completions in flight, which continue with the new weights and the
-        keys and values they have; each token records which version sampled it. Only an engine with the capability
-        `updates_in_flight` is asked for that, and only one with `adopts_adapters` is given a LoRA adapter instead of
-        all weights. An engine that holds a part of a version, because the rest could not be read, completes nothing
-        until it holds a whole one: it raises EngineFailure.
+        With `update`, it adopts them between two tokens of the completions in flight, which continue with the new
+        weights and their existing keys and values; each token records the version that sampled it. Only an engine with
+        the capability `updates_in_flight` receives `update`, and only one with `adopts_adapters` receives a LoRA
+        adapter instead of all weights. An engine that could read only a part of a version raises EngineFailure for
+        every completion until it holds a whole version.
         """
         ...
 
@@ -86,13 +86,13 @@ class ReadableEngine(Protocol):
     """A rollout engine whose weights can be read, for tests. Optional."""
 
     async def weights(self) -> Weights:
-        """Copies of every parameter and persistent buffer as they are held now, after the loads asked for so far."""
+        """Copies of every parameter and persistent buffer, after all loads requested before this call."""
         ...
 
 
 @runtime_checkable
 class RestingEngine(Protocol):
-    """A rollout engine that can free the device that it shares with the trainer. Optional."""
+    """A rollout engine that can free memory of a device shared with the trainer. Optional."""
 
     async def rest(self) -> None:
         """Frees memory of the device until the next completion or the next weights."""
@@ -106,15 +106,15 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Task) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """The first messages the policy sees."""
+        """The first messages for the policy."""
         ...
 
     def step(self, completion: str) -> Step | Awaitable[Step]:
-        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode is over."""
+        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode has ended."""
         ...
 
 
 class Reward(Protocol):
-    """Judges one trajectory; may be `async`. Columns of the task arrive by name."""
+    """Computes the reward of one trajectory; may be `async`. Receives the task's columns by name."""
 
     def __call__(self, prompt: str, completion: str, **columns: Any) -> float | Awaitable[float]: ...

@@ -1,4 +1,4 @@
-"""What keeps groups between explorers and trainer, and chooses those of a step."""
+"""The components between explorers and trainer: the buffer, the sample strategy, the operators."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ if TYPE_CHECKING:
 
 
 class Buffer(Protocol):
-    """Issues slots, keeps finished groups, gives them to the trainer. Journals before it counts.
+    """Issues slots, stores finished groups, and gives them to the trainer. Journals a group before it counts it.
 
     Any number of explorers lease and put, one trainer takes; they may be in other processes. A buffer that several
-    processes reach (`shared`) loses no group and gives none out twice when one of them dies at any moment.
+    processes use (`shared`) loses no group and gives none out twice, even if one of them dies at any moment.
     """
 
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        """The right to roll out a slot with the version that `owner` has loaded. Waits for one; without `wait`, returns
-        None where none is free.
+        """Leases a slot to roll out with the version that `owner` has loaded. Waits for a free slot; without `wait`,
+        returns None if none is free.
 
         Raises StopAsyncIteration once the buffer is closed.
         """
         ...
 
     async def put(self, owner: str, group: Group) -> None:
-        """A finished group, failures included. Journaled before it counts. One that was `dropped` is counted and its
-        slot given up: another is issued for it. One of an attempt that was cancelled is forgotten.
+        """Stores a finished group, failures included; journals it before it counts. Counts a `dropped` group, gives up
+        its slot and issues another slot instead. Ignores the group of a cancelled attempt.
 
-        Raises DataError where `owner` never held that slot and attempt, or put it before."""
+        Raises DataError if `owner` never held that slot and attempt, or has already put it."""
         ...
 
     async def release(self, owner: str) -> int:
-        """Reissues the leases of an owner that died or left; returns their number."""
+        """Reissues the leases of an owner that died or left. Returns their number."""
         ...
 
     async def cancelled_leases(self, owner: str) -> Sequence[Lease]:
-        """Waits until leases of `owner` are cancelled (their groups would be too stale); returns them. The slot may
-        have been leased again, with a higher `attempt`, even to the same owner."""
+        """Waits until leases of `owner` are cancelled because their groups would be too stale, and returns them. The
+        slot may already be leased again, with a higher `attempt`, even to the same owner."""
         ...
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """Waits for `count` groups to train version `version` on; evicts groups that became too stale, and cancels
+        """Waits for `count` groups to train version `version` on. Evicts groups that became too stale, and cancels
         leases whose groups would be too stale.
 
         Raises StopAsyncIteration once the buffer is closed.
@@ -49,32 +49,32 @@ class Buffer(Protocol):
         ...
 
     async def refuse(self, count: int) -> None:
-        """So many of the groups taken last will not be trained on, or the step needs so many more than the schedule
-        says: that many further slots are issued for the same version. Called between two `take` of one step."""
+        """Issues `count` further slots for the same version: that many of the groups taken last are not trained on, or
+        the step needs that many more than the schedule has. Called between two `take` of one step."""
         ...
 
     async def retry_on_resume(self, slots: Sequence[int]) -> None:
-        """The failures of these slots' groups end the run. The next `restore` frees the slots from the lowest of these,
-        or of those not trained on, whose groups hold failures that a retry may avert (`buffers.slots`); where only
-        rewards failed, with the group as `Lease.recorded`."""
+        """Records that the failures of these slots' groups end the run. From the lowest of these slots, or of the slots
+        not trained on, the next `restore` frees those whose groups have failures that a retry may avert
+        (`buffers.slots`). If only rewards failed, the new lease has the group as `Lease.recorded`."""
         ...
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
-        """Groups that were taken before, by slot, as they were."""
+        """Unchanged groups that were taken before, by slot."""
         ...
 
     async def drain(self, version: int) -> None:
-        """Waits until every slot that `version` admits is rolled out, by any explorer, or its groups would be too stale
-        for the current train step."""
+        """Waits until any explorer has rolled out every slot that `version` admits, except for slots whose groups would
+        be too stale for the current train step."""
         ...
 
     async def advance(self, owner: str, version: int) -> None:
-        """The explorer `owner` adopted `version`: more slots may be admitted."""
+        """Records that the explorer `owner` adopted `version`, which may admit more slots."""
         ...
 
     async def counts(self) -> Mapping[str, int]:
-        """Groups so far that were `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
-        after `max_attempts`, or `dropped` by the experience pipeline."""
+        """Counts of groups so far: `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
+        after `max_attempts`, and `dropped` by the experience pipeline."""
         ...
 
     async def state(self) -> dict[str, Any]:
@@ -82,23 +82,23 @@ class Buffer(Protocol):
         ...
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
-        """Continues from a checkpoint of `version`, or from the start of the stage where there is none."""
+        """Continues from a checkpoint of `version`, or from the start of the stage if `state` is None."""
         ...
 
     async def discard(self, version: int) -> int:
         """Removes the groups of an earlier session that were sampled with `version` or a newer one and are not trained
-        on yet: the weights of that version are not those of this session. Reissues their slots; returns their number.
+        on yet, because this session's weights of that version differ. Reissues their slots and returns their number.
 
         Called before `take` for `version`."""
         ...
 
     async def close(self) -> None:
-        """Wakes every waiter; `lease` and `take` raise StopAsyncIteration from now on."""
+        """Wakes every waiter. Afterwards `lease` and `take` raise StopAsyncIteration."""
         ...
 
 
 class SampleStrategy(Protocol):
-    """Chooses the groups of a train step: from the buffer, from replayed groups, from experts' completions."""
+    """Selects the groups of a train step from the buffer, replayed groups and expert completions."""
 
     async def sample(self, count: int, version: int) -> Sample:
         """`count` groups to train version `version` on. Raises StopAsyncIteration at the end of the data."""
@@ -116,7 +116,7 @@ class SampleStrategy(Protocol):
 
 
 class Operator(Protocol):
-    """One step of the experience pipeline: returns the group as it is, changed or dropped. Without side effects."""
+    """One step of the experience pipeline, without side effects: returns the group unchanged, changed or dropped."""
 
     def __call__(self, group: Group) -> Group:
         """`group.refused("why")` drops it."""

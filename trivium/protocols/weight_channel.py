@@ -1,4 +1,4 @@
-"""How weights travel from the trainer to the explorers."""
+"""The transfer of weights from the trainer to the explorers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TensorSpec(NamedTuple):
 class DescribedWeights(Protocol):
     """Weights that are streamed, from files or a connection, in parts of bounded size.
 
-    Iterating over it gives the tensors in this order, every one verified against its hash; they must not be written
-    to, and a tensor that is kept holds its part in memory. It blocks, and it can be done once.
+    Iteration yields the tensors in the order of `tensors`, each verified against its hash. It blocks, and is possible
+    only once. Tensors must not be written to; a tensor that is kept holds its part in memory.
     """
 
     @property
@@ -36,8 +36,8 @@ class DescribedWeights(Protocol):
 
 @runtime_checkable
 class WeightHandle(DescribedWeights, Protocol):
-    """A reference to the weights of one version: small enough to be sent to other processes, which read the weights
-    through it, any number of times."""
+    """A reference to the weights of one version, small enough to send to other processes. They can read the weights
+    through it any number of times."""
 
     @property
     def version(self) -> int: ...
@@ -47,27 +47,27 @@ class WeightChannel(Protocol):
     """Carries weights from the trainer to the explorers."""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        """The trainer's side: keeps or sends version `version`. False where it reached no explorer. Blocks.
+        """The trainer's side: keeps or sends version `version`. Returns False if no explorer received it. Blocks.
 
-        Reads `weights` once, in order, one tensor at a time, and holds no more of them than a bounded part: with
-        sharded training each one is gathered when it is asked for, by all ranks. It may not ask for all of them, where
-        no explorer wants them or an error ends it; the caller then tells the other ranks that gather. A channel that
-        hashes what it sends keeps the hash of all of it as `offered`, for the record of the run.
+        Reads `weights` once, in order, one tensor at a time, and holds only a bounded part of them: with sharded
+        training all ranks gather each tensor when it is read. It may stop early if no explorer needs the weights or an
+        error occurs; the caller then notifies the other ranks. A channel that hashes the weights keeps the hash of the
+        whole version as `offered`, for the record of the run.
         """
         ...
 
     def collect(self, version: int) -> Weights:
         """The explorer's side: the weights of `version`, every tensor verified against its hash. May block.
 
-        `DescribedWeights` go to the explorer's engine as they are: the engine reads them, or its processes do, the
-        explorer does not. Of other weights the explorer collects a list, and of those of a `collective` channel where
-        completions in flight have to finish first: the trainer waits until they are read.
+        The explorer passes `DescribedWeights` to its engine unread: the engine or its processes read them. It collects
+        other weights as a list, and also those of a `collective` channel if completions in flight have to finish first,
+        because the trainer waits until the weights are read.
         """
         ...
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions it can still deliver, oldest first."""
+        """The versions that it can still deliver, oldest first."""
         ...
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
@@ -75,5 +75,5 @@ class WeightChannel(Protocol):
         ...
 
     def restore(self, directory: Path) -> None:
-        """Takes back what `save` wrote."""
+        """Restores the versions that `save` wrote."""
         ...

@@ -17,7 +17,7 @@ Columns = Mapping[str, Any]
 
 
 def frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:
-    """A read-only array of the dtype; copies only where the caller could still write to it."""
+    """A read-only array of the dtype. Copies only arrays that the caller could still write to."""
     result = np.asarray(array, dtype=dtype)
     if result.flags.writeable:
         result = result.copy()

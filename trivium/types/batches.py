@@ -1,4 +1,4 @@
-"""What the trainer learns from: experiences and batches of them.
+"""The trainer's data: experiences, and batches of them.
 
 Legend: L tokens of one experience. Index t of every per-token array belongs to `tokens[t]`:
 `log_prob[t] = log p(tokens[t] | tokens[:t])`.
@@ -31,13 +31,13 @@ SCORES: Mapping[str, str] = {
     "teacher_top": "teacher_top",
     "values": "values",
 }
-"""What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability before
-a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
-p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
-K most probable tokens and their log-probabilities."""
+"""Score of a train engine -> the column that holds it. `old` and `log_prob` are the policy's log-probability before a
+train step, and before one of its updates. `mean_discriminant` is the policy's expectation of p (H + log p), the change
+of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's K most probable tokens and their
+log-probabilities."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
-"""Columns of the first pass of a train step's updates: log-probability and entropy by the weights of that moment, and
-1 where the loss clips the ratio."""
+"""Columns of the first pass of a train step's updates: log-probability and entropy with the weights before each update,
+and 1 where the loss clips the ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +100,24 @@ class Experience:
 
     tokens: IntArray
     response_mask: BoolArray
-    """True where the token is trained on: sampled by the policy itself, or written by the expert."""
+    """True for trained tokens: those that the policy sampled, or that the expert wrote."""
     rollout_log_prob: FloatArray
     """Log-probability under the distribution sampled from; 0 outside the mask."""
     policy_version: IntArray
-    """Which weights sampled each token; `EXPERT_VERSION` elsewhere."""
+    """The version of the weights that sampled each token; `EXPERT_VERSION` elsewhere."""
     group_id: str
     index: int
-    """The trajectory's position in its group. Several experiences may share it (history was rewritten)."""
+    """The trajectory's position in its group. Experiences share it if their trajectory rewrote history."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     stop_reason: StopReason = StopReason.EOS
     media: tuple[Media, ...] = ()
     """In order, each with its span in `tokens`."""
     turns: tuple[TurnSpan, ...] = ()
-    """The turns it is made of, in order; empty for an expert's sequence."""
+    """The turns of the sequence, in order; empty for an expert's sequence."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
     """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
     greedy_reward: float | None = None
-    """The reward of the task's greedy rollout, where there is one."""
+    """The reward of the task's greedy rollout, if there is one."""
 
     def __post_init__(self) -> None:
         for name, dtype in _TOKEN_ARRAYS.items():
@@ -163,7 +163,7 @@ _OTHER_FIELDS = [field.name for field in fields(Experience) if field.name not in
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Experiences and per-token columns that were computed for them; ragged, never padded on the driver."""
+    """Experiences and their computed per-token columns. Arrays are ragged, and never padded on the driver."""
 
     experiences: tuple[Experience, ...]
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
@@ -187,7 +187,7 @@ class Batch:
         return len(self.experiences)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as one array for each kind of per-token array: thousands of small ones would take ten times as
+        """Pickles one array for each kind of per-token array; pickling thousands of small arrays takes ten times as
         long."""
         tokens = {name: self.flat(name) for name in _TOKEN_ARRAYS}
         columns = {name: np.concatenate(arrays or [_NO_COLUMN]) for name, arrays in self.columns.items()}
@@ -196,7 +196,7 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """(B,): the tokens of each experience, context included."""
+        """(B,): the number of tokens of each experience, context included."""
         return [len(e.tokens) for e in self.experiences]
 
     @property
@@ -210,7 +210,7 @@ class Batch:
 
     @property
     def response_lengths(self) -> npt.NDArray[np.int64]:
-        """(B,): the trained tokens of each experience."""
+        """(B,): the number of trained tokens of each experience."""
         return self._counted(self.flat("response_mask"))
 
     @property
@@ -219,7 +219,7 @@ class Batch:
         return self._counted(self.flat("response_mask") & (self.flat("policy_version") == EXPERT_VERSION)) > 0
 
     def flat(self, name: str) -> AnyArray:
-        """One of the arrays of all experiences, one after the other."""
+        """One of the per-token arrays, concatenated over all experiences."""
         return np.concatenate([getattr(e, name) for e in self.experiences] or [np.empty(0, _TOKEN_ARRAYS[name])])
 
     def _counted(self, flags: BoolArray) -> npt.NDArray[np.int64]:
@@ -232,7 +232,7 @@ class Batch:
         return replace(self, columns={**self.columns, **{name: _Column.of(a) for name, a in columns.items()}})
 
     def masked(self, masks: Sequence[BoolArray]) -> Batch:
-        """The same experiences, trained only where these masks (one of length L each) are true as well."""
+        """The same experiences with their response masks restricted to these masks, one of length L each."""
         kept = tuple(
             replace(e, response_mask=e.response_mask & mask) for e, mask in zip(self.experiences, masks, strict=True)
         )
@@ -258,7 +258,7 @@ def _unpickled(
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     for array in (*tokens.values(), *columns.values()):
-        array.setflags(write=False)  # nor are the parts below, which are not copied then
+        array.setflags(write=False)  # the slices below are read-only too, so they are not copied
     rows = [(*(array[place] for array in tokens.values()), *rest) for place, rest in zip(places, others, strict=True)]
     parts = {name: tuple(array[place] for place in places) for name, array in columns.items()}
     return Batch(tuple(starmap(Experience, rows)), parts, metrics)
@@ -267,8 +267,8 @@ def _unpickled(
 def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:
     """The trainable sequences of a trajectory: turns that extend one another are one experience.
 
-    A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens
-    are masked out); a turn that rewrites history starts another. Nothing is re-encoded.
+    A turn whose context is exactly the previous tokens plus new ones continues the sequence; the new context tokens are
+    masked out. A turn that rewrites history starts another sequence. Nothing is re-encoded.
     """
     runs: list[list[tuple[int, Turn]]] = []
     for number, turn in enumerate(trajectory.turns):
@@ -293,7 +293,7 @@ def continues(turn: Turn, earlier: Turn) -> bool:
 
 
 def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:
-    """One experience from (number, turn) pairs of which each turn extends the one before."""
+    """One experience from (number, turn) pairs; each turn extends the previous one."""
     last = turns[-1][1]
     length = len(last.prompt_tokens) + len(last.tokens)
     mask = np.zeros(length, np.bool_)
@@ -325,7 +325,7 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
 
 
 def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
-    """The turns' extra arrays for a sequence of `length` tokens: per token the value recorded first, else 0."""
+    """The turns' extra arrays for a sequence of `length` tokens. Each token has the value recorded first, or 0."""
     joined: dict[str, AnyArray] = {}
     for turn in reversed(turns):
         stop = len(turn.prompt_tokens) + len(turn.tokens)

@@ -1,4 +1,4 @@
-"""What a plugin declares that it can do."""
+"""Capabilities: the abilities that a plugin declares."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trivium.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a plugin can do. Its class, instance or function declares `capabilities = Capabilities(...)`; one that does
-    not has the defaults. Each field concerns one kind of plugin."""
+    """The abilities of a plugin. Its class, instance or function declares `capabilities = Capabilities(...)`; without a
+    declaration the defaults apply. Each field concerns one kind of plugin."""
 
     # buffers
     explored: bool = True
@@ -23,12 +23,12 @@ class Capabilities:
     same place, and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
     # rewards
     remote: bool = False
-    """It calls a server, so that its value for the same completion may change with time."""
+    """It calls a server, so its value for the same completion may change over time."""
     # sample strategies
     mixed: bool = False
     """A batch may mix experts' completions with the policy's."""
     judges: bool = False
-    """It scores the groups of a step itself, so explorers need not."""
+    """It scores the groups of a step itself, so explorers compute no rewards."""
     # operators
     drops: bool = True
     """It may refuse groups."""
@@ -48,14 +48,14 @@ class Capabilities:
     batch_invariant: bool = False
     """Log-probabilities are independent of the rest of the batch, bit for bit."""
     exact_log_prob: bool = True
-    """Its log-probabilities are the trainer's for the same weights, up to rounding. Where they are not, the correction
-    `auto` weighs tokens even where groups are fresh."""
+    """Its log-probabilities equal the trainer's for the same weights, up to rounding. If not, the correction `auto`
+    weights tokens even of fresh groups."""
     updates_in_flight: bool = False
     """`load` can change the weights in the middle of completions."""
     adopts_adapters: bool = False
     """`load` takes a LoRA adapter in place of all weights."""
     extra: frozenset[str] = frozenset()
-    """Further data that it can record of completions: names of `EXTRAS`."""
+    """Further data that it can record for completions: names in `EXTRAS`."""
     adopts_weights: bool = True
     """It can load weights. False: its policy never changes, and `load` is an error."""
     # train engines
@@ -69,8 +69,8 @@ class Capabilities:
 
 
 def capabilities_of(plugin: object) -> Capabilities:
-    """What a plugin (class, instance or function) can do. Raises ConfigError for one that declares a field of
-    Capabilities as an attribute of its own: it would have no effect."""
+    """The capabilities of a plugin (class, instance or function). Raises ConfigError for a plugin that declares a field
+    of Capabilities as its own attribute, which would have no effect."""
     declared = getattr(plugin, "capabilities", None)
     if declared is not None:
         return declared

@@ -1,4 +1,4 @@
-"""Statuses, methods and reasons that have a name."""
+"""Named constants: roles, statuses, methods and reasons."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class RunningStatus(StrEnum):
 
     RUNNING = "running"
     REQUIRE_SYNC = "require_sync"
-    """It requests a weight sync: an explorer without a free slot, or a trainer whose interval is over."""
+    """The role requests a weight sync: an explorer without a free slot, or a trainer at the end of its interval."""
     WAITING_SYNC = "waiting_sync"
-    """It has entered a collective exchange and waits for the other side."""
+    """The role has entered a collective exchange and waits for the other side."""
     STOPPED = "stopped"
 
 
 class SyncMethod(StrEnum):
-    """How weights travel."""
+    """How weights are transferred."""
 
     NCCL = "nccl"
     CHECKPOINT = "checkpoint"
@@ -28,7 +28,7 @@ class SyncMethod(StrEnum):
 
 
 class SyncStyle(StrEnum):
-    """Who decides when weights travel."""
+    """Which role decides when weights are transferred."""
 
     FIXED = "fixed"
     DYNAMIC_BY_TRAINER = "dynamic_by_trainer"
@@ -36,7 +36,7 @@ class SyncStyle(StrEnum):
 
 
 class SaveStrategy(StrEnum):
-    """Who may write at the same time."""
+    """Which savers may write at the same time."""
 
     SINGLE_THREAD = "single_thread"
     """One saver in the whole cluster."""

@@ -1,4 +1,4 @@
-"""What explorers produce: tasks, requests, completions, turns, trajectories and groups."""
+"""The explorers' data: tasks, requests, completions, turns, trajectories and groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EXPERT_VERSION = -1
 SERVED = "served"
 """The taskset of tasks that agents send over HTTP (`run.mode: serve`), which are not in the schedule."""
 EXTRAS = ("routing", "kept")
-"""What an engine can record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: one plus
-the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the token
-ids that the token was sampled from, concatenated over tokens. `kept_count` has their number per token; a negative
-number counts ids that were left out instead, and 0 stands for the whole vocabulary."""
+"""Data that an engine can record for a token beside its log-probability. `routing`, (layers, K) unsigned integers: one
+plus the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the
+token ids that the token was sampled from, concatenated over tokens. `kept_count` has their number per token; a negative
+number counts the ids left out instead, and 0 stands for the whole vocabulary."""
 IMAGE = "<image>"
-"""Marks the place of an image in the text of a message that has some."""
+"""Marks the place of an image in the text of a message with images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Media:
     mime: str
     data: bytes = field(repr=False, compare=False)
     span: tuple[int, int] | None = None
-    """Its tokens, [start, end), once rendered: placeholders, and what some models write between them."""
+    """Its tokens, [start, end), once rendered: placeholders, and separators that some models add between them."""
     sha256: str = ""
-    """The hash of `data`; computed where it is not given."""
+    """The hash of `data`; computed if it is not given."""
 
     def __post_init__(self) -> None:
         if not self.sha256:
@@ -59,7 +59,7 @@ class Message:
 
 
 def with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
-    """The conversation with a system message, unless it has one; the message of its tools stays the first."""
+    """Adds a system message to the conversation unless it has one. A `tools` message stays first."""
     if messages[0].role == "tools":
         return (messages[0], *with_system(messages[1:], system)) if messages[1:] else messages
     return messages if messages[0].role == "system" else (Message("system", system), *messages)
@@ -82,7 +82,7 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the policy is sampled. `temperature` 0 means greedy, whose log-probabilities are 0 by definition."""
+    """Sampling parameters. `temperature` 0 samples greedily, with log-probabilities of 0 by definition."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -90,13 +90,13 @@ class Sampling:
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all."""
+    """Keep the tokens with at least this fraction of the highest token probability; 0 keeps all."""
     min_new_tokens: int = 0
     """End-of-sequence is impossible before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn; the tokens up to and including the one that completes the string are kept."""
+    """Strings that end a turn. The turn includes the token that completes the string."""
     extra: tuple[str, ...] = ()
-    """Further data to record of each completion: names of `EXTRAS`."""
+    """Further data to record for each completion: names in `EXTRAS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Prompt:
     media: tuple[Media, ...] = ()
     """The media of all messages, in order, each with its span in `tokens`."""
     unexpanded: IntArray = field(default=None, repr=False)  # type: ignore[assignment]  # `tokens` without media
-    """The tokens with one placeholder for each of the media: the input of an engine with a processor of its own."""
+    """The tokens with one placeholder for each of the media: the input of an engine that has its own processor."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
@@ -118,7 +118,7 @@ class Prompt:
         return len(self.tokens)
 
     def then(self, other: Prompt) -> Prompt:
-        """Both, one after the other."""
+        """This prompt followed by `other`."""
         by = len(self.tokens)
         moved = (m if m.span is None else m.at(m.span[0] + by, m.span[1] + by) for m in other.media)
         tokens = np.concatenate([self.tokens, other.tokens])
@@ -137,7 +137,7 @@ class Request:
     media: tuple[Media, ...] = ()
     """In order, each with its span in `prompt_tokens`."""
     unexpanded: IntArray | None = None
-    """`Prompt.unexpanded`; None: the prompt has no media."""
+    """`Prompt.unexpanded`; None if the prompt has no media."""
     messages: tuple[Message, ...] = field(default=(), repr=False)
     """The conversation that the prompt was rendered from, for engines that render it themselves."""
 
@@ -148,15 +148,15 @@ class Completion:
 
     tokens: IntArray
     log_prob: FloatArray
-    """Log-probability under the distribution actually sampled from (temperature and truncation applied)."""
+    """Log-probability under the sampling distribution, with temperature and truncation applied."""
     policy_version: IntArray
-    """The weights that sampled each token."""
+    """The version of the weights that sampled each token."""
     stop_reason: StopReason
     text: str | None = None
-    """The text, from an engine that returns text; None: decode the tokens."""
+    """The text, if the engine returns text. None means that the tokens must be decoded."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
-    """The arrays that `Sampling.extra` names. Their rows belong to the last tokens of prompt and completion
-    together."""
+    """The arrays named by `Sampling.extra`. Their rows belong to the last tokens of the prompt followed by the
+    completion."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
@@ -167,7 +167,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One completion of the policy with the exact context it was sampled in."""
+    """One completion of the policy with its exact context."""
 
     prompt_tokens: IntArray
     tokens: IntArray
@@ -175,15 +175,15 @@ class Turn:
     policy_version: IntArray
     stop_reason: StopReason
     text: str
-    """The completion decoded, without special tokens: for logs, rewards and environments; never encoded again."""
+    """The decoded completion without special tokens, for logs, rewards and environments. It is never encoded again."""
     media: tuple[Media, ...] = ()
-    """Of the prompt, in order, each with its span in `prompt_tokens`."""
+    """The media of the prompt, in order, each with its span in `prompt_tokens`."""
     reward: float = 0.0
     """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
     state: str = ""
-    """Identifies the environment's state before the turn: equal where the state was equal. Empty: unknown."""
+    """Identifies the environment's state before the turn: equal states have equal strings. Empty if unknown."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
-    """As `Completion.extra`."""
+    """See `Completion.extra`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", frozen(self.prompt_tokens, np.int32))
@@ -205,12 +205,12 @@ class Failure:
     """Why a trajectory failed. Failed trajectories are recorded and counted, and not trained on."""
 
     side: str
-    """What failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
+    """The failed part: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
     kind: str
     """The error's class name."""
     message: str
     cause: str = ""
-    """The exception of user code with function, file and line; empty if it raised none."""
+    """The exception from user code with function, file and line; empty if user code raised none."""
 
     @property
     def of_rewards(self) -> bool:
@@ -243,7 +243,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(turn.tokens) for turn in self.turns)
 
     @property
@@ -258,9 +258,9 @@ class Lease:
 
     slot: int
     attempt: int = 0
-    """Earlier attempts at the slot."""
+    """The number of earlier attempts at the slot."""
     recorded: Group | None = field(default=None, compare=False, repr=False)
-    """The group of an earlier session, if only its rewards failed: they are computed again."""
+    """The group of an earlier session if only its rewards failed. The rewards are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +273,14 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     epoch: int = 0
     attempt: int = 0
-    """Earlier attempts at the slot."""
+    """The number of earlier attempts at the slot."""
     version: int = 0
-    """The policy version loaded when the lease was granted; no token was sampled by an older one."""
+    """The policy version loaded when the lease was granted. No older version sampled a token."""
     greedy: Trajectory | None = None
-    """A further rollout at temperature 0: a baseline for estimators that need one, never trained on."""
+    """An additional rollout at temperature 0: a baseline for estimators that need one, never trained on."""
     dropped: str = ""
-    """Why the experience pipeline dropped it; empty if it did not. A dropped group is journaled and never trained
-    on."""
+    """The reason why the experience pipeline dropped it; empty otherwise. A dropped group is journaled and never
+    trained on."""
     _versions: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
     """Cached (`oldest_version`, `newest_version`)."""
 
@@ -294,12 +294,12 @@ class Group:
 
     @property
     def expert(self) -> bool:
-        """Whether its completions are from an expert: no reward is computed for them."""
+        """Whether its completions are from an expert. They have no rewards."""
         return self.oldest_version == EXPERT_VERSION
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any token: what staleness is measured from."""
+        """The oldest version that sampled any token. Staleness is measured from it."""
         return self._sampled_by()[0]
 
     @property
@@ -317,7 +317,7 @@ class Group:
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:
-        """The members, and the greedy rollout where there is one."""
+        """The members, and the greedy rollout if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def turns(self) -> Iterator[Turn]:
@@ -349,4 +349,4 @@ class Sample:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Logged under `sample/`."""
     stored_slots: frozenset[int] = frozenset()
-    """Slots of groups that are replayed or an expert's; metrics of the explorers leave them out."""
+    """Slots of replayed groups and expert groups, which the explorers' metrics leave out."""
