@@ -1,4 +1,4 @@
-"""A buffer over expert data: the rows of a taskset as groups."""
+"""A buffer over expert data, which yields the rows of a taskset as groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trivium.schedule import Assignment, Schedule
 from trivium.types import EXPERT_VERSION, IMAGE, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
-"""Group size -> the options that name its columns."""
+"""Group size -> the options that name the columns of its completions."""
 
 
 class FileBuffer(ReadOnlyBuffer):
@@ -117,7 +117,7 @@ class FileBuffer(ReadOnlyBuffer):
         )
 
     async def state(self) -> dict[str, Any]:
-        """Nothing: the rows of a step follow from its number."""
+        """Empty: the number of a step determines its rows."""
         return {}
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None: ...
@@ -132,14 +132,14 @@ class FileBuffer(ReadOnlyBuffer):
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a column of a task holds a conversation of its own (`tasks.*.conversations`)."""
+    """Whether a column of a task holds a separate conversation (`tasks.*.conversations`)."""
     return isinstance(value, dict) and value.keys() == {"conversation"}
 
 
 def conversation_of(value: Any) -> tuple[list[Message], str] | None:
-    """(messages, the completion that a model scores them with) of a column of `conversations`; None for another one.
+    """(messages, completion to score) of a column of `conversations`. Returns None for another column.
 
-    The completion is the last message where that is the assistant's text, else empty.
+    The completion is the last message if that is text from the assistant, and empty otherwise.
     """
     if not is_conversation(value):
         return None
@@ -165,7 +165,7 @@ def _completion(task: Task, value: object) -> str | None:
 
 
 def _text(content: object, image: str | None = None) -> str | None:
-    """A message's text, where it is text or a list of parts; `image` stands for each part that is none."""
+    """The text of a message's content (text, or a list of parts). `image` replaces each part that is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts: list[str] = []

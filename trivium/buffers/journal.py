@@ -1,8 +1,8 @@
 """The journal: every finished group is on disk before it counts, so that a killed run loses no rollout.
 
-One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack. A torn tail (the process
-died while it wrote) is detected and truncated; its slot is leased again. Media are files of their own, which records
-refer to by hash.
+One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack. The journal detects and
+truncates a torn tail (the process died while writing); its slot is leased again. Media are separate files; records
+contain their hashes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, group: Group) -> None:
-        """Hands the group to the operating system: it survives the death of this process."""
+        """Writes the group to the operating system, so that it survives the death of this process."""
         record = _record(group, self._media)
         path = self._path(step)
-        with writing(path), open(path, "ab") as file:  # buffered: written whole, or raises
+        with writing(path), open(path, "ab") as file:  # buffered: writes everything or raises
             file.write(record)
 
     def read(self, after_step: int) -> Iterator[Group]:
-        """The groups of later steps, in the order they were written; cuts off torn tails."""
+        """The groups of later steps, in the order they were written. Truncates torn tails."""
         for path in self._paths(after_step):
             yield from self._read_file(path)
 
@@ -57,7 +57,7 @@ class Journal:
             yield from self._read_file(self._path(step))
 
     def strike(self, after_step: int, lost: Callable[[Group], bool]) -> None:
-        """Removes the groups of later steps that are `lost`."""
+        """Removes the groups of later steps for which `lost` returns True."""
         for path in self._paths(after_step):
             groups = list(self._read_file(path))
             kept = [group for group in groups if not lost(group)]
@@ -65,12 +65,12 @@ class Journal:
                 _replace(path, kept)
 
     def mark_failed(self, from_slot: int) -> None:
-        """Records the first slot of the failures that end the run, for the session that resumes it."""
+        """Records the first slot of the failures that end the run, for the next session."""
         atomic_write(self.directory / _FAILED, f"{from_slot}\n")
 
     @property
     def failed_from(self) -> int | None:
-        """The slot of `mark_failed`; None once `set_aside` has been called."""
+        """The slot recorded by `mark_failed`. None after `set_aside`."""
         path = self.directory / _FAILED
         text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
         if text is not None and not text.isdecimal():
@@ -80,7 +80,7 @@ class Journal:
         return None if text is None else int(text)
 
     def set_aside(self, after_step: int, groups: Sequence[Group]) -> None:
-        """Moves groups of later steps to a file of their own, where they count for nothing."""
+        """Moves groups of later steps to a separate file, where they are not counted, and removes the failure mark."""
         if groups:
             slots = {group.slot for group in groups}
             _replace(self._aside, [*self.read_aside(), *groups])
@@ -88,7 +88,7 @@ class Journal:
         (self.directory / _FAILED).unlink()
 
     def read_aside(self) -> list[Group]:
-        """The groups that were set aside, in that order."""
+        """The groups that were set aside, in the order of `set_aside`."""
         return list(self._read_file(self._aside)) if self._aside.is_file() else []
 
     @property
@@ -118,7 +118,7 @@ class Journal:
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Writes groups to a file as a run journals them, for `buffer.kind: recorded`."""
+    """Writes groups to a file in the format of the journal, for `buffer.kind: recorded`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, groups)
 
@@ -132,10 +132,10 @@ def _replace(path: Path, groups: Iterable[Group]) -> None:
 
 
 def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
-    """(offset, group) of each record in another run's file, which is not changed; a torn tail is skipped. Media have
-    their hashes, and no bytes.
+    """(offset, group) of each record in another run's file. Does not change the file; skips a torn tail. Media have
+    hashes but no bytes.
 
-    Raises DataError for a file that is no journal, or is damaged.
+    Raises DataError if the file is not a journal or is damaged.
     """
     data, end = path.read_bytes(), 0
     for offset, payload in whole_records(data):
@@ -148,8 +148,8 @@ def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
 
 
 def read_record(path: Path, offset: int, *, media: bool = True) -> Group:
-    """The group at an offset from `read_recorded`; without `media`, they have their hashes and no bytes. Raises
-    DataError where it is no longer there."""
+    """The group at an offset from `read_recorded`. Without `media`, its media have hashes but no bytes. Raises
+    DataError if the group is no longer there."""
     with open(path, "rb") as file:
         file.seek(offset)
         header = file.read(_HEADER.size)
@@ -160,7 +160,7 @@ def read_record(path: Path, offset: int, *, media: bool = True) -> Group:
 
 
 def whole_records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of every record up to the first that is torn or damaged."""
+    """(offset, payload) of every record before the first torn or damaged one."""
     offset = 0
     while offset < len(data):
         size, crc = _header(data, offset)
@@ -173,7 +173,7 @@ def whole_records(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _header(data: bytes, offset: int) -> tuple[int, int]:
-    """(size, CRC) of the record at an offset; a size beyond the end where the header itself is torn."""
+    """(size, CRC) of the record at an offset. The size is beyond the end if the header itself is torn."""
     header = data[offset : offset + _HEADER.size]
     return _HEADER.unpack(header) if len(header) == _HEADER.size else (len(data) + 1, 0)
 
@@ -202,18 +202,18 @@ def _record(group: Group, store: MediaStore) -> bytes:
 
 
 def stored_record(group: Group, buffer: str, store: MediaStore) -> bytes:
-    """A group as a row of a database: a record as in a file, whose checksum also covers the buffer's name."""
+    """A group as a row of a database: the record of a file with a checksum that also covers the buffer's name."""
     payload = encode_group(group, store)
     return _HEADER.pack(len(payload), zlib.crc32(payload, zlib.crc32(buffer.encode()))) + payload
 
 
 def read_stored(record: bytes, buffer: str, lease: Lease, store: MediaStore | None = None) -> Group:
-    """The group of a row. Raises DataError where it is not the one that was stored there.
+    """The group of a row. Raises DataError if it is not the group that was stored there.
 
-    Without a store, media have their hashes, and no bytes.
+    Without a store, media have hashes but no bytes.
 
-    A row without a checksum, as they were at first, is msgpack alone: a map, which begins with another byte than the
-    size of a record could.
+    Rows of early versions have no checksum. They are plain msgpack maps, whose first bytes are not the size of a
+    record.
     """
     place = f"the stored group of slot {lease.slot}, attempt {lease.attempt}, of the buffer {buffer}"
     size, crc = _header(record, 0)
@@ -234,8 +234,8 @@ def read_stored(record: bytes, buffer: str, lease: Lease, store: MediaStore | No
 
 
 def encode_group(group: Group, store: MediaStore | None = None) -> bytes:
-    """A group as msgpack: arrays as little-endian bytes, nothing pickled. The store keeps its media; without one, their
-    bytes are part of it."""
+    """A group as msgpack: arrays as little-endian bytes, nothing pickled. The store keeps the media; without a store,
+    the msgpack contains their bytes."""
 
     def pack_media(items: Iterable[Media]) -> list[dict[str, Any]]:
         return [_pack_media(item, store) for item in items]
@@ -274,7 +274,7 @@ def encode_group(group: Group, store: MediaStore | None = None) -> bytes:
 
 
 def decode_group(payload: bytes, store: MediaStore | None = None) -> Group:
-    """The inverse of `encode_group`. Without a store, media that it kept have no bytes."""
+    """The inverse of `encode_group`. Without a store, media kept in a store have no bytes."""
 
     def unpack_media(items: Iterable[dict[str, Any]]) -> tuple[Media, ...]:
         return tuple(_unpack_media(item, store) for item in items)
@@ -319,7 +319,7 @@ def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
     media = pack_media(turn.media)
     fields = [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
     extra = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in turn.extra.items()}
-    return [*fields, extra] if extra else fields  # records without any are as they always were
+    return [*fields, extra] if extra else fields  # records without extra arrays keep the older format
 
 
 def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
@@ -349,6 +349,6 @@ def _pack_media(item: Media, store: MediaStore | None) -> dict[str, Any]:
 
 def _unpack_media(item: dict[str, Any], store: MediaStore | None) -> Media:
     span = None if item["span"] is None else (item["span"][0], item["span"][1])
-    sha256 = item.get("sha256", "")  # records had the bytes alone at first
+    sha256 = item.get("sha256", "")  # early records have only the bytes
     data = item["data"] if "data" in item else b"" if store is None else store.load(sha256)
     return Media(item["mime"], data, span, sha256)

@@ -1,4 +1,4 @@
-"""Where the media of rollouts are stored: each once, by its hash. Records hold hashes, not bytes."""
+"""Stores of the media of rollouts. Each item is stored once, under its hash; records contain hashes, not bytes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _CACHED_BYTES = 1 << 27
 
 
 class MediaStore(Protocol):
-    """Holds encoded bytes by their SHA-256."""
+    """Stores encoded bytes by their SHA-256."""
 
     def keep(self, media: Media) -> None:
-        """Stores the bytes, unless they are there. Raises DataError for media that is known by its hash alone and is
-        not there."""
+        """Stores the bytes unless they are already stored. Raises DataError for media without bytes that are not
+        stored."""
         ...
 
     def load(self, sha256: str) -> bytes:
-        """The bytes, checked. Raises DataError where they are not there, or not what was stored."""
+        """The verified bytes. Raises DataError if they are missing or differ from what was stored."""
         ...
 
 
 class MediaFiles:
-    """A folder with one file for each of the media, named by its hash; complete or absent."""
+    """A folder with one file for each of the media, named by its hash. A file is complete or absent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class MediaFiles:
 
     @staticmethod
     def beside(records: Path) -> MediaFiles:
-        """The files that records in a folder refer to: all stages of a run share one folder."""
+        """The media files for the records in a folder. All stages of a run share one folder of media."""
         return MediaFiles((records.parent if records.name.startswith("stage-") else records) / "media")
 
     def keep(self, media: Media) -> None:
@@ -65,13 +65,13 @@ class MediaFiles:
 
 
 def check_media(sha256: str, data: bytes, asked: str, do: str) -> None:
-    """Raises DataError where the bytes are not those of the hash."""
+    """Raises DataError if the bytes do not match the hash."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DataError(asked, "its bytes are not the ones of its hash", do)
 
 
 class MediaCache:
-    """The bytes that were read last, so that the groups of a task share one copy."""
+    """Caches the bytes that were read last, so that the groups of a task share one copy."""
 
     def __init__(self) -> None:
         self._data: OrderedDict[str, bytes] = OrderedDict()

@@ -1,4 +1,4 @@
-"""The operators that ship (see `pipeline`)."""
+"""The built-in operators (see `pipeline`)."""
 
 from __future__ import annotations
 

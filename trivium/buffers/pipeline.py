@@ -1,7 +1,7 @@
 """The experience pipeline: operators that change or drop a finished group before the buffer stores it.
 
-Operators apply to members that did not fail. A group without any passes unchanged: the trainer counts it, and raises
-where too many fail (`workflow.max_failed_fraction`). Evaluations do not go through the pipeline.
+Operators apply to members that did not fail. A group without such members passes unchanged: the trainer counts it, and
+raises if too many fail (`workflow.max_failed_fraction`). Evaluations do not use the pipeline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from trivium.types import Group, Trajectory
 
 
 class Pipeline:
-    """The operators of a config, in order. The group is checked after each.
+    """Applies the operators of a config in order, and checks the group after each.
 
-    Raises DataError where an operator raises or returns anything but the group; RolloutsFailing where too many groups
-    in a row were dropped.
+    Raises DataError if an operator raises or returns anything but the group, and RolloutsFailing if too many groups in
+    a row are dropped.
     """
 
     def __init__(self, config: BufferConfig) -> None:
@@ -61,7 +61,7 @@ def _applied(name: str, operator: Operator, group: Group) -> object:
     try:
         return operator(group)
     except TriviumError:
-        raise  # it names the problem already
+        raise  # the error already names the problem
     except Exception as error:
         raise DataError(
             f"the operator {name!r} on a group of task {group.task.task_id!r}",
@@ -71,7 +71,7 @@ def _applied(name: str, operator: Operator, group: Group) -> object:
 
 
 def _checked(name: str, before: Group, after: object) -> Group:
-    """The group that an operator returned; DataError where it is not the one that it was given."""
+    """The group that an operator returned. Raises DataError if it is not the group that the operator received."""
     returned = ""
     if not isinstance(after, Group):
         returned = f"a {type(after).__name__}"
@@ -105,7 +105,7 @@ def _members(members: Iterable[Trajectory]) -> set[tuple[int, ...]]:
 
 
 def _not_numbers(members: Iterable[Trajectory]) -> str:
-    """The first reward or metric that is not a Python number, or cannot be used; empty where all are."""
+    """Describes the first reward or metric that is not a Python number or cannot be used; empty if there is none."""
     for member in members:
         for what, numbers, largest in (("reward", member.rewards, MAX_REWARD), ("metric", member.metrics, MAX_METRIC)):
             for name, value in numbers.items():

@@ -1,4 +1,4 @@
-"""A buffer over the journal of another run: trains on its groups again, as they were."""
+"""A buffer over the journal of another run, which trains on its unchanged groups."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _log = logging.getLogger("trivium")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a group is stored."""
+    """The place where a group is stored."""
 
     path: Path
     offset: int
     epochs: int
-    """The epochs of the recordings before its own, which are added to its epoch."""
+    """The epochs of earlier recordings, which are added to the group's epoch."""
 
 
 class RecordedBuffer(ReadOnlyBuffer):
@@ -59,12 +59,12 @@ class RecordedBuffer(ReadOnlyBuffer):
         deadline_s: float,
         name: str = "",
     ) -> None:
-        """Raises DataError where `config.path` leads to no journal."""
+        """Raises DataError if there is no journal at `config.path`."""
         del rollouts, renderer, deadline_s, name  # nothing is generated, encoded or waited for
         self.schedule = schedule
         self._recordings = [files for path in config.path for files in _recordings(Path(path))]
         self._places: list[_Place] | None = None
-        """By slot; read at the first use."""
+        """By slot; None until the first use."""
         self._cursor = 0
 
     async def take(self, count: int, version: int) -> list[Group]:
@@ -76,7 +76,7 @@ class RecordedBuffer(ReadOnlyBuffer):
         return await asyncio.to_thread(self._read, places, range(first, first + count))
 
     async def refuse(self, count: int) -> None:
-        """Nothing: refused groups are replaced by the next recorded ones."""
+        """Does nothing: the next recorded groups replace refused groups."""
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return await asyncio.to_thread(self._read, await self._index(), slots)

@@ -1,4 +1,4 @@
-"""The sample strategy that trains on groups again, by priority."""
+"""The sample strategy that replays groups by priority."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Kept:
 
     group: Group
     uses: int
-    """How many steps have trained on it."""
+    """The number of steps that have trained on it."""
     used_at: int
-    """The version that the last of them trained."""
+    """The version that the last of these steps trained."""
 
 
 class Replay(DefaultStrategy):
@@ -63,7 +63,7 @@ class Replay(DefaultStrategy):
         """How often a group is trained on, the first time included; 0 for no limit."""
 
         def num_stored(self, count: int) -> int:
-            return math.floor(round(self.fraction * count, 9))  # 0.29 * 100 is a little less than 29
+            return math.floor(round(self.fraction * count, 9))  # 0.29 * 100 is slightly less than 29
 
         def oldest(self, max_staleness: int) -> int:
             return max(self.max_age, max_staleness)
@@ -107,7 +107,7 @@ class Replay(DefaultStrategy):
         super().__init__(config, buffer=buffer, **beside)
         self.config, self._schedule, self._algorithm = config, schedule, algorithm
         self._store: list[_Kept] = []
-        """In order of arrival; a use is a new arrival."""
+        """In order of arrival. A use counts as a new arrival."""
         self._sampled_at: int | None = None
         """The version whose step already has its replayed groups."""
 
@@ -117,7 +117,7 @@ class Replay(DefaultStrategy):
         rested = [kept for kept in self._store if version - kept.used_at >= self.config.cooldown]
         chosen = sorted(rested, key=self._priority, reverse=True)[:others]
         fresh = await self._buffer.take(count - others, version)
-        if lacking := others - len(chosen):  # the schedule has no slots for these
+        if lacking := others - len(chosen):  # the schedule has no slots for the missing groups
             await self._buffer.refuse(lacking)
             fresh += await self._buffer.take(lacking, version)
         self._sampled_at = version
@@ -129,7 +129,7 @@ class Replay(DefaultStrategy):
         return Sample(interleaved(fresh, replayed), metrics, frozenset(group.slot for group in replayed))
 
     def _remember(self, chosen: Sequence[_Kept], fresh: Sequence[Group], version: int) -> None:
-        """Counts the uses, adds fresh groups that are trained on, and evicts beyond the capacity."""
+        """Counts the uses, adds the fresh groups that the step trains on, and evicts groups beyond the capacity."""
         used = {kept.group.slot for kept in chosen}
         resting = [kept for kept in self._store if kept.group.slot not in used]
         back = [_Kept(kept.group, kept.uses + 1, version) for kept in chosen if self._may_return(kept.uses + 1)]
@@ -154,7 +154,7 @@ class Replay(DefaultStrategy):
         schedule = self._schedule
         address = stream(schedule.seed, "replay", schedule.stage, kept.group.slot, kept.uses)
         uniform = float(uniforms(np.uint64(address), 0))
-        return priority + config.sigma * NormalDist().inv_cdf(uniform + 2.0**-54)  # never 0, where it is undefined
+        return priority + config.sigma * NormalDist().inv_cdf(uniform + 2.0**-54)  # inv_cdf is undefined at 0
 
     def state(self) -> dict[str, Any]:
         return {"store": [[kept.group.slot, kept.uses, kept.used_at] for kept in self._store]}
@@ -166,6 +166,6 @@ class Replay(DefaultStrategy):
 
 
 def _reward(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean reward of the fresh groups alone: `reward/mean` has the replayed ones too."""
+    """The mean reward of the fresh groups; `reward/mean` includes the replayed groups."""
     rewards = [member.reward for group in groups for member in group.alive if member.rewards]
     return {"fresh_reward": fmean(rewards)} if rewards else {}

@@ -5,8 +5,8 @@
         for sequence in rollout.sequences:
             print(sequence.tokens, sequence.log_prob, sequence.columns.get("advantages"))
 
-Values alone: reading changes no file, and a run may be in progress. `tokens/`, which `run.keep: tokens` adds to the run
-directory, holds what each train step computed for its tokens: one file per step, written before the update.
+Reading changes no file, and the run may be in progress. `tokens/`, which `run.keep: tokens` adds to the run directory,
+contains the values that each train step computed for its tokens: one file per step, written before the update.
 
 Legend: L tokens of a sequence.
 """
@@ -46,7 +46,7 @@ from trivium.types import (
 _FORMAT = "trivium-tokens-1"
 _MASK = "response_mask"
 Attempt = tuple[int, int, int]
-"""(stage, slot, attempt): what identifies a group of a run."""
+"""(stage, slot, attempt): identifies a group of a run."""
 Columns = Mapping[str, AnyArray]
 """Arrays of one sequence by name, leading axis L."""
 
@@ -57,37 +57,37 @@ class TokenSequence:
 
     tokens: IntArray
     response_mask: BoolArray
-    """True where the policy sampled the token and, where that was kept, it was trained on."""
+    """True for tokens that the policy sampled. If the step's tokens were kept, only for those that were trained on."""
     log_prob: FloatArray
-    """Log-probability under the distribution that the token was sampled from; 0 where it was not sampled."""
+    """Log-probability under the distribution that the token was sampled from; 0 for tokens that were not sampled."""
     policy_version: IntArray
-    """The weights that sampled it; -1 for context."""
+    """The version of the weights that sampled the token; -1 for context."""
     turns: tuple[TurnSpan, ...]
-    """Where the turns' own tokens are."""
+    """The spans of the turns' completion tokens."""
     columns: Columns = field(default_factory=dict[str, AnyArray])
-    """What the train step computed, where it was kept: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`,
+    """Values that the train step computed, if they were kept: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`,
     `values`, ... Leading axis L."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One attempt at a task, as it was recorded."""
+    """One recorded attempt at a task."""
 
     stage: int
     planned_step: int | None
-    """The train step that its slot was issued for. None: a resumed run replaced it, because its failure had ended the
-    run."""
+    """The train step that its slot was issued for. None if its failure ended the run, and the resumed run replaced
+    it."""
     group: Group
     trajectory: Trajectory
     kept: Mapping[int, tuple[Columns, ...]] = field(default_factory=dict[int, tuple[Columns, ...]])
-    """Train step that took its group -> what it computed for each sequence, nothing where it left the rollout out.
-    Empty where nothing was kept."""
+    """Train step that took its group -> the values that it computed for each sequence; no values if the step left the
+    rollout out. Empty if nothing was kept."""
     taken_by: tuple[int, ...] = ()
-    """The train steps that took its group; empty where that was not noted, or nothing took it."""
+    """The train steps that took its group; empty if that was not recorded, or no step took it."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The train steps that took it; where none is known, the one that it was planned for."""
+        """The train steps that took it. If none is known, the step that it was planned for."""
         return self.taken_by or (() if self.planned_step is None else (self.planned_step,))
 
     @property
@@ -97,7 +97,7 @@ class Rollout:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Its tokens as the trainer sees them, with what the first train step that took it computed."""
+        """Its tokens as the trainer sees them, with the values from the first train step that computed any."""
         parts = experiences_of(self.group, self.trajectory)
         columns = next((each for each in self.kept.values() if each), ({},) * len(parts))
         return tuple(_sequence(part, dict(each)) for part, each in zip(parts, columns, strict=True))
@@ -113,9 +113,9 @@ def read_rollouts(
 ) -> Iterator[Rollout]:
     """The rollouts of a run in the order in which their groups were finished, stage by stage.
 
-    With `step` those that this train step took, and those that were planned for it and not taken by another; `task` is
-    a task's id; `failed` leaves out rollouts that did not fail. Raises RunDirError for a directory without recorded
-    rollouts, DataError for a damaged file.
+    With `step`, only those that this train step took, and those planned for it that no other step took. `task` selects
+    one task by id; `failed` selects failed rollouts. Raises RunDirError for a directory without recorded rollouts,
+    DataError for a damaged file.
     """
     steps = _Steps.of(run_dir)
     for stage, planned, path in _journals(run_dir):
@@ -134,8 +134,8 @@ def read_rollouts(
 
 
 def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Group]:
-    """Recorded groups of a stage, in this order, the bytes of their media included. Raises DataError where one is not
-    there."""
+    """Recorded groups of a stage, in the order of `groups`, with the bytes of their media. Raises DataError if one is
+    missing."""
     wanted = list(groups)
     recorded: dict[tuple[int, int], Group] = {}
     for planned in sorted({each.planned_step for each in wanted}):
@@ -182,20 +182,20 @@ def _journals(run_dir: Path) -> list[tuple[int, int | None, Path]]:
 
 
 def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], batch: Batch, *, tokens: bool) -> None:
-    """Notes which groups a train step took; with `tokens` also what it computed for them (`keep_tokens`)."""
+    """Records the groups that a train step took. With `tokens`, also writes their computed values (`keep_tokens`)."""
     if tokens:
         keep_tokens(run_dir, log.schedule, step, groups, batch)
     log.took(step, groups)
 
 
 def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
-    """Writes `tokens/step-NNNNNN.safetensors`: the batch that a train step learns from, with its columns. `groups` are
-    all that the step took."""
+    """Writes `tokens/step-NNNNNN.safetensors`: the batch of a train step with its columns. `groups` are all groups that
+    the step took."""
     _keep(_tokens_file(run_dir, step), schedule, groups, batch)
 
 
 def keep_updates(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
-    """Writes `tokens/update-NNNNNN.safetensors`: what the first pass of a step's updates saw of each token."""
+    """Writes `tokens/update-NNNNNN.safetensors`: the columns of each token in the first pass of a step's updates."""
     _keep(_tokens_file(run_dir, step, "update"), schedule, groups, batch)
 
 
@@ -218,8 +218,8 @@ def _tokens_file(run_dir: Path, step: int, when: str = "step") -> Path:
 
 
 def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
-    """What a train step computed for a member of a group, before its updates (`kept_columns`) and in the first pass of
-    them (`types.AT_UPDATE`)."""
+    """The values that a train step computed for a member of a group, before its updates (`kept_columns`) and in their
+    first pass (`types.AT_UPDATE`)."""
     before = kept_columns(run_dir, step, group, index)
     seen = kept_columns(run_dir, step, group, index, when="update")
     seen = seen if len(seen) == len(before) else ({},) * len(before)
@@ -227,8 +227,8 @@ def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Col
 
 
 def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: str = "step") -> tuple[Columns, ...]:
-    """What a train step computed for a member of a group before its updates; empty where it left the member out, or
-    nothing was kept."""
+    """The values that a train step computed for a member of a group before its updates. Empty if the step left the
+    member out, or nothing was kept."""
     kept = _kept(_tokens_file(run_dir, step, when))
     places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
     return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
@@ -237,9 +237,8 @@ def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: st
 def kept_means(
     run_dir: Path, step: int, name: str, groups: Collection[tuple[int, int]] | None = None
 ) -> Mapping[tuple[int, int, int], float]:
-    """(slot, attempt, index) -> the mean of a column over the tokens that a train step trained on, for every rollout
-    that it did not leave out; empty where the column was not kept. With `groups` (slot, attempt) of these alone: the
-    numbers of others are not read."""
+    """(slot, attempt, index) -> the mean of a column over the trained tokens, for each rollout in a train step's batch.
+    Empty if the column was not kept. With `groups`, (slot, attempt) pairs, reads only the values of these groups."""
     path = _tokens_file(run_dir, step)
     kept = _kept(path)
     if kept is None or name not in kept.names:
@@ -265,12 +264,12 @@ def _all_means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Which step took which group, by `tokens/` and `steps.jsonl`."""
+    """The groups that each step took, according to `tokens/` and `steps.jsonl`."""
 
     takers: Mapping[Attempt, Sequence[int]]
-    """Group -> the steps that took it."""
+    """Group -> the steps that took the group."""
     planned: Mapping[int, frozenset[tuple[int, int]]]
-    """Step -> (stage, planned step) of what it took."""
+    """Step -> (stage, planned step) of the groups it took."""
     kept: frozenset[int]
     """The steps whose tokens were kept."""
 
@@ -320,13 +319,13 @@ class _Kept:
 
 
 def _kept(path: Path) -> _Kept | None:
-    """None where nothing was kept."""
+    """The open file, or None if nothing was kept."""
     return _opened(path, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 @lru_cache(maxsize=8)
 def _opened(path: Path, written_ns: int) -> _Kept:
-    """A resumed run may write the file again."""
+    """Opens the file. `written_ns` is part of the cache key, because a resumed run may write the file again."""
     del written_ns
     places, start = defaultdict[tuple[int, int, int], tuple[tuple[int, int], ...]](tuple), 0
     for slot, attempt, index, length in json.loads(_metadata(path)["sequences"]):

@@ -1,8 +1,8 @@
-"""steps.jsonl of a run directory: which groups each train step took, the hash of the weights it led to, the machine.
+"""steps.jsonl of a run directory: the groups that each train step took, the hash of the resulting weights, the machine.
 
-One JSON object a line, appended: `{"machine": {...}}` where a process begins to train, `{"step", "stage", "taken"}`
-before an update, `{"step", "weights"}` where a version is published. A resumed run repeats steps: a row replaces what
-earlier rows say of its step and of later ones.
+Each line is one JSON object: `{"machine": {...}}` when a process begins to train, `{"step", "stage", "taken"}` before
+an update, `{"step", "stage", "weights"}` when a version is published. A resumed run repeats steps: a row removes the
+records of later steps, and updates the record of its own step.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ STEPS = "steps.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A group that a train step took, by where it is recorded."""
+    """A group that a train step took, identified by its place in the journal."""
 
     slot: int
-    """Below 0: an expert's."""
+    """Negative for an expert's group."""
     attempt: int
     planned_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What was noted of a train step; of the version that a stage began with, its weights alone."""
+    """The record of a train step. For the version that a stage began with it has only the weights."""
 
     step: int
     stage: int = 0
     taken: tuple[Taken, ...] | None = None
-    """In the order of the batch, groups that were trained on before among them; None where it was not noted."""
+    """In the order of the batch, replayed groups included; None if it was not recorded."""
     weights: str = ""
-    """The hash of the weights after the step, where they were published."""
+    """The hash of the weights after the step; empty if they were not published."""
     machine: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the bits of the step depend on; empty where it was not noted."""
+    """Properties of the machine that the bits of the step depend on; empty if they were not recorded."""
 
 
 class StepLog:
@@ -52,18 +52,18 @@ class StepLog:
         self.recorded_weights = {
             row["step"]: row["weights"] for row in _rows(run_dir) if "weights" in row and row["stage"] == schedule.stage
         }
-        """The hash of each version of the stage as an earlier attempt at the run last published it."""
+        """The hash of each version of the stage that an earlier session published last."""
         self._path, self._machine = run_dir / STEPS, machine
         self._started = False
 
     def took(self, step: int, groups: Sequence[Group]) -> None:
-        """Notes that the train step trains on these groups."""
+        """Records that the train step trains on these groups."""
         schedule = self.schedule
         taken = [[group.slot, group.attempt, schedule.step_of(group.slot)] for group in groups]
         self._append({"step": step, "stage": schedule.stage, "taken": taken})
 
     def published(self, step: int, weights: str) -> None:
-        """Notes the hash of the weights of a version; nothing where it is not known."""
+        """Records the hash of the weights of a version, if it is known."""
         if weights:
             self._append({"step": step, "stage": self.schedule.stage, "weights": weights})
 
@@ -71,13 +71,13 @@ class StepLog:
         rows = [row] if self._started else [{"machine": self._machine}, row]
         text = "".join(json.dumps(each) + "\n" for each in rows)
         with writing(self._path), self._path.open("ab") as file:
-            # A row that a killed process left half-written ends here.
+            # The newline ends a row that a killed process left half-written.
             file.write(text.encode() if self._started or not file.tell() else b"\n" + text.encode())
         self._started = True
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """What is noted of each step, in order; empty for a run of a version that noted nothing."""
+    """The record of each step, in order; empty for a run without a step log."""
     records, machine = dict[int, StepRecord](), dict[str, str]()
     for row in _rows(run_dir):
         machine = row.get("machine", machine)
@@ -95,7 +95,7 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
 
 
 def recorded_hash(run_dir: Path) -> str | None:
-    """The hash of weights that the run recorded last; None if it recorded none."""
+    """The last hash of weights that the run recorded; None if it recorded none."""
     return next((row["weights"] for row in reversed([*_rows(run_dir)]) if row.get("weights")), None)
 
 
@@ -105,7 +105,7 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any]:
-    """The row of a line; nothing for one that a process left half-written."""
+    """The row of a line; empty for a half-written line."""
     try:
         row: Any = json.loads(line or "{}")
     except ValueError:

@@ -1,6 +1,7 @@
-"""Sample strategies: which groups a step trains on (see also `replay`).
+"""Sample strategies: they select the groups of a train step (see also `replay`).
 
-A step samples all its groups at once. If the algorithm refuses some, it samples as many again, and those are fresh.
+A step samples all its groups at once. If the algorithm refuses some of them, the step samples the same number of fresh
+groups.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Mix(DefaultStrategy):
         """The column of the completion."""
 
         def num_stored(self, count: int) -> int:
-            return math.ceil(round(self.expert_data_ratio * count, 9))  # 0.1 * 30 is a little more than 3
+            return math.ceil(round(self.expert_data_ratio * count, 9))  # 0.1 * 30 is slightly more than 3
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from explored_problems(self, run, where)
@@ -146,7 +147,7 @@ class Mix(DefaultStrategy):
     ) -> None:
         super().__init__(config, buffer=buffer, **beside)
         self._schedule, self._taskset = schedule, config.taskset
-        # Another seed: the expert's rows must not follow the order of the explorers' tasks.
+        # A different seed, so that the expert's rows do not follow the order of the explorers' tasks.
         experts = replace(
             schedule,
             tasks=tasks(config.taskset),
@@ -175,18 +176,18 @@ class Mix(DefaultStrategy):
         return Sample(interleaved(fresh, written), {"expert": len(written)}, slots)
 
     def _distinct(self, group: Group) -> Group:
-        """With a slot and an id that no explored group has, even of the same task."""
+        """The group with a slot and an id that no explored group has, even if it has the same task."""
         return replace(group, slot=-1 - group.slot, task=replace(group.task, taskset=f"expert/{group.task.taskset}"))
 
 
 def interleaved(some: Sequence[Group], others: Sequence[Group]) -> tuple[Group, ...]:
-    """Both in their order, evenly interleaved."""
+    """The groups of both, evenly interleaved, each in its own order."""
     placed = [((2 * i + 1) / (2 * len(part)), group) for part in (some, others) for i, group in enumerate(part)]
     return tuple(group for _, group in sorted(placed, key=lambda item: item[0]))
 
 
 def explored_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
-    """Of a strategy for explored groups, where there are no explorers."""
+    """Problems of a strategy for explored groups in a run without explorers."""
     if not capabilities_of(resolve("buffers", run.buffer.kind)).explored:
         yield Problem(
             f"{where}.kind",
@@ -197,7 +198,7 @@ def explored_problems(config: StrategyConfig, run: RunConfig, where: str) -> Ite
 
 
 def replacing_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
-    """Of a strategy that needs more groups than the schedule has."""
+    """Problems of a strategy that needs more groups than the schedule has."""
     if run.has_fixed_versions:
         yield Problem(
             f"{where}.kind",

@@ -1,1 +1,1 @@
-"""Checkpoints, each complete or absent: atomic directories, the store of a run, saves in the background, copies."""
+"""Checkpoints, each complete or absent: atomic directories, the store of a run, background saves, remote copies."""

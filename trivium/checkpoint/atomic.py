@@ -21,7 +21,7 @@ from trivium.errors import ConfigError, RunDirError, StorageError
 _log = logging.getLogger("trivium")
 
 MANIFEST = "manifest.json"
-"""The file with the names, sizes and hashes of the others in its directory: written last, removed first."""
+"""The file with the names, sizes and hashes of the other files in its directory. It is written last, removed first."""
 
 
 @contextmanager
@@ -74,8 +74,8 @@ def staging_directory(final: Path) -> Path:
 
 
 def make_unless_staged(directory: Path) -> None:
-    """Makes a directory to write in. A directory of `staging_directory` is not made again: if it is missing, its
-    attempt is over, and writing into it fails."""
+    """Makes a directory to write in, unless it is a staging directory. If a staging directory is missing, its attempt
+    has ended, and writing into it fails."""
     if not directory.name.endswith(".writing"):
         directory.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""BackgroundSaver: writes the checkpoints of a trainer one at a time, while training goes on if the engine can."""
+"""BackgroundSaver: writes the checkpoints of a trainer one at a time, during training if the engine supports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BackgroundSaver:
     """Saves steps of a run in the background of one event loop."""
 
     def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool) -> None:
-        """`asynchronous`: training goes on while the files are written, if the engine supports it."""
+        """`asynchronous`: training continues while the files are written, if the engine supports it."""
         self.store, self.engine, self.asynchronous = store, engine, asynchronous
         self.step: int | None = None
         """The step of the last save that began, or the step that the run continues from."""
@@ -26,8 +26,8 @@ class BackgroundSaver:
         self.failed = False
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
-        """Saves the engine, `state` and what `write_more` writes. Returns when the save is complete or, if it goes on
-        beside training, as soon as training may change what is saved.
+        """Saves the engine, `state` and the files of `write_more`. Returns when the save is complete. If the save
+        continues in the background, returns as soon as training may change the engine's state.
 
         Waits for the previous save. Raises the errors of both.
         """
@@ -60,13 +60,13 @@ class BackgroundSaver:
         try:
             writing.result()
         except TriviumError:
-            raise  # its text says what could not be saved
+            raise  # the error already names the problem
         except Exception as error:
             raise save_failed(self.step, error) from error
 
 
 def write_engine(engine: TrainEngine, directory: Path, held: Callable[[], object], *, asynchronous: bool) -> None:
-    """Writes the engine's part of a save. With `asynchronous`, calls `held` as soon as training may go on, if the
+    """Writes the engine's part of a save. With `asynchronous`, calls `held` as soon as training may continue, if the
     engine supports that."""
     end = engine.begin_saving(directory) if asynchronous else None
     if end is None:

@@ -1,4 +1,4 @@
-"""Remote copies of checkpoints, by fsspec URL. The only module that knows fsspec."""
+"""Remote copies of checkpoints, by fsspec URL. The only module that uses fsspec."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trivium.errors import ConfigError, RunDirError
 class RemoteDirectory:
     """Copies of complete directories. The manifest is copied last, so a copy with a manifest is complete.
 
-    A newer directory of the same name replaces a copy; nothing removes one.
+    A newer directory of the same name replaces a copy. Copies are never removed.
     """
 
     def __init__(self, url: str, deadline_s: float) -> None:
         """`deadline_s` bounds each `copy_missing`. Raises ConfigError for a URL that fsspec cannot open."""
-        # Imported where a run names a remote directory: it takes a moment.
+        # Imported only if a run names a remote directory, because the import is slow.
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
         self.url, self._deadline_s = url, deadline_s
@@ -36,7 +36,7 @@ class RemoteDirectory:
         self._files, self._root = opened
 
     async def copy_missing(self, folders: Sequence[Path]) -> None:
-        """Copies the complete directories of which there is no equal copy. Raises RunDirError if that fails."""
+        """Copies the complete directories that have no equal copy yet. Raises RunDirError if that fails."""
 
         def copy() -> None:
             for folder in folders:
@@ -46,7 +46,7 @@ class RemoteDirectory:
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._threads.run(copy)
-        except Exception as error:  # each kind of storage raises errors of its own
+        except Exception as error:  # each kind of storage raises its own errors
             raise RunDirError(
                 f"copy checkpoints to {self.url}",
                 f"{type(error).__name__}: {str(error) or f'it was not done within {self._deadline_s:.0f} s'}",

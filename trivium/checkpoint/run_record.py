@@ -11,8 +11,8 @@ from typing import Any
 
 
 def with_evaluation(record: Mapping[str, Any], measured: Mapping[str, float], *ends: str) -> dict[str, Any]:
-    """The record with an evaluation at these `ends` of the run (`before`, `after`). Leaves accuracies out once an
-    evaluation has had partial rewards."""
+    """The record with an evaluation at these `ends` of the run (`before`, `after`). Leaves out accuracies if an
+    evaluation had partial rewards."""
     record = {**record, **{f"{name}_{end}": value for name, value in measured.items() for end in ends}}
     started_graded = "reward_before" in record and "accuracy_before" not in record
     graded = started_graded or "accuracy" not in measured
@@ -20,7 +20,7 @@ def with_evaluation(record: Mapping[str, Any], measured: Mapping[str, float], *e
 
 
 def last_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
-    """What the newest evaluation in the record measured."""
+    """The accuracy and reward of the newest evaluation in the record."""
     return {name: record[f"{name}_after"] for name in ("accuracy", "reward") if f"{name}_after" in record}
 
 
@@ -37,5 +37,5 @@ def add_failures(record: dict[str, Any], causes: Iterable[str]) -> None:
 
 
 def num_changed_fields(record: Mapping[str, Any], step: int) -> int:
-    """How many config fields `--change` changed at `step`."""
+    """The number of config fields that `--change` changed at `step`."""
     return sum(len(row["changes"]) for row in record.get("changes", ()) if row["step"] == step)

@@ -58,12 +58,12 @@ class CheckpointStore:
         self._remote = None if remote is None else RemoteDirectory(remote, deadline_s)
 
     async def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, in threads: `write` fills a directory, which is then committed and copied.
+        """Writes a checkpoint in threads: `write` fills a directory, which is then committed and copied.
 
-        `state["score"]` is what `keep_best` compares (None if nothing was measured); `state["pinned"]` are steps
-        that are kept. Then removes the checkpoints that are not kept.
+        `keep_best` compares `state["score"]` (None if nothing was measured); `state["pinned"]` lists steps to keep.
+        Removes the checkpoints that are not kept.
 
-        Raises what `write` raises; the step has no checkpoint then.
+        Propagates the errors of `write`; the step then has no checkpoint.
         """
         path = self._path(step)
 
@@ -78,7 +78,7 @@ class CheckpointStore:
         try:
             await self.copied()
         except RunDirError as error:
-            _log.error("%s", error)  # the run continues: the next save copies again, and so does the end of the run
+            _log.error("%s", error)  # the run continues: the next save and the end of the run copy again
         await asyncio.to_thread(self.prune, pinned=state.get("pinned", ()))
         return path
 

@@ -1,4 +1,4 @@
-"""Transactions in a database that several processes use, retried where a connection drops; the board's table.
+"""Transactions in a database that several processes use, retried if a connection drops; the table of the board.
 
 SQLite (a file, one machine) and PostgreSQL (a server, many machines) through SQLAlchemy.
 """
@@ -34,29 +34,30 @@ Work = Callable[[sa.Connection], T]
 
 _CONNECT_TIMEOUT_S = 4
 _BUSY_S = 5
-"""How long SQLite itself waits for another process's transaction."""
+"""How long SQLite waits for the transaction of another process."""
 _SLOWEST_POLL_S = 0.05
 _GRACE_S = 1.0
-"""How much longer than the statement timeout to wait for the server to report it."""
+"""How long to wait, after the statement timeout, for the server to report the timeout."""
 _LOCK = 0x747269
-"""An advisory lock of PostgreSQL, held while tables are created."""
+"""The key of PostgreSQL's advisory lock that is held while tables are created."""
 _TOO_SLOW = ("55P03", "57014", "25P03")
-"""PostgreSQL: lock timeout, statement timeout, idle transaction timeout."""
+"""SQLSTATE codes of PostgreSQL: lock timeout, statement timeout, idle transaction timeout."""
 _READS = {
     "sqlite": {"reads": True},
-    # All statements of a transaction see one moment, as those of SQLite do.
+    # All statements of a transaction see one snapshot, as in SQLite.
     "postgresql": {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True},
 }
 
 
 class Database:
-    """Runs functions as transactions, and retries those that fail for a passing reason.
+    """Runs functions as transactions, and retries them after transient errors.
 
     A function may therefore run more than once, even after its first run was committed: the connection may drop before
-    the result arrives. Callable from any thread. Raises RoleFailed naming the database after `patience_s`.
+    the result arrives. The methods can be called from any thread. Raises RoleFailed naming the database after
+    `patience_s`.
 
-    On a server no statement may take longer than half of that, waiting for locks included, so that there is time to
-    retry. A transaction that is idle for as long is aborted: others may wait for its locks.
+    A server aborts a statement that takes longer than half of `patience_s`, waits for locks included, so that there is
+    time to retry. It aborts transactions that are idle for as long, because others may wait for their locks.
     """
 
     def __init__(self, url: str, *, patience_s: float = 10.0) -> None:
@@ -64,14 +65,14 @@ class Database:
         self._url = _parsed(url)
         self._limit_s = patience_s / 2
         self._engine = _open(self._url, self._limit_s)
-        # Connections that the garbage collector finds open are warnings.
+        # The garbage collector warns about open connections.
         weakref.finalize(self, self._engine.dispose)
 
     def create(self, metadata: sa.MetaData) -> None:
-        """Creates the tables that are not there yet."""
+        """Creates the tables that do not exist yet."""
 
         def work(connection: sa.Connection) -> None:
-            if connection.dialect.name == "postgresql":  # two processes that create one table would fail
+            if connection.dialect.name == "postgresql":  # two processes that create the same table would fail
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             metadata.create_all(connection)
 
@@ -86,7 +87,7 @@ class Database:
         return self._retried(work, reads=True)
 
     def insert(self, table: sa.Table, row: dict[str, Any], *, replace: bool = False) -> sa.Insert:
-        """Inserts the row; an existing one of its primary key stays, or is replaced with `replace`."""
+        """A statement that inserts the row. Keeps an existing row of its primary key, or with `replace` replaces it."""
         dialect = postgresql if self._engine.dialect.name == "postgresql" else sqlite
         keys = [column.name for column in table.primary_key]
         rest = {name: value for name, value in row.items() if name not in keys}
@@ -135,7 +136,7 @@ def _parsed(url: str) -> sa.URL:
 
 
 def located(url: str, place: Callable[[str], Path]) -> str:
-    """The URL, with `place(file)` for the file that it names. Raises ValueError for an unsupported one."""
+    """The URL with its file replaced by `place(file)`. Raises ValueError for an unsupported URL."""
     try:
         parsed = _parsed(url)
     except ConfigError as error:
@@ -158,9 +159,9 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         "options": " ".join([*options, str(url.query.get("options", ""))]),
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "application_name": "trivium",
-        # A plan made for a small table must not be kept when the table has grown.
+        # No prepared statements: a plan for a small table must not be reused for a large one.
         "prepare_threshold": None,
-        # A silent machine is noticed within seconds.
+        # Detects an unresponsive machine within seconds.
         "keepalives_idle": 3,
         "keepalives_interval": 2,
         "keepalives_count": 3,
@@ -178,19 +179,19 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     del record
     connection.isolation_level = None  # the driver must not begin transactions
-    # Readers do not block the writer; a commit survives the death of this process, as the journal file does.
+    # Readers do not block the writer. A commit survives the death of this process, like a record of the journal.
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    # Writers lock at once: two that have read and then write would fail.
+    # Writers lock at the beginning: two transactions that read first and then write would fail.
     reads = connection.get_execution_options().get("reads", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 class _Watch:
-    """Closes the connection to a server that has not answered for `limit_s`: nothing else would end the wait."""
+    """Closes the connection to a server that has not responded for `limit_s`, which is the only way to end the wait."""
 
     def __init__(self, line: socket.socket, limit_s: float) -> None:
         self.started_at = time.monotonic()
@@ -208,7 +209,7 @@ class _Watch:
         while (left := self.started_at + self._limit_s - time.monotonic()) > 0:
             if self._over.wait(left):
                 return
-        with suppress(OSError):  # closed by the server already
+        with suppress(OSError):  # already closed by the server
             self._line.shutdown(socket.SHUT_RDWR)
 
 
@@ -218,7 +219,7 @@ def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
     if connection.dialect.name == "sqlite" or driver.closed:
         yield  # SQLite has its own timeout; a closed connection raises at once
         return
-    # A descriptor of its own: the driver's may be closed at any moment, and its number reused.
+    # A duplicate descriptor: the driver may close its own at any moment, and its number may be reused.
     watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), limit_s)
     connection.execution_options(watch=watch)
     try:
@@ -228,7 +229,7 @@ def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
 
 
 def _asks(connection: sa.Connection) -> None:
-    """A statement is about to be sent."""
+    """Restarts the watch before a statement is sent."""
     watch = connection.get_execution_options().get("watch")
     if watch is not None:
         watch.started_at = time.monotonic()
@@ -244,7 +245,7 @@ def _is_transient(error: BaseException) -> bool:
     busy = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
     state = getattr(cause, "sqlstate", "")
     if isinstance(error, OperationalError) and state is None:
-        return True  # psycopg could not connect at all
+        return True  # psycopg could not connect
     # Connection, serialization and resource errors, and a server that shuts down or starts.
     passing = (state or "")[:2] in ("08", "40", "53") or (state or "")[:4] == "57P0"
     return busy or passing or state in _TOO_SLOW
@@ -257,7 +258,7 @@ def _cause(error: SQLAlchemyError) -> str:
 
 
 async def pause(poll: int, left_s: float) -> None:
-    """Sleeps between two reads of a table, at first shortly."""
+    """Sleeps between two reads of a table, longer with each poll."""
     await asyncio.sleep(max(0.0, min(0.002 * 1.5 ** min(poll, 20), _SLOWEST_POLL_S, left_s)))
 
 
@@ -284,16 +285,16 @@ class SqlTable:
         database.create(_BOARDS)
 
     def load(self) -> tuple[int, Values]:
-        """(revision, values); revision 0 and no values where nothing was written yet."""
+        """(revision, values); revision 0 and no values if nothing has been written yet."""
         query = sa.select(_boards.c.revision, _boards.c.board).where(_boards.c.name == self._name)
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
         return (0, {}) if row is None else (row.revision, json.loads(row.board))
 
     def swap(self, revision: int, values: Values) -> bool:
-        """Stores the values as `revision + 1` if the row still has `revision`; whether it did."""
+        """Stores the values as `revision + 1` if the row still has `revision`. Returns whether it stored them."""
         board, token = json.dumps(values), uuid.uuid4().hex[:_TOKEN]
         mine = _boards.c.name == self._name
-        # The last writers: one that does not know whether it committed looks here, even after others have written.
+        # Tokens of the last writers: a writer whose commit is uncertain finds its own, even after later writes.
         writers = sa.func.substr(token + _boards.c.writers, 1, 64 * _TOKEN)
         change = sa.update(_boards).where(mine, _boards.c.revision == revision)
         written = sa.select(sa.func.count()).where(mine, _boards.c.writers.contains(token))
@@ -309,7 +310,7 @@ class SqlTable:
         return self._database.transact(work)
 
     async def changed(self, revision: int, patience_s: float) -> None:
-        """Returns once the row is newer than `revision`, at the latest after `patience_s`."""
+        """Waits until the row is newer than `revision`, for at most `patience_s`."""
         query = sa.select(_boards.c.revision).where(_boards.c.name == self._name)
         end, poll = time.monotonic() + patience_s, 0
         while (left := end - time.monotonic()) > 0:
