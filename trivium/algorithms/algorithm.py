@@ -159,9 +159,9 @@ class GroupAlgorithm:
         return frozenset(self.estimator.metadata.needs | penalty | compared)
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """(the groups to train on, metrics of all rollouts); each group is filtered by itself, deterministically.
+        """(the groups to train on, metrics of all rollouts). Each group is filtered independently, deterministically.
 
-        Raises DataError for a group without the greedy completion that the estimator compares with.
+        Raises DataError for a group without the greedy completion that the estimator needs.
         """
         refused_by = [self._refused_by(group) for group in groups]
         kept = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]

@@ -117,7 +117,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
     | kind | value |
     |---|---|
-    | `kl`, `k1` | p - q: unbiased; its own gradient has mean zero, so it teaches nothing in a loss |
+    | `kl`, `k1` | p - q: unbiased; its own gradient has mean zero, so in a loss it only adds noise |
     | `abs` | abs(p - q) |
     | `mse`, `k2` | (p - q)^2 / 2: biased value, unbiased gradient on policy |
     | `low_var_kl`, `k3` | exp(q - p) - (q - p) - 1: unbiased and never negative; clamped to 10 |

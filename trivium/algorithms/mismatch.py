@@ -18,7 +18,7 @@ from trivium.types import Metrics
 
 
 class Compared(NamedTuple):
-    """Metric key -> values; zero where nothing is compared."""
+    """Metric key -> values; zero for tokens and sequences that are not compared."""
 
     tokens: dict[str, Tensor]
     """(B, L), to be averaged over the tokens."""

@@ -296,7 +296,7 @@ def _policy_inputs(inputs: LossInputs) -> PolicyInputs:
 def _current_weights(
     x: PolicyInputs, correction: Correction, denominators: LossDenominators
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(importance weights of the current policy, 1 for an expert's tokens; metrics of the others), (B, L) each."""
+    """(importance weights of the current policy, 1 for expert tokens; metrics of sampled tokens), (B, L) each."""
     weights, metrics = live_weights(x.log_prob, x.columns["rollout_log_prob"], x.sampled, correction)
     scale = denominators.tokens / max(denominators.sampled.tokens, 1)
     return torch.where(x.sampled, weights, 1.0), {key: values * scale for key, values in metrics.items()}

@@ -26,7 +26,7 @@ class PairInputs:
     policy_chosen: Tensor
     """With gradient: log-probability of the preferred completion under the current weights."""
     policy_rejected: Tensor
-    """With gradient: that of the other completion."""
+    """With gradient: log-probability of the other completion under the current weights."""
     reference_chosen: Tensor
     """Log-probability of the preferred completion under the reference."""
     reference_rejected: Tensor

@@ -62,8 +62,8 @@ def folder_name(kind: str, step: int) -> str:
 def staging_directory(final: Path) -> Path:
     """A new empty directory beside `final`, in which its files are written until `commit` renames it.
 
-    Removes the staging directories of earlier attempts. Each attempt has a name of its own, so a process that still
-    writes for an earlier attempt never writes into this one.
+    Removes the staging directories of earlier attempts. Each attempt has a unique name, so a process that still writes
+    for an earlier attempt never writes into this one.
     """
     name = f".{final.name}."
     for earlier in final.parent.glob(f"{glob.escape(name)}{'[0-9a-f]' * 8}.writing"):

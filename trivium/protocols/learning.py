@@ -113,8 +113,8 @@ class Algorithm(Protocol):
         ...
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """(the groups to train on, metrics of all groups). Each group is decided by itself and deterministically: the
-        trainer calls this before a step to decide whether to refill, and the step calls it again."""
+        """(the groups to train on, metrics of all groups). Each group is decided independently and deterministically:
+        the trainer calls this before a step to decide whether to refill, and the step calls it again."""
         ...
 
     def batch(self, groups: Sequence[Group]) -> Batch:

@@ -1,8 +1,8 @@
-"""The data types that travel between the roles: frozen values over read-only numpy arrays.
+"""The data types that the roles exchange: frozen values over read-only numpy arrays.
 
-trajectories  tasks, requests, completions, turns, trajectories, groups: what explorers produce
-batches       experiences and batches: what the trainer learns from
-capabilities  what a plugin declares that it can do
+trajectories  tasks, requests, completions, turns, trajectories, groups: the explorers' data
+batches       experiences and batches: the trainer's data
+capabilities  the abilities that a plugin declares
 enums         statuses, sync methods and styles, stop reasons
 arrays        array types
 """

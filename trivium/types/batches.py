@@ -47,7 +47,7 @@ class Teacher:
     path: Path
     """A plain Hugging Face directory."""
     top_k: int
-    """How many of its most probable tokens the score `teacher_top` holds."""
+    """The number of its most probable tokens in the score `teacher_top`."""
 
 
 def _frozen_column(array: npt.ArrayLike) -> AnyArray:

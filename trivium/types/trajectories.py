@@ -179,7 +179,7 @@ class Turn:
     media: tuple[Media, ...] = ()
     """The media of the prompt, in order, each with its span in `prompt_tokens`."""
     reward: float = 0.0
-    """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
+    """The environment's reward for this turn, for step-wise estimators. It is part of the trajectory's reward."""
     state: str = ""
     """Identifies the environment's state before the turn: equal states have equal strings. Empty if unknown."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)

@@ -1,4 +1,4 @@
-"""REINFORCE with the parts of GRPO to choose: which tokens count, what they weigh, what holds the policy back.
+"""REINFORCE with selectable parts of GRPO: clipping, token weights, regularisation towards the old policy.
 
 Legend: B sequences, L tokens; r the ratio of current and old policy. No gradient flows through a weight or a decision.
 """

@@ -59,7 +59,7 @@ class PairsConfig(PassesConfig):
 
     @property
     def takes_labels(self) -> bool:
-        """Whether a row may have one completion, and a label that says whether it is desirable."""
+        """Whether a row may have one completion with a label (desirable or not)."""
         return False
 
 
