@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ UNSAVED = ("checkpoint.save_every=1000",)
 
 def started(run_dir: Path, *overrides: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trivium.cli", "run", str(TINY), f"run.dir={run_dir}", *overrides]
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    # A background job of a shell, such as these tests may be, ignores SIGINT, and so would its children.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
 
 
 def last_step(run_dir: Path) -> int:

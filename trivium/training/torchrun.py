@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,10 @@ class _CommandGroups:
 
 _GIVES_RESULTS = ("score", "update", "sampler", "take_updates")
 """Commands whose result the driver reads from every rank."""
+_STOPPED = "trivium/stopped"
+"""Key of the store that the driver sets once every rank has the command to end."""
+_STOPPED_S = 30.0
+"""Longest wait for that key, in seconds."""
 _OPEN: list[_CommandGroups] = []
 """The groups of this process, once they are open."""
 
@@ -48,7 +53,7 @@ def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGrou
     if not _OPEN:
         open_process_group(device, deadline_s)
         life = json.dumps(asdict(ProcessLife.of(os.getpid())))
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
         store.set(f"trivium/process/{dist.get_rank()}", life)
         if dist.get_rank() == 0:
             store.set("trivium/key", secrets.token_hex())
@@ -60,7 +65,11 @@ def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGrou
 
 def life_of_rank(rank: int) -> ProcessLife:
     """The process of a connected rank."""
-    return ProcessLife(**json.loads(dist.distributed_c10d._get_default_store().get(f"trivium/process/{rank}")))
+    return ProcessLife(**json.loads(_store().get(f"trivium/process/{rank}")))
+
+
+def _store() -> dist.distributed_c10d.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def shared_key() -> bytes:
@@ -139,12 +148,16 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
         method, args = command
         result = getattr(verbs, method)(*args)
         dist.gather_object(result if method in _GIVES_RESULTS else None, group=groups.results)
+    # The driver may still be sending the command: its call would fail if this connection closed now.
+    with suppress(RuntimeError):  # the driver, which may host the store, has ended
+        _store().wait([_STOPPED], timedelta(seconds=_STOPPED_S))
 
 
 def stop_ranks(device: str) -> None:
     """Ends `serve_rank` on the other ranks, at the end of the run."""
     commands = connect_ranks(device).commands
     dist.scatter_object_list([None], [None] * dist.get_world_size(), group=commands)
+    _store().set(_STOPPED, "")
 
 
 def _receive_command(group: dist.ProcessGroup) -> object:
