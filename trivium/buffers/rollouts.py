@@ -109,21 +109,24 @@ def _sequence(part: Experience, columns: dict[str, AnyArray]) -> TokenSequence:
 
 
 def read_rollouts(
-    run_dir: Path, *, step: int | None = None, task: str | None = None, failed: bool = False
+    run_dir: Path, *, step: int | Collection[int] | None = None, task: str | None = None, failed: bool = False
 ) -> Iterator[Rollout]:
     """The rollouts of a run in the order in which their groups were finished, stage by stage.
 
-    With `step`, only those that this train step took, and those planned for it that no other step took. `task` selects
-    one task by id; `failed` selects failed rollouts. Raises RunDirError for a directory without recorded rollouts,
-    DataError for a damaged file.
+    With `step`, only those that this train step (or one of several) took, and those planned for it that no other step
+    took. `task` selects one task by id; `failed` selects failed rollouts. Raises RunDirError for a directory without
+    recorded rollouts, DataError for a damaged file.
     """
-    steps = _Steps.of(run_dir)
+    steps, wanted = _Steps.of(run_dir), {step} if isinstance(step, int) else None if step is None else set(step)
+    files = {place for each in wanted or () for place in steps.planned.get(each, ())}
     for stage, planned, path in _journals(run_dir):
-        if step not in (None, planned) and (stage, planned) not in steps.planned.get(step, ()):
+        if wanted is not None and planned not in wanted and (stage, planned) not in files:
             continue
         for _, group in read_recorded(path):
             takers = () if planned is None else steps.takers.get((stage, group.slot, group.attempt), ())
-            if task not in (None, group.task.task_id) or step not in (None, *(takers or (planned,))):
+            if task not in (None, group.task.task_id):
+                continue
+            if wanted is not None and wanted.isdisjoint(takers or (planned,)):
                 continue
             for each in group.rollouts:
                 if failed and each.failure is None:

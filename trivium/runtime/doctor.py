@@ -26,7 +26,7 @@ from trivium.runtime.rollout_view import decoder
 from trivium.training.device import processor_name
 
 _GIB = 2**30
-_ROLLOUT_BYTES = 64 * 2**20
+_ROLLOUT_BYTES = 4 * 2**20
 """Most bytes of recorded rollouts to read: of all train steps or, beyond this size, of evenly spread ones."""
 _PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
 """Default ports of the servers."""
@@ -51,9 +51,11 @@ def diagnose(run_dir: Path) -> Report:
             f"the metrics of {run_dir}", found, "name the directory of a run; `monitors` needs kind jsonl"
         )
     chosen = _steps_to_read(run_dir)
-    rollouts = [list(read_rollouts(run_dir, step=step)) for step in chosen]
-    every = [rollout for each in rollouts for rollout in each]
-    groups = [list({(r.stage, r.group.slot, r.group.attempt): r.group for r in each}.values()) for each in rollouts]
+    every = list(read_rollouts(run_dir, step=chosen)) if chosen else []
+    groups = [
+        list({(r.stage, r.group.slot, r.group.attempt): r.group for r in every if step in r.steps}.values())
+        for step in chosen
+    ]
     mismatched = _mismatched(run_dir, every)
     current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
