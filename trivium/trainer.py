@@ -429,12 +429,13 @@ class Trainer:
 
         After a failed train step this is the step before it, if the engine still holds its weights. An error of the
         save is logged, so that it does not replace the first."""
-        version, step = self.train_step_num, self._in_progress
         try:
             await self.wait_for_save()
             if self._thread.is_computing:
-                _log.warning("step %d is not saved: the thread of the next one still computes", version)
+                _log.warning("step %d is not saved: the thread of the next one still computes", self.train_step_num)
                 return
+            # Read after the wait: until then the thread of a step may make a new version.
+            version, step = self.train_step_num, self._in_progress
             has_checkpoint = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
             is_unlogged = step is not None and step.version != version  # it updated the weights, and failed then
             if has_checkpoint or is_unlogged or not self.engine.holds_version():

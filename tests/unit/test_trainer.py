@@ -371,6 +371,52 @@ async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no
     assert [version for version, *_ in cast(Counting, resumed.engine).updates] == [*range(saved[0], 5)]
 
 
+class Lingering(Counting):
+    """The thread of its third step updates the weights after the end of the run has stopped waiting for it."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.stepping, self.going_on = threading.Event(), threading.Event()
+
+    def update(self, *of: Any) -> Metrics:
+        if self.version == 2:
+            self.stepping.set()
+            assert self.going_on.wait(20)
+        return super().update(*of)
+
+
+async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_the_state_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting(Trainer):
+        async def wait_for_save(self) -> None:
+            engine = cast(Lingering, self.engine)
+            if engine.stepping.is_set():
+                engine.going_on.set()
+                while self.train_step_num < 3:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.1)  # the thread ends
+            await super().wait_for_save()
+
+    monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
+    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering, make=Waiting)
+
+    async def fail_in_the_third_step() -> None:
+        while not hasattr(broken, "made") or not cast(Lingering, broken.made.engine).stepping.is_set():
+            await asyncio.sleep(0.001)
+        raise LookupError("no such row")
+
+    async def play_both() -> None:
+        async with asyncio.TaskGroup() as roles:
+            roles.create_task(broken.play())
+            roles.create_task(fail_in_the_third_step())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await play_both()
+    assert caught.group_contains(LookupError)
+    assert (broken.made.train_step_num, broken.store.steps()) == (3, [])
+
+
 async def test_weights_between_two_steps_are_not_saved(tmp_path: Path) -> None:
     broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Broken)
     with pytest.raises(ExceptionGroup):
