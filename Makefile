@@ -26,8 +26,8 @@ FOR_SITE := $(VENV)/.installed-site
 VLLM_VENV ?= .venv-vllm
 FOR_VLLM := $(VLLM_VENV)/.installed
 # What depends on the version of transformers, which is another one there.
-OF_TRANSFORMERS := $(addprefix tests/unit/test_,models_page.py models_packed.py loading.py routing.py text_renderer.py \
-	text_tokenizer.py text_tiny.py)
+OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test_models_packed.py models/test_loading.py \
+	models/test_routing.py text/test_text_renderer.py text/test_text_tokenizer.py text/test_text_tiny.py)
 # Where `make site` puts the pages.
 SITE ?= site
 

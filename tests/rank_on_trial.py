@@ -1,4 +1,4 @@
-"""A process that `TrainProcess` starts, whose rank does what a test asks for: see tests/unit/test_train_process.py."""
+"""A process that `TrainProcess` starts, whose rank does what tests/unit/training/test_train_process.py asks for."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ import import_graph
 import pytest
 from import_graph import Module, package
 
-PRODUCT = package(Path(__file__).parents[1] / "trivium")
+PRODUCT_ROOT = Path(__file__).parents[1] / "trivium"
+PRODUCT = package(PRODUCT_ROOT)
 
 PACKAGES = {
     "models",
@@ -383,6 +384,13 @@ def test_checking_a_config_imports_only_what_it_uses() -> None:
     code += f"finally: print(sorted({heavy} & {{*sys.modules}}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_unit_tests_are_in_the_folder_of_their_package() -> None:
+    unit = Path(__file__).parent / "unit"
+    folders = {str(test.parent.relative_to(unit)) for test in unit.rglob("test_*.py")} - {".", "tools"}
+    packages = {str(path.parent.relative_to(PRODUCT_ROOT)) for path in PRODUCT_ROOT.rglob("__init__.py")}
+    assert folders <= packages
 
 
 def test_every_exception_to_a_rule_is_still_needed() -> None:

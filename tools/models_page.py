@@ -59,7 +59,8 @@ TAIL = """
 
 Models of type `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `llava`, `idefics3` and `smolvlm` accept images; their processor
 must be in the model directory. Tasks with images for another model are refused. Engine and trainer compute the
-log-probabilities of transformers (tests/unit/test_vision_engines.py), and `engine.batch_invariant` holds as for text.
+log-probabilities of transformers (tests/unit/engines/test_vision_engines.py), and `engine.batch_invariant` holds as for
+text.
 
 - **`train.vision_tower`** sets which parameters of the image part are trained: `trained` (vision tower and projector),
   `projector` (the projector only) or `frozen` (none). The default is `trained`, and `frozen` with `train.lora`, because

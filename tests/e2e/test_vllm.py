@@ -24,8 +24,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from vision_parts import by_transformers, picture, tiny, user
 
-from tests.unit.vision_parts import by_transformers, picture, tiny, user
 from trivium.config import config_from_mapping
 from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.vllm import VllmEngine

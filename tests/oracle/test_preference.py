@@ -23,7 +23,7 @@ PAIR_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("pair_losses")}
 SCORE_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("score_losses")}
 OF_KIND = {"dpo": dpo, "ipo": ipo, "kto": kto, "kto_mismatched": kto_mismatched, "kto_pair": kto_pair}
 KTO = ("kto", "kto_mismatched")
-"""The second is the first where there are no mismatched pairs (tests/unit/test_mismatched.py)."""
+"""The second is the first where there are no mismatched pairs (tests/unit/algorithms/test_mismatched.py)."""
 
 
 def sides(count: int = 5, seed: int = 0) -> list[Tensor]:

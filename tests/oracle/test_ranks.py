@@ -16,8 +16,8 @@ import pytest
 import torch
 from algebra import column_names, number, objectives, policy_objective
 from rank_processes import run_ranks
+from training_parts import SIZE, VOCABULARY, Parts, random_model, write_model
 from transformers import Qwen3MoeConfig
-from unit.training_parts import SIZE, VOCABULARY, Parts, random_model, write_model
 
 from trivium.algorithms import ValueObjective, catalogue
 from trivium.loops import prepare_mini_batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from unit.training_parts import VOCABULARY, write_model
+from training_parts import VOCABULARY, write_model
 
 from trivium.errors import ConfigError
 from trivium.models.backbone.packed import pack

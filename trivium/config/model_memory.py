@@ -1,7 +1,7 @@
 """The memory of a model of a given shape: on a training rank, and in a rollout engine.
 
 What is held (weights, gradients, optimizer state, caches) is counted. What a pass needs besides (activations) is an
-estimate that measured training steps agree with (tests/unit/test_memory_plan.py).
+estimate that measured training steps agree with (tests/unit/config/test_memory_plan.py).
 """
 
 from __future__ import annotations
