@@ -77,7 +77,7 @@ class Gateway:
         self.final = False
         """Whether the final policy is served, after the training."""
         self._groups = OpenGroups(explorer, buffer, schedule, synchronizer, require_secret=options.require_secret)
-        self._sessions = self._groups.sessions
+        self.sessions = self._groups.sessions
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,6 +188,12 @@ class Gateway:
                 self._broken.set_exception(error)
             raise
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The number of tokens of the conversation as a prompt."""
+        self._check_length(request)
+        prompt = await self._encoders.run(lambda: self.explorer.renderer.render(request.messages))
+        return len(prompt)
+
     def _check_length(self, request: ChatRequest) -> None:
         characters = sum(len(message.content) for message in request.messages)
         if characters > _TOKEN_CHARACTERS * self.explorer.max_context:
@@ -269,7 +275,8 @@ class Gateway:
         conversation = (*earlier, *new, answer)
         completion_id, order = f"chatcmpl-{uuid.uuid4().hex}", len(session.completions)
         node = CompletionNode(completion_id, session, policy, turn, conversation, order, parent)
-        self._sessions.record(node)
+        node.instructions = request.instructions
+        self.sessions.record(node)
         return node
 
     async def _limited(self, policy: Policy, conversation: Sequence[Message]) -> Turn:
@@ -301,13 +308,13 @@ class Gateway:
 
     def _targets(self, feedback: Feedback) -> list[Session]:
         if feedback.session:
-            session = self._sessions.labelled((False, feedback.task_id, feedback.session))
+            session = self.sessions.labelled((False, feedback.task_id, feedback.session))
             if session is None:
                 raise unknown_error(f"the session {feedback.session!r} of task {feedback.task_id!r}")
             return [session]
         sessions: dict[Session, None] = {}
         for completion_id in feedback.ids:
-            sessions[self._sessions.of_completion(completion_id)] = None
+            sessions[self.sessions.of_completion(completion_id)] = None
         return list(sessions)
 
     def _check_feedback(self, session: Session, feedback: Feedback) -> None:
@@ -377,18 +384,14 @@ class Gateway:
             )
         return result
 
-    def text_of(self, completion_id: str) -> str | None:
-        """The text of a completion as its client knows it, or None if the completion is unknown."""
-        return self._sessions.text_of(completion_id)
-
     def health(self) -> dict[str, Any]:
         """Status, version and counts, as JSON values."""
         return {
             "status": self._status,
             "version": self.explorer.version,
             "loaded": self.loaded,
-            "in_flight": sum(session.calls for session in self._sessions.active),
-            "sessions": len(self._sessions.active),
+            "in_flight": sum(session.calls for session in self.sessions.active),
+            "sessions": len(self.sessions.active),
             "open_groups": len(self._groups),
             "waiting_groups": self._groups.num_waiting,
             **self._groups.counts,

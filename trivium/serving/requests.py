@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,21 +11,19 @@ from trivium.errors import DataError, RewardError
 from trivium.policy import named_numbers
 from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request
+from trivium.serving.completion_parts import Answer, TextOf, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
-from trivium.text.tools import TOOLS, ToolCall, json_object, read_tool_calls, write_tool_calls
+from trivium.text.tools import TOOLS, ToolCall, json_object
 from trivium.types import MIN_TEMPERATURE, Message, Sampling
 
 T = TypeVar("T")
 D = TypeVar("D")
-TextOf = Callable[[str], str | None]
-"""Returns the text of a completion by its id, or None if the id is unknown."""
-
 _MAX_LABEL = 512
 """Characters of a label."""
 _MAX_MESSAGES = 1024
 _MAX_STOP = 16
 
-_LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
+LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
 """Parameters that assign a call to a task and a session, in the body or in `metadata`."""
 _HEADERS = {"x-task-id": "task_id", "x-session": "session", "x-session-secret": "secret"}
 """The labels that a client may send with every request."""
@@ -71,7 +69,7 @@ _KNOWN = frozenset(
         "columns",
         "return_token_ids",
         "tools",
-        *_LABELS,
+        *LABELS,
     }
 )
 
@@ -94,7 +92,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One call of `/v1/chat/completions`."""
+    """One call for completions of a conversation, in the form that all protocols are read into."""
 
     messages: tuple[Message, ...]
     labels: Labels
@@ -107,6 +105,11 @@ class ChatRequest:
     token_ids: bool = False
     tools: frozenset[str] = frozenset()
     """Names of the functions that the completion may call."""
+    reasoning: bool = False
+    """Whether the `<think>` block of a completion is a part of its own, and not of the text."""
+    instructions: bool = False
+    """Whether the system message holds for this call only: a call that names it as its previous response begins
+    without it."""
 
 
 def read_chat(
@@ -115,13 +118,13 @@ def read_chat(
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
     body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
     labels = _labels(body, headers)
-    stream = _typed(body, "stream", bool, False)
-    options = _typed(body, "stream_options", dict, {})
+    stream = typed(body, "stream", bool, False)
+    options = typed(body, "stream_options", dict, {})
     if options.keys() - {"include_usage"} or (options and not stream):
         raise bad_request(
             "stream_options", f"stream_options = {options!r}", "only include_usage, with stream", "leave it out"
         )
-    tools = [] if body.get("tool_choice") == "none" else _typed(body, "tools", list, [])
+    tools = [] if body.get("tool_choice") == "none" else typed(body, "tools", list, [])
     names = frozenset(_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools))
     messages = _messages(body.get("messages"), text_of)
     return ChatRequest(
@@ -129,11 +132,11 @@ def read_chat(
         labels=labels,
         sampling=_sampling(body, labels.evaluation, trained),
         n=read_count(body, "n", 1, 128),
-        columns=_typed(body, "columns", dict, None),
+        columns=typed(body, "columns", dict, None),
         stream=stream,
-        include_usage=_typed(options, "include_usage", bool, False),
-        logprobs=_typed(body, "logprobs", bool, False),
-        token_ids=_typed(body, "return_token_ids", bool, False),
+        include_usage=typed(options, "include_usage", bool, False),
+        logprobs=typed(body, "logprobs", bool, False),
+        token_ids=typed(body, "return_token_ids", bool, False),
         tools=names,
     )
 
@@ -166,7 +169,7 @@ def supported(
     return body
 
 
-def _typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T | D:
+def typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T | D:
     value = body.get(name, default)
     if name in body and not isinstance(value, kind):
         raise bad_request(name, f"{name} as {kind.__name__}", f"{value!r:.60}", "fix the value")
@@ -183,10 +186,10 @@ def read_count(body: Mapping[str, Any], name: str, default: int, maximum: int) -
 
 def _labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
     """The labels in the body, in `metadata`, in headers and, for the session, in `user`. All must agree."""
-    metadata = _typed(body, "metadata", dict, {})
-    for name in metadata.keys() - set(_LABELS):
-        raise bad_request("metadata", f"the metadata {name!r}", "no such label here", suggest(name, _LABELS))
-    sources: list[Mapping[str, Any]] = [{name: body[name] for name in _LABELS if name in body}, metadata]
+    metadata = typed(body, "metadata", dict, {})
+    for name in metadata.keys() - set(LABELS):
+        raise bad_request("metadata", f"the metadata {name!r}", "no such label here", suggest(name, LABELS))
+    sources: list[Mapping[str, Any]] = [{name: body[name] for name in LABELS if name in body}, metadata]
     sources += [{label: headers[name] for name, label in _HEADERS.items() if headers.get(name)}]
     labels: dict[str, Any] = {}
     for source in sources:
@@ -327,10 +330,7 @@ def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
     content = "" if entry.get("content") is None else _text(entry["content"], where)
     sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
-    written = text_of(completion_of_call(str(sent[0].get("id"))))
-    if written is not None and read_tool_calls(written, {call.name for call in calls}) == (content, calls):
-        return written
-    return write_tool_calls(content, calls)
+    return written(Answer("", content, calls), [completion_id(str(sent[0].get("id")))], text_of, reasoning=False)
 
 
 def _sent_call(call: object, where: str) -> ToolCall:
@@ -345,16 +345,6 @@ def _sent_call(call: object, where: str) -> ToolCall:
             "send calls as they were received; `arguments` is the text of a JSON object",
         )
     return ToolCall(name, normalized)
-
-
-def call_id(completion_id: str, number: int) -> str:
-    """The id of a call in a completion."""
-    return f"call_{completion_id.removeprefix('chatcmpl-')}_{number}"
-
-
-def completion_of_call(call: str) -> str:
-    """The id of the completion that contains a call."""
-    return f"chatcmpl-{call.removeprefix('call_').partition('_')[0]}"
 
 
 def _text(content: object, where: str) -> str:
@@ -405,8 +395,8 @@ def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedba
     body = {name: value for name, value in body.items() if value is not None}
     for name in body.keys() - _FEEDBACK:
         raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, _FEEDBACK))
-    ids = [body["id"]] if "id" in body else _typed(body, "ids", list, [])
-    session = _typed(body, "session", str, "")
+    ids = [body["id"]] if "id" in body else typed(body, "ids", list, [])
+    session = typed(body, "session", str, "")
     if not all(isinstance(completion, str) for completion in ids) or bool(ids) == bool(session):
         raise bad_request(
             "ids",
@@ -416,7 +406,7 @@ def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedba
         )
     if len(body.keys() & {"reward", "rewards", "failure"}) > 1:
         raise bad_request("reward", "one of reward, rewards and failure", "more of them", "send one")
-    rewards = {"reward": body["reward"]} if "reward" in body else _typed(body, "rewards", dict, {})
+    rewards = {"reward": body["reward"]} if "reward" in body else typed(body, "rewards", dict, {})
     try:
         rewards = named_numbers("reward", rewards, source="the request")
     except RewardError as error:
@@ -425,8 +415,8 @@ def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedba
         tuple(ids),
         session,
         read_secret(body, headers),
-        _typed(body, "task_id", str, ""),
+        typed(body, "task_id", str, ""),
         rewards,
-        _typed(body, "failure", str, ""),
-        _typed(body, "columns", dict, {}),
+        typed(body, "failure", str, ""),
+        typed(body, "columns", dict, {}),
     )

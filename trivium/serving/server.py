@@ -1,18 +1,25 @@
-"""The routes of a gateway over HTTP, as OpenAI's clients call them. They run on the event loop of the run."""
+"""The routes of a gateway over HTTP, as clients of OpenAI and Anthropic call them. They run on the event loop of the
+run."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from trivium.protocols import Renderer
 from trivium.serving.bodies import BodyLimits, RequestError, read_body
+from trivium.serving.chat_api import chat_completion, chunks
 from trivium.serving.completions import read_completion, text_completion
 from trivium.serving.endpoints import Endpoint, cancel_on_disconnect, guarded
 from trivium.serving.gateway import Gateway
-from trivium.serving.requests import read_chat, read_feedback, read_secret
-from trivium.serving.responses import chat_completion, chunks
+from trivium.serving.messages_api import message, message_error, message_events, read_message
+from trivium.serving.requests import ChatRequest, read_chat, read_feedback, read_secret
+from trivium.serving.responses_api import read_response, response, response_events
+from trivium.serving.sessions import CompletionNode
 
 
 class ChatServer:
@@ -27,6 +34,7 @@ class ChatServer:
         routes: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._complete),
+            ("POST", "/v1/responses", self._response),
             ("GET", "/v1/models", self._models),
             ("POST", "/feedback", self._feedback),
             ("POST", "/commit", self._commit),
@@ -35,19 +43,44 @@ class ChatServer:
         ]
         for method, path, endpoint in routes:
             self.app.add_api_route(path, guarded(endpoint, api_key), methods=[method])
+        for path, endpoint in (("/v1/messages", self._message), ("/v1/messages/count_tokens", self._count_tokens)):
+            self.app.add_api_route(path, guarded(endpoint, api_key, message_error), methods=["POST"])
 
     # ------------------------------------------------------------------ endpoints
 
     async def _chat(self, request: Request) -> Response:
-        gateway, explorer = self.gateway, self.gateway.explorer
+        return await self._respond(request, await self._read(request, read_chat), chat_completion, chunks)
+
+    async def _message(self, request: Request) -> Response:
+        return await self._respond(request, await self._read(request, read_message), message, message_events)
+
+    async def _response(self, request: Request) -> Response:
+        read = partial(read_response, node_of=self.gateway.sessions.node_of)
+        return await self._respond(request, await self._read(request, read), response, response_events)
+
+    async def _read(self, request: Request, read: Callable[..., ChatRequest]) -> ChatRequest:
+        gateway = self.gateway
         sent = read_body(await request.body())
-        chat = read_chat(sent, request.headers, self.model, explorer.sampling, gateway.text_of)
-        completions = await cancel_on_disconnect(request, gateway.complete(chat))
-        body = chat_completion(self.model, chat, completions, explorer.renderer)
+        return read(sent, request.headers, self.model, gateway.explorer.sampling, gateway.sessions.text_of)
+
+    async def _respond(
+        self,
+        request: Request,
+        chat: ChatRequest,
+        whole: Callable[[str, ChatRequest, Sequence[CompletionNode], Renderer], dict[str, Any]],
+        events: Callable[[dict[str, Any], ChatRequest], AsyncGenerator[str]],
+    ) -> Response:
+        """Samples the completions and returns them in the format of a protocol: `whole`, or as a stream of `events`."""
+        completions = await cancel_on_disconnect(request, self.gateway.complete(chat))
+        body = whole(self.model, chat, completions, self.gateway.explorer.renderer)
         if not chat.stream:
             return JSONResponse(body)
         # The response begins after the last token is sampled, so an error can still set its status.
-        return StreamingResponse(chunks(body, chat.include_usage), media_type="text/event-stream")
+        return StreamingResponse(events(body, chat), media_type="text/event-stream")
+
+    async def _count_tokens(self, request: Request) -> Response:
+        chat = await self._read(request, partial(read_message, counts=True))
+        return JSONResponse({"input_tokens": await self.gateway.count_tokens(chat)})
 
     async def _complete(self, request: Request) -> Response:
         """A completion of token ids, which is not recorded."""

@@ -84,6 +84,8 @@ class CompletionNode:
     """The completion that this one continues from."""
     children: list[CompletionNode] = field(default_factory=list["CompletionNode"])
     """Completions that continue from this one."""
+    instructions: bool = False
+    """Whether the conversation's system message holds for this call only (`ChatRequest.instructions`)."""
     calls: Counter[str] = field(default_factory=Counter[str])
     """How often a call continued from here, by the digest of the messages it added."""
 
@@ -231,9 +233,20 @@ class SessionStore:
 
     def text_of(self, completion_id: str) -> str | None:
         """The text of a completion as its client knows it, or None if the completion is unknown."""
+        node = self._node(completion_id)
+        return None if node is None else node.conversation[-1].content
+
+    def node_of(self, completion_id: str) -> CompletionNode:
+        """A completion of a session in progress. Raises RequestError if it is unknown."""
+        node = self._node(completion_id)
+        if node is None:
+            raise unknown_error(f"the completion {completion_id!r}")
+        return node
+
+    def _node(self, completion_id: str) -> CompletionNode | None:
         session = self._by_completion.get(completion_id)
         nodes = session.completions if session is not None else ()
-        return next((node.conversation[-1].content for node in nodes if node.id == completion_id), None)
+        return next((node for node in nodes if node.id == completion_id), None)
 
     def find(self, messages: Conversation, belongs: Callable[[Session], bool]) -> CompletionNode | None:
         """The completion at the end of the longest known beginning of `messages`, among the sessions that `belongs`

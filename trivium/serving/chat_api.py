@@ -1,4 +1,4 @@
-"""Completions in OpenAI's formats: whole, and as a stream of chunks."""
+"""Completions in the formats of OpenAI's Chat Completions: whole, and as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from trivium.protocols import Renderer
-from trivium.serving.requests import ChatRequest, call_id
+from trivium.serving.completion_parts import answer_of, part_id
+from trivium.serving.requests import ChatRequest
 from trivium.serving.sessions import CompletionNode, visible_text
-from trivium.text.tools import read_tool_calls
 from trivium.types import StopReason, Turn
 
 _FINISH = {StopReason.LENGTH: "length"}
@@ -55,12 +55,12 @@ def _choice(index: int, node: CompletionNode, chat: ChatRequest, renderer: Rende
 def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
     """The assistant's message, with the calls of tools that its text contains."""
     text = visible_text(node.turn, chat.sampling.stop)
-    content, calls = read_tool_calls(text, chat.tools) if chat.tools else (text, ())
+    _, content, calls = answer_of(text, chat.tools, reasoning=False)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         message["content"] = content or None
         message["tool_calls"] = [
-            {"id": call_id(node.id, number), "type": "function", "function": call._asdict()}
+            {"id": part_id("call", node.id, number), "type": "function", "function": call._asdict()}
             for number, call in enumerate(calls)
         ]
     return message
@@ -77,12 +77,12 @@ def _log_probs(turn: Turn, renderer: Renderer) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-async def chunks(body: dict[str, Any], include_usage: bool) -> AsyncGenerator[str]:
+async def chunks(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
     """A complete chat completion as server-sent events: role, text, calls and finish reason of each choice."""
     head = {**{name: body[name] for name in body.keys() - {"choices", "usage"}}, "object": "chat.completion.chunk"}
 
     def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
-        chunk = {**head, "choices": choices, **({"usage": usage} if include_usage else {})}
+        chunk = {**head, "choices": choices, **({"usage": usage} if chat.include_usage else {})}
         return f"data: {json.dumps(chunk)}\n\n"
 
     for choice in body["choices"]:
@@ -92,6 +92,6 @@ async def chunks(body: dict[str, Any], include_usage: bool) -> AsyncGenerator[st
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
         yield event([{**extra, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}])
         yield event([{**extra, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}])
-    if include_usage:
+    if chat.include_usage:
         yield event([], body["usage"])
     yield "data: [DONE]\n\n"

@@ -1,0 +1,66 @@
+"""The parts of a completion that the protocols of agents distinguish: reasoning, text and calls of tools.
+
+Agents send earlier completions back as these parts. The server restores the policy's own text from the id that one of
+the parts carries, if the parts are still those of that text. Otherwise it writes the text anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from trivium.text.tools import ToolCall, read_tool_calls, write_tool_calls
+
+TextOf = Callable[[str], str | None]
+"""Returns the text of a completion by its id, or None if the id is unknown."""
+
+_PREFIX = "chatcmpl-"
+_OPEN = "<think>"
+REASONING_END = "</think>"
+
+
+class Answer(NamedTuple):
+    """The parts of a completion."""
+
+    reasoning: str
+    """The text of its `<think>` block; empty without one."""
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+def answer_of(text: str, names: Collection[str], *, reasoning: bool = True) -> Answer:
+    """Splits the text of a completion that may call the tools `names`. With `reasoning=False`, a `<think>` block is a
+    part of the content.
+
+    A `<think>` block must begin the text. A chat template may have opened it in the prompt, so the opening tag is
+    optional.
+    """
+    thought = ""
+    before, closed, after = text.partition(REASONING_END)
+    if reasoning and closed and (_OPEN not in before or before.strip().startswith(_OPEN)):
+        thought, text = before.strip().removeprefix(_OPEN).strip(), after.strip()
+    return Answer(thought, *(read_tool_calls(text, names) if names else (text, ())))
+
+
+def written(answer: Answer, ids: Collection[str], text_of: TextOf, *, reasoning: bool = True) -> str:
+    """The text of a completion from its parts: the policy's own text, if one of the completions `ids` has these parts.
+
+    `reasoning` is the same as when the parts were split.
+    """
+    names = {call.name for call in answer.calls}
+    for completion in ids:
+        text = text_of(completion)
+        if text is not None and answer_of(text, names, reasoning=reasoning) == answer:
+            return text
+    thought = f"{_OPEN}\n{answer.reasoning}\n{REASONING_END}\n\n" if answer.reasoning else ""
+    return thought + (write_tool_calls(answer.content, answer.calls) if answer.calls else answer.content)
+
+
+def completion_id(part: str) -> str:
+    """The id of the completion that a part with this id belongs to (`part_id`)."""
+    return _PREFIX + part.removeprefix(_PREFIX).rpartition("_")[2].partition("-")[0]
+
+
+def part_id(kind: str, completion: str, number: int | None = None) -> str:
+    """The id of a part of a completion, for example `call_<completion>-0`."""
+    return f"{kind}_{completion.removeprefix(_PREFIX)}" + ("" if number is None else f"-{number}")

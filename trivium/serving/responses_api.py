@@ -1,0 +1,322 @@
+"""OpenAI's Responses API: reads its requests as chat requests, and writes completions in its formats."""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from trivium.protocols import Renderer
+from trivium.serving.bodies import bad_request
+from trivium.serving.completion_parts import REASONING_END, Answer, TextOf, answer_of, completion_id, part_id, written
+from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed
+from trivium.serving.sessions import CompletionNode, visible_text
+from trivium.text.tools import TOOLS, ToolCall, json_object
+from trivium.types import IntArray, Message, Sampling, StopReason
+
+NodeOf = Callable[[str], CompletionNode]
+"""Returns a completion by its id. Raises RequestError if the id is unknown."""
+
+_KNOWN = frozenset(
+    {"model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "stream", "user"}
+    | {"previous_response_id", "metadata", "columns", "return_token_ids", "prompt_cache_key", "safety_identifier"}
+    | {"store", *LABELS}
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "background": (False,),
+    "conversation": (),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None, "summary": None}),
+    "service_tier": ("auto", "default"),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "text": ({}, {"format": {"type": "text"}}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_WHY = {
+    "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
+    "parallel_tool_calls": "the policy decides how many calls it makes",
+    "conversation": "send previous_response_id, or the items of the conversation",
+    "reasoning": "the policy decides how long it thinks",
+    "text": "constrained output changes the sampled distribution, and the trainer does not replay it",
+    "top_logprobs": "the engine keeps the log-probability of the sampled token only",
+    "truncation": "raise engine.max_context, or send fewer items",
+}
+_PASSED = frozenset(
+    {"model", "temperature", "top_p", "stream", "columns", "return_token_ids", "user", "metadata", *LABELS}
+)
+"""Parameters that have the same name and meaning in a chat request."""
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def read_response(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    model: str,
+    trained: Sampling,
+    text_of: TextOf,
+    node_of: NodeOf,
+) -> ChatRequest:
+    """The chat request in a body of `/v1/responses`. Raises RequestError.
+
+    A `previous_response_id` stands for the conversation that ends with that completion, without its `instructions`.
+    """
+    body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(body, "tools", list, []))]
+    chat: dict[str, Any] = {name: value for name, value in body.items() if name in _PASSED}
+    chat |= {"tools": tools, "messages": _messages(body.get("input"), text_of)}
+    if body.get("tool_choice") == "none":
+        chat["tool_choice"] = "none"
+    if "max_output_tokens" in body:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    previous = typed(body, "previous_response_id", str, "")
+    instructions = typed(body, "instructions", str, "")
+    request = read_chat(chat, headers, model, trained, text_of)
+    of_tools = request.messages[: bool(request.tools)]
+    new = request.messages[len(of_tools) :]
+    system = (Message("system", instructions),) if instructions else ()
+    request = replace(request, messages=(*of_tools, *system, *new), instructions=bool(instructions))
+    return _continued(request, node_of(previous), len(new)) if previous else request
+
+
+def _continued(request: ChatRequest, node: CompletionNode, num_new: int) -> ChatRequest:
+    """The request with the conversation up to a completion before its last `num_new` messages.
+
+    The tools and the instructions of that conversation are left out: every request sends its own. If they are the same,
+    the request continues from the completion's tokens.
+    """
+    earlier = node.conversation
+    earlier = earlier[1:] if earlier[0].role == TOOLS else earlier
+    earlier = earlier[1:] if node.instructions else earlier
+    at = len(request.messages) - num_new
+    messages = (*request.messages[:at], *earlier, *request.messages[at:])
+    same = messages[: len(node.conversation)] == node.conversation
+    labels = replace(request.labels, reply_to=node.id) if same else request.labels
+    return replace(request, messages=messages, labels=labels)
+
+
+def _tool(tool: object, where: str) -> dict[str, Any]:
+    """A function as Chat Completions describe it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        found, do = f"{tool!r:.60}", "send functions that the agent runs itself: this server runs no tools"
+        raise bad_request(where, "a function {type: function, name, parameters}", found, do)
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+
+
+def _messages(value: object, text_of: TextOf) -> list[Any]:
+    """The messages of a chat request, from the items of `input`."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise bad_request("input", "text or a list of items", f"{value!r:.60}", "send at least one item")
+    messages: list[Any] = []
+    turn = _Turn()
+    for number, item in enumerate(value):
+        where = f"input[{number}]"
+        if not isinstance(item, dict):
+            raise bad_request(where, "an item", f"{item!r:.60}", "send items as they were received")
+        if turn.takes(item, where):
+            continue
+        messages += turn.ended(text_of)
+        turn = _Turn()
+        if not turn.takes(item, where):
+            messages.append(_message(item, where))
+    return [*messages, *turn.ended(text_of)]
+
+
+class _Turn:
+    """The items of one completion: its reasoning, its text and its calls."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._ids: dict[str, None] = {}
+
+    def takes(self, item: Mapping[str, Any], where: str) -> bool:
+        """Adds an item, unless it belongs to another completion or is not the assistant's."""
+        kind = item.get("type", "message")
+        if kind not in ("message", "reasoning", "function_call") or (
+            kind == "message" and item.get("role") != "assistant"
+        ):
+            return False
+        completion = completion_id(str(item.get("call_id" if kind == "function_call" else "id")))
+        if (self._ids and completion not in self._ids) or (kind == "reasoning" and (self._texts or self._calls)):
+            return False
+        self._ids[completion] = None
+        if kind == "function_call":
+            self._calls.append(_call(item, where))
+        elif kind == "message":
+            self._texts.append(_text(item.get("content"), f"{where}.content"))
+        else:
+            self._reasoning.append(_text(item.get("content") or item.get("summary") or [], f"{where}.content"))
+        return True
+
+    def ended(self, text_of: TextOf) -> Iterator[dict[str, Any]]:
+        """Yields the message of the turn, if it has items."""
+        if self._ids:
+            answer = Answer("\n".join(self._reasoning), "".join(self._texts), tuple(self._calls))
+            yield {"role": "assistant", "content": written(answer, self._ids, text_of)}
+
+
+def _call(item: Mapping[str, Any], where: str) -> ToolCall:
+    arguments = json_object(item["arguments"]) if isinstance(item.get("arguments"), str) else None
+    if not isinstance(item.get("name"), str) or arguments is None:
+        found, do = f"{item!r:.60}", "send calls as they were received; `arguments` is the text of a JSON object"
+        raise bad_request(where, "a call {type: function_call, call_id, name, arguments}", found, do)
+    return ToolCall(item["name"], arguments)
+
+
+def _text(content: object, where: str) -> str:
+    """The text of an assistant's item."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise bad_request(where, "text, or a list of parts with text", f"{content!r:.60}", "send items as received")
+    return "".join(str(text) for text in texts)
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The message of an item that is not the assistant's."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), where)}
+    if kind == "message" and isinstance(item.get("role"), str):
+        return {"role": item["role"], "content": _content(item.get("content"), where)}
+    raise bad_request(
+        where,
+        "an item of type message, reasoning, function_call or function_call_output",
+        f"{item!r:.60}",
+        "send these alone: this server runs no tools and stores no files",
+    )
+
+
+def _content(content: object, where: str) -> object:
+    """The content of a chat message."""
+    if not isinstance(content, list):
+        return content
+    return [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind in ("input_text", "output_text", "text"):
+        return {"type": "text", "text": part.get("text")}
+    if isinstance(part, dict) and kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    found, do = f"{part!r:.60}", "send these alone: files and sound are not supported"
+    raise bad_request(where, "a part of type input_text or input_image", found, do)
+
+
+# --------------------------------------------------------------------------- responses
+
+
+def response(
+    model: str, chat: ChatRequest, completions: Sequence[CompletionNode], renderer: Renderer
+) -> dict[str, Any]:
+    """OpenAI's `response`, also with the task and the session."""
+    (node,) = completions
+    turn = node.turn
+    cut = turn.stop_reason is StopReason.LENGTH
+    answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools)
+    decoded = partial(_ends_reasoning, renderer, turn.tokens)
+    thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning else 0
+    body: dict[str, Any] = {
+        "id": node.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": model,
+        "output": list(_output(node, answer, "incomplete" if cut else "completed")),
+        "parallel_tool_calls": True,
+        "previous_response_id": None if node.parent is None else node.parent.id,
+        "temperature": chat.sampling.temperature,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": chat.sampling.top_p,
+        "usage": {
+            "input_tokens": len(turn.prompt_tokens),
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": len(turn.tokens),
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": len(turn.prompt_tokens) + len(turn.tokens),
+        },
+        "session": node.session.name,
+        "task_id": node.session.task_id,
+    }
+    if chat.token_ids:
+        body |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
+    return body
+
+
+def _ends_reasoning(renderer: Renderer, tokens: IntArray, last: int) -> bool:
+    """Whether the reasoning has ended with the token at this index."""
+    return REASONING_END in renderer.decode(tokens[: last + 1])
+
+
+def _output(node: CompletionNode, answer: Answer, status: str) -> Iterator[dict[str, Any]]:
+    """Yields the items of a completion."""
+    if answer.reasoning:
+        content = [{"type": "reasoning_text", "text": answer.reasoning}]
+        yield {"type": "reasoning", "id": part_id("rs", node.id), "summary": [], "content": content, "status": status}
+    if answer.content or not answer.calls:
+        content = [{"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}]
+        yield {
+            "type": "message",
+            "id": part_id("msg", node.id),
+            "role": "assistant",
+            "content": content,
+            "status": status,
+        }
+    for number, (name, arguments) in enumerate(answer.calls):
+        ids = {"id": part_id("fc", node.id, number), "call_id": part_id("call", node.id, number)}
+        yield {"type": "function_call", **ids, "name": name, "arguments": arguments, "status": status}
+
+
+async def response_events(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
+    """A complete response as server-sent events: each item begins, gets its content and ends."""
+    del chat
+    number = -1
+
+    def event(kind: str, **data: Any) -> str:
+        nonlocal number
+        number += 1
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **data})}\n\n"
+
+    started = {**body, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=started)
+    yield event("response.in_progress", response=started)
+    for index, item in enumerate(body["output"]):
+        empty = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
+        yield event("response.output_item.added", output_index=index, item=empty)
+        place = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield event("response.function_call_arguments.done", **place, **done)
+        for at, part in enumerate(item.get("content", ())):
+            kind = f"response.{part['type']}"
+            here = {**place, "content_index": at}
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield event("response.content_part.added", **here, part={**part, "text": ""})
+            yield event(f"{kind}.delta", **here, delta=part["text"], **more)
+            yield event(f"{kind}.done", **here, text=part["text"], **more)
+            yield event("response.content_part.done", **here, part=part)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event(f"response.{body['status']}", response=body)
