@@ -282,6 +282,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "wandb": "trivium.monitors.wandb:WandbMonitor",
         "mlflow": "trivium.monitors.mlflow:MlflowMonitor",
     },
+    "sessions": {
+        "ray": "trivium.cluster.session:ray_session",
+    },
 }
 
 

@@ -32,7 +32,7 @@ from trivium import errors
 from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
-from trivium.cluster.session import cluster_of
+from trivium.cluster.session import ray_session
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
@@ -302,11 +302,11 @@ async def test_an_error_of_one_of_several_engines_names_it(tmp_path: Path, names
 def test_trivium_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray"])
-    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[ray\]'"), cluster_of(config):
+    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[ray\]'"), ray_session(config):
         pass
 
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
     config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray", "cluster.address=127.0.0.1:9"])
-    with pytest.raises(ConfigError, match=r"a Ray cluster at '127.0.0.1:9'\nfound: .*refused"), cluster_of(config):
+    with pytest.raises(ConfigError, match=r"a Ray cluster at '127.0.0.1:9'\nfound: .*refused"), ray_session(config):
         pass

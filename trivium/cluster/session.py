@@ -34,8 +34,9 @@ _CONNECT_S = 10.0
 
 
 @contextmanager
-def cluster_of(config: RunConfig) -> Generator[TrainStage]:
-    """Connects to Ray or starts it, runs stages there, and leaves no process behind.
+def ray_session(config: RunConfig, *_: object) -> Generator[TrainStage]:
+    """Connects to Ray or starts it, trains stages there, and leaves no process behind. The processes open the run
+    directory and the checkpoints themselves.
 
     Raises MissingPackage without Ray, and ConfigError if nothing answers at `cluster.address`.
     """

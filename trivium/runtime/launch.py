@@ -19,7 +19,7 @@ from trivium.errors import ConfigError, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
 from trivium.protocols import RestingEngine
-from trivium.registry import is_unnamed
+from trivium.registry import is_unnamed, resolve
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
     build_explorer,
@@ -80,8 +80,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         return bench(config)
     if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config)):
         return explore(config)
-    if open_session is None:
-        open_session = _ray_session if config.cluster.kind == "ray" else _local_session
+    kind = config.cluster.kind
+    session = open_session or (_local_session if kind == "local" else resolve("sessions", kind))
     config = as_saved(config)
     findings = ready(config)
     with open_run_dir(config, findings.rows) as run_dir:
@@ -101,7 +101,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         changes = recorded_changes(run_dir)
         record: dict[str, Any] = {"changes": changes} if changes else {}
         trained = False
-        with open_session(config, run_dir, store, latest) as train_stage:
+        with session(config, run_dir, store, latest) as train_stage:
             for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
                 if config.stages:
                     what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
@@ -195,17 +195,6 @@ def _local_session(
         send_report(monitor, run_dir)
     finally:
         monitor.close()
-
-
-@contextmanager
-def _ray_session(
-    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
-) -> Generator[TrainStage]:
-    """Trains stages on a Ray cluster, whose processes open run directory and checkpoints themselves."""
-    from trivium.cluster.session import cluster_of
-
-    with cluster_of(config) as train_stage:
-        yield train_stage
 
 
 def carried(resume: Checkpoint | None) -> dict[str, Any]:
