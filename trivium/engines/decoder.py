@@ -306,10 +306,11 @@ class Decoder:
         if self.layers is not None:
             embedded = self._embedding(inputs["input_ids"])
             return self.layers(embedded, inputs["position_ids"], mask, cache, self._last)
-        how: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        model = self.model if self.vision is None else self.text
+        output = model(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True)
         if self.vision is None:
-            return self.model(**inputs, **how).logits[:, -1].float()
-        return self._head(self.text(**inputs, **how).last_hidden_state)[:, -1].float()
+            return output.logits[:, -1].float()
+        return self._head(output.last_hidden_state)[:, -1].float()
 
     def _mask(self, last_seen: Tensor, width: int) -> Tensor:
         """0 for keys up to `last_seen`, -inf beyond; [..., width]."""

@@ -173,8 +173,9 @@ class Layers:
             normed = layer.before_attention(x)
             query, key, value = self._project(layer, normed.view(batch, length, width), cos, sin)
             key, value = cache.update(key, value, index)
-            how: dict[str, Any] = {"fast": self._fast, "places": places}
-            out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, **how)
+            out, _ = attend(
+                layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast, places=places
+            )
             x = layer.output.plus(out.view(len(x), -1), x)
             normed = layer.before_mlp(x)
             x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)

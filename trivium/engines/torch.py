@@ -246,11 +246,17 @@ class TorchEngine:
             dtype = getattr(torch, self.config.dtype)
             if self.config.device == "cpu" and not linear.multiplies(dtype):
                 _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
-            device, how = self.config.device, {"exact": self.capabilities.batch_invariant}
             key = "engine.head_precision"
+            device = self.config.device
             precision = precision_of(self.config.head_precision, torch.device(device), self.config.dtype, key)
             set_matmul_precision(precision)
-            self._decoder = Decoder(model_dir, dtype=dtype, device=device, head_precision=precision, **how)
+            self._decoder = Decoder(
+                model_dir,
+                dtype=dtype,
+                device=device,
+                head_precision=precision,
+                exact=self.capabilities.batch_invariant,
+            )
             max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)

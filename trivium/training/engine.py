@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from trivium.models.heads.trained_models import (
     VALUE_HEAD,
     ActorCritic,
     LanguageModel,
+    LanguageOptions,
+    ModelOptions,
     ScoreModel,
     ValueModel,
     saved_head,
@@ -224,13 +226,21 @@ class TorchTrainEngine(TrainEngine):
         return not self.updating or self._moved_from != self.version
 
     def measure(
-        self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None, **how: bool
+        self,
+        role: str,
+        batch: Batch,
+        objective: Objective,
+        totals: LossDenominators | None = None,
+        *,
+        gradient: bool = False,
     ) -> Metrics:
         """Returns what `update` would report, without the learning rate and, unless `gradient` is set, without the
         gradient norm. Does not change the weights."""
         torch.set_num_threads(self._threads)
         taken = self.version - self._first_version
-        return self._learner(role).measure(batch, cast(TrainableObjective, objective), step=taken, totals=totals, **how)
+        return self._learner(role).measure(
+            batch, cast(TrainableObjective, objective), step=taken, totals=totals, gradient=gradient
+        )
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """Model FLOPs over the peak of all ranks. Critic, reward model and reference are assumed to have the policy's
@@ -243,9 +253,14 @@ class TorchTrainEngine(TrainEngine):
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else self._dtype
         peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
-        trained: dict[str, Any] = {"adapter": self.config.lora is not None, "vision_tower": self.config.vision_tower}
-        phases = self._work.part_of(phases, self.ranks)
-        return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, **trained)
+        return utilisation(
+            self._work.part_of(phases, self.ranks),
+            self._shapes,
+            role_of,
+            peak * self.ranks.size,
+            adapter=self.config.lora is not None,
+            vision_tower=self.config.vision_tower,
+        )
 
     def _read_shapes(self) -> dict[str, ModelShape]:
         """The shapes by role; empty if a config.json lacks the sizes."""
@@ -374,13 +389,6 @@ class TorchTrainEngine(TrainEngine):
     def _open(self, policy: Path, critic: Path, reward: Path, adapter: Path | None = None) -> None:
         """Loads the models of the roles that the algorithm needs. With LoRA, the policy is the initial model plus
         `adapter`; None: a new adapter, or that of `train.lora.path`."""
-        how: dict[str, Any] = {
-            "dtype": self._dtype,
-            "device": self._device,
-            "autocast": self.config.dtype == "bfloat16",
-            "sequence": self.ranks.sequence,
-            "empty": self.ranks.mesh is not None,  # a sharded model reads its weights after sharding
-        }
         trained = {objective.role for objective in self.algorithm.objectives}
         roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
         if self._roles is not None:
@@ -397,12 +405,14 @@ class TorchTrainEngine(TrainEngine):
         torch.set_num_threads(self._threads)
         self._learners = {}
         if "policy" in roles:
-            own: dict[str, Any] = {"seed": self._seed, "head": saved_head(critic)} if self._shares_trunk else {}
-            kind = ActorCritic if self._shares_trunk else LanguageModel
+            options = self._language_options
+            options["weights"] = self._frozen if lora is not None or "policy" not in trained else None
+            options["quantized"] = self._few_bits if lora is not None else ""
             source = policy if lora is None else self._model_dir
-            weights = self._frozen if lora is not None or "policy" not in trained else None
-            own |= {"quantized": self._few_bits if lora is not None else ""}
-            model = kind(source, temperature=self._temperature, weights=weights, **how, **own)
+            if self._shares_trunk:
+                model = ActorCritic(source, seed=self._seed, head=saved_head(critic), **options)
+            else:
+                model = LanguageModel(source, **options)
             if lora is not None:
                 model.adapt(lora, seed=self._seed, adapter=adapter)
             if self.config.router_replay != "off":
@@ -411,22 +421,42 @@ class TorchTrainEngine(TrainEngine):
         if "critic" in roles and self._shares_trunk:
             self._learners["critic"] = self._learner_of("critic", self._policy)
         elif "critic" in roles:
-            self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
+            self._add("critic", ValueModel(critic, seed=self._seed, **self._model_options), trained=True)
         if "reward" in roles:
             objective = next(each for each in self.algorithm.objectives if each.role == "reward")
             head: ScoreHead = getattr(objective, "score_head", ScoreHead())
-            self._add("reward", ScoreModel(reward, seed=self._seed, outputs=head, **how), trained=True)
+            self._add("reward", ScoreModel(reward, outputs=head, seed=self._seed, **self._model_options), trained=True)
         if "reference" in roles:
-            self._add_reference(how)
+            self._add_reference()
         if "teacher" in roles:
-            self._add_teacher(how)
+            self._add_teacher()
+
+    @property
+    def _model_options(self) -> ModelOptions:
+        return {
+            "dtype": self._dtype,
+            "device": self._device,
+            "autocast": self.config.dtype == "bfloat16",
+            "sequence": self.ranks.sequence,
+            "empty": self.ranks.mesh is not None,  # a sharded model reads its weights after sharding
+        }
+
+    @property
+    def _language_options(self) -> LanguageOptions:
+        """The options of a frozen language model."""
+        return {
+            **self._model_options,
+            "temperature": self._temperature,
+            "weights": self._frozen,
+            "quantized": self._few_bits,
+        }
 
     @property
     def _shares_trunk(self) -> bool:
         """Whether the critic is a value head on the policy's hidden states."""
         return any(objective.head == "lm+value" for objective in self.algorithm.objectives)
 
-    def _add_reference(self, how: dict[str, Any]) -> None:
+    def _add_reference(self) -> None:
         """Adds the initial policy of the stage. With LoRA, this is the policy with its adapter disabled, if this
         process holds the policy and the adapter started at zero."""
         lora = self.config.lora
@@ -434,16 +464,12 @@ class TorchTrainEngine(TrainEngine):
             off = partial(adapter_off, self._policy.module)
             self._learners["reference"] = self._learner_of("reference", self._policy, score_context=off)
             return
-        reference = self._frozen_model(self._model_dir, how)
+        reference = LanguageModel(self._model_dir, **self._language_options)
         if lora is not None:
             reference.adapt(lora, seed=self._seed)
         self._add("reference", reference, trained=False)
 
-    def _frozen_model(self, path: Path, how: dict[str, Any]) -> LanguageModel:
-        kept: dict[str, Any] = {"weights": self._frozen, "quantized": self._few_bits}
-        return LanguageModel(path, temperature=self._temperature, **kept, **how)
-
-    def _add_teacher(self, how: dict[str, Any]) -> None:
+    def _add_teacher(self) -> None:
         """Adds the teacher. Its distribution has the same temperature and the same vocabulary as the policy's."""
         teacher = self.algorithm.teacher
         if teacher is None:
@@ -452,7 +478,7 @@ class TorchTrainEngine(TrainEngine):
                 "it needs one and names none",
                 "set algorithm.teacher.path",
             )
-        model = self._frozen_model(Path(teacher.path), how)
+        model = LanguageModel(Path(teacher.path), **self._language_options)
         if model.vocabulary != self._policy.vocabulary:
             raise TriviumError(
                 f"distill {teacher.path} into {self._model_dir}",

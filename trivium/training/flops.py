@@ -71,8 +71,9 @@ class WorkDone:
             entire = parts[name]
             sizes = (entire.tokens, entire.squares, entire.image_tokens, entire.image_squares)
             tokens, squares, image_tokens, image_squares = (round(n) for n in fractions * sizes)
-            how = {"image_tokens": image_tokens, "image_squares": image_squares}
-            parts[name] = replace(entire, tokens=tokens, squares=squares, **how)
+            parts[name] = replace(
+                entire, tokens=tokens, squares=squares, image_tokens=image_tokens, image_squares=image_squares
+            )
         return parts
 
 

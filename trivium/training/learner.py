@@ -409,10 +409,18 @@ class Learner:
             torch.stack([part.sum() for part in parts if part.requires_grad]).sum().mul(0.0).backward()
 
     def _collate(self, batch: Batch, part: _Part, columns: Iterable[str]) -> MicroBatch:
-        how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype, "tree": part.tree}
-        how["routers"] = self._routers
-        how["skip_ends"] = self.model.backbone.packs and self.model.reads_before
-        return collate(batch, part.rows, columns, sight=self._sight, blank=self._blank, **how)
+        return collate(
+            batch,
+            part.rows,
+            columns,
+            device=self.model.device,
+            dtype=self.model.dtype,
+            sight=self._sight,
+            blank=self._blank,
+            tree=part.tree,
+            routers=self._routers,
+            skip_ends=self.model.backbone.packs and self.model.reads_before,
+        )
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
         """The model's outputs for the trained tokens, on the loss's grid."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -89,8 +89,7 @@ class TorchTrainConfig(TrainConfig):
     def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
         """Returns why frozen weights cannot be kept in 8 or 4 bits on this device type, or None if they can."""
         pushes = self.lora is not None and self.lora.push == "adapter"
-        how: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks, "pushes_adapter": pushes}
-        return refusal(installed=has_library(), device=device, **how)
+        return refusal(installed=has_library(), device=device, dtype=self.dtype, ranks=ranks, pushes_adapter=pushes)
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         other = getattr(run.engine, "head_precision", self.head_precision)

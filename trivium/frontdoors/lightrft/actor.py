@@ -82,8 +82,13 @@ class ActorVL(nn.Module):
     def language_model(self) -> LanguageModel:
         """The core's model over the same parameters."""
         if not self._core or self._core[0].device != self.model.device:
-            how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device}
-            core = LanguageModel(sharing(self.model), temperature=self.temperature, autocast=self._autocast, **how)
+            core = LanguageModel(
+                sharing(self.model),
+                dtype=self.model.dtype,
+                device=self.model.device,
+                temperature=self.temperature,
+                autocast=self._autocast,
+            )
             if self._checkpointing:
                 checkpoint_gradients(core.module)
             self._core = [core]

@@ -73,8 +73,14 @@ class CriticVL(nn.Module):
         self._core: list[ValueModel] = [first]  # in a list, so that it is not registered as a submodule
 
     def _built(self, head: dict[str, Tensor]) -> ValueModel:
-        how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device, "autocast": self._autocast}
-        core = ValueModel(sharing(self.model), seed=self._seed, head=head, **how)
+        core = ValueModel(
+            sharing(self.model),
+            dtype=self.model.dtype,
+            device=self.model.device,
+            seed=self._seed,
+            autocast=self._autocast,
+            head=head,
+        )
         if self._checkpointing:
             checkpoint_gradients(core.module)
         return core

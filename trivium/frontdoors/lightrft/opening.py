@@ -109,8 +109,10 @@ def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bo
     missing = missing_model_error(path)
     if missing is not None:
         raise missing
-    how: dict[str, Any] = {"dtype": torch.float32, "device": options.device()}
-    model = load_backbone(path, **how) if backbone else load_lm(path, attention=None, **how)
+    if backbone:
+        model = load_backbone(path, dtype=torch.float32, device=options.device())
+    else:
+        model = load_lm(path, dtype=torch.float32, device=options.device(), attention=None)
     return Opened(options.adapted(model), path, options.bf16)
 
 

@@ -49,8 +49,15 @@ def per_action(
     check_lengths(batch, max_positions(model.module))
     sight = None if model.backbone.vision is None else Sight(model.backbone.vision, pixel_reader(Path()))
     shown = ranks.all_reduce_max(int(any(each.media for each in batch.experiences)))
-    how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "blank": bool(shown) and ranks.size > 1}
-    micro = collate(batch, range(len(batch)), (), sight=sight, **how)
+    micro = collate(
+        batch,
+        range(len(batch)),
+        (),
+        device=model.device,
+        dtype=model.dtype,
+        sight=sight,
+        blank=bool(shown) and ranks.size > 1,
+    )
     numbers = model(micro.pack, micro.rows)
     numbers = numbers if isinstance(numbers, Tensor) else numbers[0]
     if not torch.is_grad_enabled():

@@ -261,9 +261,12 @@ class Strategy(ScriptCalls):
                 continue
             ready, lr = self.prepare_model(model, is_training=True), float(getattr(args, name, usual))
             optimizer = self.create_optimizer(ready, lr=lr, betas=betas, weight_decay=decay)
-            how: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": max_steps}
             scheduler = get_scheduler(
-                "cosine_with_min_lr", optimizer, **how, scheduler_specific_kwargs={"min_lr": 0.1 * lr}
+                "cosine_with_min_lr",
+                optimizer,
+                num_warmup_steps=warmup,
+                num_training_steps=max_steps,
+                scheduler_specific_kwargs={"min_lr": 0.1 * lr},
             )
             self._remember(ready, optimizer, scheduler)
             trained.append((ready, optimizer, scheduler))

@@ -254,10 +254,13 @@ class RewardModelWorker(Worker):
         device = torch.device(train_device(stage.config))
         dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
         model = load_score_model(path, dtype=dtype, device=device).requires_grad_(False)
-        budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
-        longest = stage.config.engine.sampling.max_new_tokens
-        how: dict[str, Any] = {"max_response_length": longest, "share_prefix": shares_prefixes(stage.config)}
-        self._learner = Learner(model, "reward", max_tokens=budget, **how)
+        self._learner = Learner(
+            model,
+            "reward",
+            max_tokens=getattr(stage.config.train, "max_tokens_per_micro_batch", 16384),
+            max_response_length=stage.config.engine.sampling.max_new_tokens,
+            share_prefix=shares_prefixes(stage.config),
+        )
 
     @register(Dispatch.DP_COMPUTE)
     def compute_rm_score(self, data: Work) -> list[float]:
@@ -332,8 +335,9 @@ class RoleTrainEngine(DistributedTrainEngine):
         self._measures_use = measures_use
         ranks = {id(group): RoleRanks(group, sequence) for group in groups.values()}
         by_role = {role: ranks[id(group)] for role, group in groups.items()}
-        how: dict[str, Any] = {"max_response_length": longest, "share_prefix": share_prefix}
-        super().__init__(by_role["policy"], algorithm, groups=by_role, **how)
+        super().__init__(
+            by_role["policy"], algorithm, max_response_length=longest, groups=by_role, share_prefix=share_prefix
+        )
         self._is_initial = False
         """Whether the workers hold the initial models."""
 

@@ -41,7 +41,7 @@ def load_lm(
             decoder_of(seeing).set_attn_implementation(attention)
         return seeing
     try:
-        return _loaded(AutoModelForCausalLM, path, dtype, device, empty=empty, attn_implementation=attention)
+        return _loaded(AutoModelForCausalLM, path, dtype, device, empty=empty, attention=attention)
     except KeyError as error:
         if error.args != (attention,):
             raise
@@ -71,16 +71,22 @@ def load_sequence_classifier(
 
 
 def _loaded(
-    kind: type[Any], path: str | Path, dtype: torch.dtype | Literal["auto"], device: Any, *, empty: bool, **how: Any
+    kind: type[Any],
+    path: str | Path,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device | str,
+    *,
+    empty: bool,
+    attention: str | None = None,
 ) -> PreTrainedModel:
-    """Builds the model of an auto class of transformers from a directory."""
+    """Builds the model of an auto class of transformers from a directory; see `load_lm`."""
     from transformers import AutoConfig, GenerationConfig
 
     keep_freed_memory()
     config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     config.name_or_path = str(path)
     dtype = saved_dtype(config, Path(path)) if dtype == "auto" else dtype
-    model = built_empty(partial(kind.from_config, config, dtype=dtype, **how))
+    model = built_empty(partial(kind.from_config, config, dtype=dtype, attn_implementation=attention))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
     if not empty:

@@ -208,9 +208,8 @@ class _Block:
         """(output (B, L, H, D), logarithm of the sum of exponentials (B, L, H))."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if _has_kernel(q, v):
-            how = {"attn_mask": self.mask, "scale": self.scale}
             output, log_norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, self.causal, **how
+                q, k, v, 0.0, self.causal, attn_mask=self.mask, scale=self.scale
             )
             return output.transpose(1, 2), log_norm.transpose(1, 2)
         outputs: list[torch.Tensor] = []
@@ -233,9 +232,8 @@ class _Block:
         the gradient `grad` of its output."""
         q, k, v, output, log_norm, grad = (x.transpose(1, 2) for x in (q, k, v, output, log_norm, grad))
         if _has_kernel(q, v):
-            how = {"attn_mask": self.mask, "scale": self.scale}
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, output, log_norm, 0.0, self.causal, **how
+                grad, q, k, v, output, log_norm, 0.0, self.causal, attn_mask=self.mask, scale=self.scale
             )
             of_query, of_key, of_value = (x.transpose(1, 2) for x in gradients)
             return of_query, of_key, of_value

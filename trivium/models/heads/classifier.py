@@ -11,7 +11,14 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_sequence_classifier
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
+from trivium.models.heads.trained_models import (
+    VALUE_HEAD,
+    ScoreModel,
+    ValueOptions,
+    folded_head,
+    output_names,
+    saved_head,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,16 +88,17 @@ def load_score_model(
     if not saved.is_file() and not (path / "config.json").is_file():
         do = "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint), or a sequence classifier"
         raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
-    how: dict[str, Any] = {"dtype": torch.float32, "weights": dtype, "device": device, "seed": 0}
+    options = ValueOptions(dtype=torch.float32, weights=dtype, device=device, seed=0)
     if saved.is_file():
-        model = ScoreModel(path, **how)
+        model = ScoreModel(path, **options)
     else:
         classifier = load_classifier(path, dtype=dtype, device=device)
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear):
             raise _refusal(path, "its head is not one linear layer, `score`")
         # A bias adds the same constant to every score.
-        model = ScoreModel(cast("PreTrainedModel", classifier.base_model), head={"weight": head.weight.detach()}, **how)
+        options["head"] = {"weight": head.weight.detach()}
+        model = ScoreModel(cast("PreTrainedModel", classifier.base_model), **options)
     _combine(model, heads, path)
     return model
 

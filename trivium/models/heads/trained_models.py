@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
 
 import safetensors.torch
 import torch
@@ -48,6 +48,44 @@ VALUE_HEAD = "value_head"
 def _before(batch: Pack, rows: torch.Tensor) -> torch.Tensor:
     """(N,): the tokens before the tokens `rows`, whose states predict them."""
     return batch.before[rows]
+
+
+class ModelOptions(TypedDict, total=False):
+    """The keyword arguments that all models of this module have."""
+
+    dtype: Required[torch.dtype]
+    device: Required[torch.device]
+    autocast: bool
+    sequence: SequenceGroup | None
+    empty: bool
+    weights: torch.dtype | None
+
+
+class LanguageOptions(ModelOptions, total=False):
+    """The keyword arguments of `LanguageModel`."""
+
+    temperature: Required[float]
+    quantized: str
+
+
+class ValueOptions(ModelOptions, total=False):
+    """The keyword arguments of `ValueModel`."""
+
+    seed: Required[int]
+    head: Mapping[str, torch.Tensor] | None
+
+
+class NumberOptions(TypedDict, total=False):
+    """The options of the numbers that `LanguageModel.forward` computes."""
+
+    entropy_grad: bool
+    """Whether the entropy has a gradient; by default not."""
+    candidates: torch.Tensor | None
+    """(N, K) further token ids for `log_prob`."""
+    top_k: int
+    """The number of tokens of `top`."""
+    kept: KeptSets | None
+    """The candidate set that the distribution of each token is restricted to."""
 
 
 @dataclass(slots=True)
@@ -134,10 +172,12 @@ class LanguageModel(FilledModel):
         `dtype`.
         """
         super().__init__()
-        how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "attention": None, "empty": empty}
-        if quantized:
-            how["device"] = "cpu"  # the device may have room for the quantised model only
-        self.module = source if isinstance(source, nn.Module) else load_lm(source, **how)
+        if isinstance(source, nn.Module):
+            self.module = source
+        else:
+            # The device may have room for the quantised model only.
+            to = "cpu" if quantized else device
+            self.module = load_lm(source, dtype=weights or dtype, device=to, attention=None, empty=empty)
         if quantized:
             quantize(self.module, quantized, device)
         if empty and not isinstance(source, nn.Module):
@@ -182,11 +222,7 @@ class LanguageModel(FilledModel):
         batch: Pack,
         rows: torch.Tensor,
         what: str = "log_prob",
-        *,
-        entropy_grad: bool = False,
-        candidates: torch.Tensor | None = None,
-        top_k: int = 0,
-        kept: KeptSets | None = None,
+        **options: Unpack[NumberOptions],
     ) -> tuple[torch.Tensor, ...]:
         """Two numbers about each of the N tokens at `rows` of the pack, never the first of a sequence:
 
@@ -200,7 +236,6 @@ class LanguageModel(FilledModel):
         if what == "verify":
             self._verify(self._tolerance)
             return ()
-        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k, "kept": kept}
         return self._numbers(self._states(batch, rows), batch, rows, what, **options)
 
     def _numbers(
@@ -210,29 +245,45 @@ class LanguageModel(FilledModel):
         rows: torch.Tensor,
         what: str,
         *,
-        entropy_grad: bool,
-        candidates: torch.Tensor | None,
-        top_k: int,
-        kept: KeptSets | None,
+        entropy_grad: bool = False,
+        candidates: torch.Tensor | None = None,
+        top_k: int = 0,
+        kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = cast(nn.Linear, self.module.get_output_embeddings())
-        weight, bias = (None if each is None else each.to(self.dtype) for each in (output.weight, output.bias))
-        head: dict[str, Any] = {"weight": weight, "bias": bias, "temperature": self.temperature}
-        head["precision"] = self.head_precision
-        cut: dict[str, Any] = {**head, "kept": None if kept is None else kept.select(states.mine)}
+        weight = output.weight.to(self.dtype)
+        bias = None if output.bias is None else output.bias.to(self.dtype)
+        kept = None if kept is None else kept.select(states.mine)
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
                 if candidates is not None:
                     targets = torch.cat([targets[:, None], candidates], 1)
                 targets = targets[states.mine]
-                first, second = log_prob_and_entropy(states.values, targets=targets, entropy_grad=entropy_grad, **cut)
+                first, second = log_prob_and_entropy(
+                    states.values,
+                    weight,
+                    bias,
+                    targets,
+                    temperature=self.temperature,
+                    entropy_grad=entropy_grad,
+                    kept=kept,
+                    precision=self.head_precision,
+                )
             case "top":
-                first, second = top_k_log_probs(states.values, k=top_k, **head)
-            case "sum_pi_squared":
-                first = second = sum_pi_squared(states.values, **cut)
-            case "mean_discriminant":
-                first = second = mean_discriminant(states.values, **cut)
+                first, second = top_k_log_probs(
+                    states.values, weight, bias, top_k, temperature=self.temperature, precision=self.head_precision
+                )
+            case "sum_pi_squared" | "mean_discriminant":
+                statistic = sum_pi_squared if what == "sum_pi_squared" else mean_discriminant
+                first = second = statistic(
+                    states.values,
+                    weight,
+                    bias,
+                    temperature=self.temperature,
+                    kept=kept,
+                    precision=self.head_precision,
+                )
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
         return states.gather(first), states.gather(second)
@@ -259,10 +310,9 @@ class LanguageModel(FilledModel):
             expected = self._by_logits(batch, self.temperature * _logit_scale(self.module))
             self.backbone.settle(tolerance)
         rows = batch.positions.nonzero().squeeze(1)
-        plain: dict[str, Any] = {"entropy_grad": False, "candidates": None, "top_k": 0, "kept": None}
 
         def chunked() -> torch.Tensor:
-            return self._numbers(self._states(batch, rows), batch, rows, "log_prob", **plain)[0]
+            return self._numbers(self._states(batch, rows), batch, rows, "log_prob")[0]
 
         log_prob = chunked()
         difference = float((log_prob - expected).abs().max())
@@ -310,11 +360,16 @@ class ActorCritic(LanguageModel):
     """
 
     def __init__(
-        self, source: Path | PreTrainedModel, *, seed: int, head: Mapping[str, torch.Tensor] | None = None, **how: Any
+        self,
+        source: Path | PreTrainedModel,
+        *,
+        seed: int,
+        head: Mapping[str, torch.Tensor] | None = None,
+        **options: Unpack[LanguageOptions],
     ) -> None:
         """`head` is the state of its value head; without one, the head is drawn as in `ValueModel`. The others are the
         arguments of `LanguageModel`."""
-        super().__init__(source, **how)
+        super().__init__(source, **options)
         width = cast(nn.Linear, self.module.get_output_embeddings()).in_features
         drawn = value_head(folded_head(head or {}), width, seed, self.dtype, biased=ValueModel.biased)
         self.value_head = drawn.to(self.device)
@@ -324,15 +379,10 @@ class ActorCritic(LanguageModel):
         batch: Pack,
         rows: torch.Tensor,
         what: str = "log_prob",
-        *,
-        entropy_grad: bool = False,
-        candidates: torch.Tensor | None = None,
-        top_k: int = 0,
-        kept: KeptSets | None = None,
+        **options: Unpack[NumberOptions],
     ) -> tuple[torch.Tensor, ...]:
         """As `LanguageModel.forward`. In addition, `log_prob_and_values` gives (log_prob, entropy, values), and
         `values` gives the values of the states before the tokens, twice."""
-        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k, "kept": kept}
         if what not in ("values", "log_prob_and_values"):
             return super().forward(batch, rows, what, **options)
         states = self._states(batch, rows)
@@ -370,8 +420,10 @@ class ValueModel(FilledModel):
         directory, else a new one. `empty`: weights are read later, by `fill`. `weights`: the type of a frozen backbone.
         Values are computed in `dtype`. Raises TriviumError for a head with several outputs."""
         super().__init__()
-        how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "empty": empty}
-        self.module = source if isinstance(source, nn.Module) else load_backbone(source, **how)
+        if isinstance(source, nn.Module):
+            self.module = source
+        else:
+            self.module = load_backbone(source, dtype=weights or dtype, device=device, empty=empty)
         self.device, self.dtype, self.autocast = device, dtype, False
         self._choose_arithmetic(autocast)
         self.backbone = Backbone(self.module, sequence)
@@ -416,11 +468,13 @@ class ScoreModel(ValueModel):
     biased = False
     reads_before = False
 
-    def __init__(self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **how: Any) -> None:
+    def __init__(
+        self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **options: Unpack[ValueOptions]
+    ) -> None:
         """`outputs` describes the head to train; None uses the saved one. The others are the arguments of `ValueModel`.
         Raises TriviumError for a saved head with another number of outputs."""
         self._wanted = outputs
-        super().__init__(source, **how)
+        super().__init__(source, **options)
         if self.value_head.out_features > 1 and outputs is not None:
             self.module.config.id2label = dict(enumerate(outputs.names))
             self.module.config.label2id = {name: number for number, name in enumerate(outputs.names)}

@@ -99,9 +99,15 @@ class QuantizedLinear(nn.Linear):
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight (out, in) in this type."""
-        functional, shape = _functional(), torch.Size((self.out_features, self.in_features))
-        how: dict[str, Any] = {"absmax": self.scales, "code": self.code, "shape": shape, "dtype": dtype}
-        state = functional.QuantState(blocksize=FEW_BITS[self.kind].block, quant_type=self.kind, **how)
+        functional = _functional()
+        state = functional.QuantState(
+            absmax=self.scales,
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=self.code,
+            blocksize=FEW_BITS[self.kind].block,
+            quant_type=self.kind,
+            dtype=dtype,
+        )
         restore = functional.dequantize_4bit if self.kind == "nf4" else functional.dequantize_blockwise
         return restore(self.packed, state)
 
