@@ -17,7 +17,7 @@ from trivium.buffers.files import conversation_of
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, DataError
 from trivium.models.heads.classifier import load_score_model
-from trivium.models.heads.trained_models import VALUE_HEAD
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.rewards.model import ModelReward
 from trivium.runtime.export import export
 from trivium.runtime.launch import run

@@ -14,7 +14,7 @@ from trivium.config import load_config
 from trivium.config.machine import Machine
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError
-from trivium.models.heads.trained_models import VALUE_HEAD
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.runtime.preflight import preflight
 
 RUN: dict[str, Any] = {

@@ -22,7 +22,8 @@ from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.types import Group, StopReason, Trajectory, Turn
 
 ray = pytest.importorskip("ray")

@@ -70,7 +70,7 @@ class ModelScorer:
 
         from trivium.models.heads.classifier import load_score_model
         from trivium.models.heads.scoring import SequenceScorer
-        from trivium.models.heads.trained_models import VALUE_HEAD
+        from trivium.models.heads.value_head import VALUE_HEAD
         from trivium.text import hf_tokenizer
         from trivium.text.renderer import renderer_of
 

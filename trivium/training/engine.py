@@ -23,15 +23,14 @@ from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.models.heads.loss import LossDenominators, ScoreHead
 from trivium.models.heads.trained_models import (
-    VALUE_HEAD,
     ActorCritic,
     LanguageModel,
     LanguageOptions,
     ModelOptions,
     ScoreModel,
     ValueModel,
-    saved_head,
 )
+from trivium.models.heads.value_head import VALUE_HEAD, saved_head
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.models.vision.encoder import freeze_vision

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import MANIFEST, atomic_write, make_unless_staged
 from trivium.errors import RoleFailed, RunDirError
-from trivium.models.heads.trained_models import VALUE_HEAD, LanguageModel, ValueModel
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.placement import narrowed
 from trivium.models.weights.filling import local_part
 from trivium.models.weights.lora import base_state, has_adapter, merged_dtype, merged_state, merged_tensor

@@ -11,7 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from trivium.models.heads.classifier import classifier_of
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 from trivium.types import Media, Message, StopReason, Task, Trajectory, Turn

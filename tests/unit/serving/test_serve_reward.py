@@ -19,7 +19,8 @@ from vision_parts import sizes
 from trivium.clients.http import TokenRefused
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.rewards.functions import Exact, Regex
 from trivium.rewards.model import ModelReward
 from trivium.rewards.remote import RemoteReward

@@ -32,7 +32,8 @@ from vision_parts import rolled_out, tiny
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.backbone.float64 import differentiate_in_float64
-from trivium.models.heads.trained_models import VALUE_HEAD, ActorCritic
+from trivium.models.heads.trained_models import ActorCritic
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.runtime.export import export
 from trivium.runtime.launch import run
 from trivium.training.engine import TorchTrainEngine

@@ -19,7 +19,8 @@ from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
 from trivium.frontdoors.lightrft.per_action import per_action
 from trivium.frontdoors.tables import announce
-from trivium.models.heads.trained_models import VALUE_HEAD, ValueModel
+from trivium.models.heads.trained_models import ValueModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.vision.encoder import Vision
 from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.ranks import ALONE, Ranks

@@ -11,14 +11,8 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_sequence_classifier
-from trivium.models.heads.trained_models import (
-    VALUE_HEAD,
-    ScoreModel,
-    ValueOptions,
-    folded_head,
-    output_names,
-    saved_head,
-)
+from trivium.models.heads.trained_models import ScoreModel, ValueOptions, output_names
+from trivium.models.heads.value_head import VALUE_HEAD, folded_head, saved_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,7 +21,8 @@ from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
 from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 

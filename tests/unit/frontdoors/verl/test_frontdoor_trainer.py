@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from trivium.algorithms import build_algorithm
 from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
-from trivium.models.heads.trained_models import VALUE_HEAD, ScoreModel
+from trivium.models.heads.trained_models import ScoreModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.monitors.jsonl import JsonlMonitor
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.tasks.drawings import png
