@@ -50,8 +50,9 @@ from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.gradient_checkpointing import checkpoint_gradients
-from trivium.training.learner import Learner, TrainableObjective
+from trivium.training.learner import Learner, RoleModel, TrainableObjective
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
+from trivium.training.passes import MicroBatching
 from trivium.training.ranks import ALONE, Ranks
 from trivium.training.section import TorchTrainConfig
 from trivium.training.snapshot import (
@@ -167,7 +168,7 @@ class TorchTrainEngine(TrainEngine):
             models.append(f"{role} of {number:,} parameters, {some}")
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else f"{self._threads} threads"
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
-        if self.config.share_prefix and not all(each.shares_prefixes for each in self._learners.values()):
+        if self.config.share_prefix and not all(each.passes.share_prefixes for each in self._learners.values()):
             models.append("prefixes are not shared by a model that does not pack")
         precision = precision_note(self._device, self.config.dtype)
         return f"trains on {self._device.type} ({name}{ranks}) in {precision}: {'; '.join(models)}"
@@ -418,7 +419,7 @@ class TorchTrainEngine(TrainEngine):
                 model.replay_routing()
             self._add("policy", model, trained="policy" in trained)
         if "critic" in roles and self._shares_trunk:
-            self._learners["critic"] = self._learner_of("critic", self._policy)
+            self._add_learner("critic", self._policy)
         elif "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **self._model_options), trained=True)
         if "reward" in roles:
@@ -460,8 +461,7 @@ class TorchTrainEngine(TrainEngine):
         process holds the policy and the adapter started at zero."""
         lora = self.config.lora
         if lora is not None and lora.path is None and "policy" in self._learners:
-            off = partial(adapter_off, self._policy.module)
-            self._learners["reference"] = self._learner_of("reference", self._policy, score_context=off)
+            self._add_learner("reference", self._policy, score_context=partial(adapter_off, self._policy.module))
             return
         reference = LanguageModel(self._model_dir, **self._language_options)
         if lora is not None:
@@ -513,9 +513,9 @@ class TorchTrainEngine(TrainEngine):
         if trained:
             network = model if isinstance(model, ValueModel | ActorCritic) else model.module
             optimizer = Optimizer(network, self._optimizer_config(role))
-        self._learners[role] = self._learner_of(role, model, optimizer=optimizer, top_k=top_k)
+        self._add_learner(role, model, optimizer=optimizer, top_k=top_k)
 
-    def _learner_of(
+    def _add_learner(
         self,
         role: str,
         model: LanguageModel | ValueModel,
@@ -523,18 +523,17 @@ class TorchTrainEngine(TrainEngine):
         optimizer: Optimizer | None = None,
         top_k: int = 0,
         score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Learner:
-        return Learner(
-            model,
-            _METRIC_NAME[role],
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            max_response_length=self._max_response_length,
-            optimizer=optimizer,
-            top_k=top_k,
-            ranks=self.ranks,
-            score_context=score_context,
-            model_dir=self._model_dir,
+    ) -> None:
+        batching = MicroBatching(
+            self.config.max_tokens_per_micro_batch,
             share_prefix=self.config.share_prefix,
             threads=self._threads,
             replay_routing=role == "policy" or (role == "critic" and self._shares_trunk),
+            model_dir=self._model_dir,
+        )
+        self._learners[role] = Learner(
+            RoleModel(_METRIC_NAME[role], model, optimizer, top_k, score_context),
+            batching,
+            max_response_length=self._max_response_length,
+            ranks=self.ranks,
         )

@@ -42,8 +42,9 @@ from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.flops import utilisation
-from trivium.training.learner import Learner
+from trivium.training.learner import Learner, RoleModel
 from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.passes import MicroBatching
 from trivium.types import Batch, Media, Teacher
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
@@ -234,8 +235,8 @@ class TestTraining:
                 model.backbone.packs = False
                 model.backbone.module.set_attn_implementation("sdpa")
             optimizer = Optimizer(model if objective.head != "lm" else model.module, OptimizerConfig(lr=0.1, eps=1.0))
-            sizes: dict[str, Any] = {"max_tokens": tokens, "max_response_length": 16, "optimizer": optimizer}
-            learner = Learner(model, objective.role, model_dir=directories["qwen3_vl"], **sizes)
+            batching = MicroBatching(tokens, model_dir=directories["qwen3_vl"])
+            learner = Learner(RoleModel(objective.role, model, optimizer), batching, max_response_length=16)
             said.append(learner.update(objective.select(batch, 0), objective, 0.1, 1e9, step=0, who="a test"))
         for other in said[1:]:
             assert other == pytest.approx(said[0], rel=1e-6, abs=1e-9)

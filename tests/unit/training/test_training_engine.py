@@ -16,6 +16,7 @@ from trivium.metrics import checked
 from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
 from trivium.training.learner import Learner
+from trivium.training.passes import Passes
 from trivium.types import Batch, Media
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
@@ -126,13 +127,13 @@ class TestLongest:
     def test_it_is_as_large_as_the_budget_and_changes_nothing(self, tmp_path, batch, unit, options, monkeypatch):
         options = dict(options)
         write_model(tmp_path, options.pop("model", "qwen3"))
-        sizes, collate = [], Learner._collate
+        sizes, collate = [], Passes.collate
 
         def noted(self, batch, part, columns):
             sizes.append(sum(batch.lengths[row] for row in part.rows))
             return collate(self, batch, part, columns)
 
-        monkeypatch.setattr(Learner, "_collate", noted)
+        monkeypatch.setattr(Passes, "collate", noted)
         objective, results = Reinforce(unit=unit, entropy_coef=0.1, needs=frozenset({"advantages", "entropy"})), []
         for is_untried in (False, True):
             engine = make_engine(tmp_path, Parts((objective,)), max_tokens_per_micro_batch=300, **options)
@@ -153,11 +154,11 @@ class TestLongest:
     def test_a_device_that_is_too_small_is_named(self, model_dir, batch, monkeypatch):
         engine, backward, calls = make_engine(model_dir), Learner._backward, []
 
-        def full(self, *arguments):
-            calls.append(arguments)
+        def full(self, mini, **options):
+            calls.append(mini)
             if len(calls) == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            return backward(self, *arguments)
+            return backward(self, mini, **options)
 
         monkeypatch.setattr(Learner, "_backward", full)
         engine._learners["policy"]._is_untried = True

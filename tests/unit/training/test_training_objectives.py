@@ -13,8 +13,9 @@ from training_parts import VOCABULARY, write_model
 
 from trivium.metrics import checked
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
-from trivium.training.learner import Learner
+from trivium.training.learner import Learner, RoleModel
 from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.passes import MicroBatching
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def updated(model: Any, objective: Any, max_tokens: int) -> tuple[Metrics, dict[
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     # With an epsilon this large a first step of AdamW follows the gradient, not its sign.
     optimizer = Optimizer(module, OptimizerConfig(lr=0.1, eps=1.0))
-    learner = Learner(model, objective.role, max_tokens=max_tokens, max_response_length=16, optimizer=optimizer)
+    learner = Learner(RoleModel(objective.role, model, optimizer), MicroBatching(max_tokens), max_response_length=16)
     batch = make_batch(objective)
     if objective.head == "lm":
         batch = near(batch, learner.score(batch, "log_prob"))

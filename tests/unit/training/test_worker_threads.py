@@ -94,7 +94,7 @@ def train(
 
 
 def workers_of(engine: TorchTrainEngine) -> Any:
-    return engine._learners["policy"]._workers
+    return engine._learners["policy"].passes.workers
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])

@@ -36,8 +36,9 @@ from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.training.batching import count
 from trivium.training.fsdp import full_tensor, shard, shard_like
-from trivium.training.learner import Learner
+from trivium.training.learner import Learner, RoleModel
 from trivium.training.optim import Optimizer, OptimizerConfig, Scheduler, adamw
+from trivium.training.passes import MicroBatching
 from trivium.training.ranks import COLLECTIVE_S, Ranks, join_ranks, launched_ranks
 from trivium.types import Batch
 
@@ -296,16 +297,12 @@ class Strategy(ScriptCalls):
         network = core if isinstance(core, ValueModel) else core.module
         if role not in _METRIC_NAME:
             raise ConfigError(f"a learner of the role {role!r}", "no such role", f"known: {', '.join(_METRIC_NAME)}")
+        trained_by = None if optimizer is None else Optimizer(network, optimizer, scheduler)
         return Learner(
-            core,
-            _METRIC_NAME[role],
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
+            RoleModel(_METRIC_NAME[role], core, trained_by),
+            MicroBatching(max_tokens, max_sequences, share_prefix=True, model_dir=model.model_dir or Path()),
             max_response_length=max_response_length,
-            optimizer=None if optimizer is None else Optimizer(network, optimizer, scheduler),
             ranks=self.ranks,
-            model_dir=model.model_dir or Path(),
-            share_prefix=True,
         )
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:

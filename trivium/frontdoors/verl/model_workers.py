@@ -33,7 +33,8 @@ from trivium.runtime.stage import StageSpec
 from trivium.runtime.train_engines import build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
 from trivium.training.engine import SCORED_BY
-from trivium.training.learner import Learner
+from trivium.training.learner import Learner, RoleModel
+from trivium.training.passes import MicroBatching
 from trivium.types import AnyArray, Batch, Capabilities, Completion, Metrics, Request, capabilities_of
 
 HELD = {
@@ -254,12 +255,11 @@ class RewardModelWorker(Worker):
         device = torch.device(train_device(stage.config))
         dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
         model = load_score_model(path, dtype=dtype, device=device).requires_grad_(False)
+        max_tokens = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
         self._learner = Learner(
-            model,
-            "reward",
-            max_tokens=getattr(stage.config.train, "max_tokens_per_micro_batch", 16384),
+            RoleModel("reward", model),
+            MicroBatching(max_tokens, share_prefix=shares_prefixes(stage.config)),
             max_response_length=stage.config.engine.sampling.max_new_tokens,
-            share_prefix=shares_prefixes(stage.config),
         )
 
     @register(Dispatch.DP_COMPUTE)
