@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
+from trivium.api import DrawnTasks, TinyVisionModel
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, PPOTrainerVL, Strategy, get_strategy
-from trivium.models.vision.processor import hf_processor
-from trivium.tasks.drawings import DrawnTasks
-from trivium.text import hf_tokenizer
-from trivium.text.tiny_vision import TinyVisionModel
+from trivium.text import hf_processor, hf_tokenizer
 
 PROMPT = "<|user|><|vision_start|><|image_pad|><|vision_end|>color?<|end|><|assistant|>"
 Row = tuple[str, bytes, str, str]

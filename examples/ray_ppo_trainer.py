@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trivium.api import TinyModel
 from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, ResourcePoolManager, Role
 from trivium.text import hf_tokenizer
-from trivium.text.tiny import TinyModel
 
 VALIDATION = 20
 """Pairs of digits that training never sees."""

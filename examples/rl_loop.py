@@ -14,18 +14,23 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from trivium.algorithms import build_algorithm
-from trivium.algorithms.presets import GRPO
-from trivium.engines.torch import TorchEngine
-from trivium.loops import train_step
-from trivium.policy import Policy
-from trivium.randomness import SampleKey
-from trivium.sync.memory import MemoryChannel
+from trivium.algorithms import build_algorithm, presets
+from trivium.api import (
+    ChatRenderer,
+    Group,
+    MemoryChannel,
+    Message,
+    Policy,
+    SampleKey,
+    Sampling,
+    Task,
+    TinyModel,
+    TorchEngine,
+    TorchTrainEngine,
+    Trajectory,
+    train_step,
+)
 from trivium.text import hf_tokenizer
-from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import TinyModel
-from trivium.training.engine import TorchTrainEngine
-from trivium.types import Group, Message, Sampling, Task, Trajectory
 
 DIGITS = "0123456789"
 TASKS = [Task(digit, (Message("user", digit),), {"answer": str((int(digit) + 1) % 10)}) for digit in DIGITS]
@@ -53,7 +58,7 @@ def train_engine(model_dir: Path, steps: int) -> TorchTrainEngine:
     engine = TorchTrainEngine(
         config,
         model_dir=model_dir,
-        algorithm=build_algorithm(GRPO.configure({"kind": "grpo", "entropy": {"coef": 0.03}})),
+        algorithm=build_algorithm(presets.GRPO.configure({"kind": "grpo", "entropy": {"coef": 0.03}})),
         temperature=SAMPLING.temperature,
         max_response_length=SAMPLING.max_new_tokens,
         total_steps=steps,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trivium.types import Message, Task
+from trivium.api import Message, Task
 
 
 class Guess:

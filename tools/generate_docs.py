@@ -1,4 +1,4 @@
-"""Writes docs/{algorithms,config,metrics,mistakes}.md, and the tables of other pages, from the code."""
+"""Writes docs/{algorithms,api,config,metrics,mistakes}.md, and the tables of other pages, from the code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from algorithms_page import algorithms_page
+from api_page import api_page
 from mistakes import mistakes_page
 from page_tables import TABLES
 from pydantic import BaseModel
@@ -205,6 +206,7 @@ def _cell(text: str | None) -> str:
 
 PAGES = {
     "algorithms.md": algorithms_page,
+    "api.md": api_page,
     "config.md": config_page,
     "metrics.md": metrics_page,
     "mistakes.md": mistakes_page,

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trivium.config import RunConfig
+    from trivium.config import RunConfig, load_config
+    from trivium.errors import ConfigError, RunDirError
 
 __version__ = "0.1.0"
 
-__all__ = ["RunConfig", "__version__", "run"]
+__all__ = ["ConfigError", "RunConfig", "RunDirError", "__version__", "load_config", "run"]
 
 
 def run(
@@ -40,8 +41,12 @@ def run(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RunConfig":  # importing it would double the time of `trivium --help`
-        from trivium.config import RunConfig
+    if name in ("RunConfig", "load_config"):  # importing them here would double the time of `trivium --help`
+        from trivium import config
 
-        return RunConfig
+        return getattr(config, name)
+    if name in ("ConfigError", "RunDirError"):
+        from trivium import errors
+
+        return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,12 +6,11 @@ Call one from your own test. A broken promise raises an AssertionError that name
 from trivium.testing.buffer_contract import check_buffer, check_read_buffer
 from trivium.testing.channel_contract import check_channel
 from trivium.testing.engine_contract import check_engine
-from trivium.testing.engine_numbers import TOLERANCES, Tolerance
+from trivium.testing.engine_numbers import Tolerance
 from trivium.testing.reference import ReferencePolicy, reference_policy
 from trivium.testing.workflow_contract import check_workflow
 
 __all__ = [
-    "TOLERANCES",
     "ReferencePolicy",
     "Tolerance",
     "check_buffer",

@@ -44,7 +44,7 @@ _EARLIER_COMPLETION = "reply"
 
 
 class ChatRenderer:
-    """Renderer over a tokenizer's chat template (`trivium.protocols.Renderer`).
+    """Renders conversations with the chat template of a tokenizer.
 
     `chat_template` (Jinja text) replaces the tokenizer's own. The template defines roles and default system prompts; a
     conversation that it refuses raises DataError. It receives tools (`trivium.text.tools`) as `tools`. Special tokens
