@@ -2,6 +2,15 @@
 
 A table lists every accepted key. Unknown keys and unsupported values are errors.
 Keys that are switched off or have no effect are accepted. All problems are reported at once.
+
+A front door translates in three steps:
+
+    settings = TABLE.read(config)                 # values by dotted key, and the problems
+    mapping = settings.mapped(device="cpu")       # the RunConfig fragment of every `Mapped` row with a path
+    ...                                           # rules that need several keys
+
+A `Mapped` row names the RunConfig path that it sets, a converter and a condition, and the pages of the documentation
+describe it from these. A row whose `to` is prose sets nothing: it describes a key that a rule of the front door reads.
 """
 
 from __future__ import annotations
@@ -9,13 +18,15 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trivium.config import merged
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
 
@@ -23,16 +34,50 @@ _log = logging.getLogger("trivium")
 _announced: set[str] = set()
 
 
+_PATH = re.compile(r"[a-z]\w*(\.\w+)+")
+"""Matches the path of a RunConfig field."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """A key that is translated to a RunConfig key."""
 
-    to: str
-    """The RunConfig key or component that it sets."""
+    to: str | tuple[str, ...]
+    """The path of the RunConfig field that it sets (`train.optimizer.lr`), or several. Text that is no path describes
+    what a rule of the front door sets."""
     default: Any = None
-    """The original's default. Values must have the same type."""
+    """The original's default. Values must have the same type. An unset key without a default sets nothing."""
     type: type | None = None
     """The type of the values, unless the default determines it. `Path` accepts one path or a list, and expands `~`."""
+    convert: Callable[[Any], Any] | Mapping[Any, Any] | None = None
+    """Returns the value of the RunConfig field. None sets nothing, and so does a value that a mapping lacks."""
+    when: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Other key, or name of the context, -> the value with which this row applies: one value, a tuple of values, True
+    for every value that is not disabled (`is_off`), or False for a disabled value."""
+    note: str = ""
+    """What the documentation adds to the path."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the RunConfig fields that it sets."""
+        named = (self.to,) if isinstance(self.to, str) else self.to
+        return tuple(path for path in named if _PATH.fullmatch(path))
+
+    def converted(self, value: Any) -> Any:
+        """Returns the value of the RunConfig field."""
+        if value is None or self.convert is None:
+            return value
+        return self.convert.get(value) if isinstance(self.convert, Mapping) else self.convert(value)
+
+    def __str__(self) -> str:
+        """Describes the row, for the documentation."""
+        text = self.to if isinstance(self.to, str) else " and ".join(self.to)
+        if isinstance(self.convert, Mapping):
+            text += ": " + ", ".join(f"{new!r} for {old!r}" for old, new in self.convert.items())
+        if conditions := " and ".join(_condition(key, value) for key, value in self.when.items()):
+            text += f", {conditions}"
+        text += f"; {self.note}" if self.note else ""
+        return text + ("" if self.default is None else f" (default {self.default!r})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +214,8 @@ class Table:
         """Yields (key, description of its entry) of every key, for documentation."""
         for key, entry in self.entries.items():
             match entry:
-                case Mapped(to, default):
-                    yield key, to + ("" if default is None else f" (default {default!r})")
+                case Mapped():
+                    yield key, str(entry)
                 case Moved(to):
                     yield key, f"the same as `{to}`"
                 case Restricted(values, instead):
@@ -266,6 +311,36 @@ class Settings:
                 inner[last] = self[key] if key in self.table.entries else self.values[key]
         return section
 
+    def mapped(self, **context: Any) -> dict[str, Any]:
+        """Returns the RunConfig fragment of every `Mapped` row that has a path and whose condition holds.
+
+        `context` has the values by name that conditions read in addition to keys. A key that is set overrides defaults
+        of other keys with the same target; of several that are set, the last one in the table applies.
+        """
+        fragment: dict[str, Any] = {}
+        for key in sorted(self.table.entries, key=self.has):
+            entry = self.table.entries[key]
+            if not isinstance(entry, Mapped) or not self._applies(entry.when, context):
+                continue
+            for path in entry.paths:
+                value = entry.converted(self[key])
+                for name in reversed(path.split(".")) if value is not None else ():
+                    value = {name: value}
+                fragment = merged(fragment, value or {})
+        return fragment
+
+    def _applies(self, when: Mapping[str, Any], context: Mapping[str, Any]) -> bool:
+        """Whether the condition of a row holds."""
+        for key, wanted in when.items():
+            value = context[key] if key in context else self[key]
+            if isinstance(wanted, bool):
+                holds = is_off(value) is not wanted
+            else:
+                holds = value in wanted if isinstance(wanted, tuple) else value == wanted
+            if not holds:
+                return False
+        return True
+
     def notes(self) -> Iterator[str]:
         """Yields a note for each setting without effect."""
         for key, value in self.values.items():
@@ -286,6 +361,13 @@ def refuse(problems: Iterable[Problem], asked: str = "a config that can be trans
     """Raises ConfigError with all problems, if any."""
     if listed := list(problems):
         raise ConfigError(asked, f"{len(listed)} problem(s)", "fix them all at once:", listed)
+
+
+def _condition(key: str, value: object) -> str:
+    """Describes one condition of a row."""
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {key}"
+    return f"with {key} {' or '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _contradiction(key: str, value: object, target: str, other: object) -> Problem:
@@ -333,6 +415,7 @@ def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
             return value, _TYPES[kind]
     if kind is bool:
         right = value in (True, False) if isinstance(value, int) else False
+        value = bool(value) if right else value
     elif kind is int:
         right = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
         value = int(value) if right else value

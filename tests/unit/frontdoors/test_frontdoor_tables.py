@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trivium.config import merged
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden, value_of
 from trivium.frontdoors.plain_values import resolved
@@ -159,3 +160,44 @@ def test_overrides_that_cannot_be_read_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         overridden({}, ["a.b", "c=[1", "d='x", "e=1"])
     assert [problem.where for problem in error.value.problems] == ["a.b", "c", "d"]
+
+
+MAPPED = Table(
+    {
+        "opt.style": Mapped("train.optimizer.schedule"),
+        "opt.schedule": Mapped("train.optimizer.schedule", "constant"),
+        "clip": Mapped(("loss.clip_low", "loss.clip_high"), 0.2, when={"loss": ("ppo", "gspo")}),
+        "clip_high": Mapped("loss.clip_high", type=float, when={"loss": ("ppo", "gspo")}),
+        "offload": Mapped("train.cpu_offload", False, convert={True: True}),
+        "rank": Mapped("train.lora.rank", 0, convert=lambda rank: rank or None),
+        "alpha": Mapped("train.lora.alpha", 16, when={"rank": True}, note="half the rank in papers"),
+        "frozen": Mapped("train.frozen_dtype", "fp32", convert={"bf16": "bfloat16"}, when={"rank": False}),
+        "steps": Mapped("the number schedule.steps", 3),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "expected"),
+    [
+        ({}, "gmpo", {"train": {"optimizer": {"schedule": "constant"}}}),
+        ({"opt": {"style": "cosine"}}, "gmpo", {"train": {"optimizer": {"schedule": "cosine"}}}),
+        ({"opt": {"style": "cosine", "schedule": "linear"}}, "", {"train": {"optimizer": {"schedule": "linear"}}}),
+        ({"clip_high": 0.3}, "ppo", {"loss": {"clip_low": 0.2, "clip_high": 0.3}}),
+        ({"clip": 0.1}, "gspo", {"loss": {"clip_low": 0.1, "clip_high": 0.1}}),
+        ({"offload": True}, "", {"train": {"cpu_offload": True}}),
+        ({"rank": 8, "frozen": "bf16"}, "", {"train": {"lora": {"rank": 8, "alpha": 16}}}),
+        ({"frozen": "bf16", "alpha": 4}, "", {"train": {"frozen_dtype": "bfloat16"}}),
+    ],
+)
+def test_rows_set_the_fields_of_their_paths(config: dict[str, Any], loss: str, expected: dict[str, Any]) -> None:
+    defaults = {"train": {"optimizer": {"schedule": "constant"}}}
+    assert MAPPED.read(config).mapped(loss=loss) == merged(defaults, expected)
+
+
+def test_rows_describe_themselves() -> None:
+    rows = dict(MAPPED.rows())
+    assert rows["clip"] == "loss.clip_low and loss.clip_high, with loss ppo or gspo (default 0.2)"
+    assert rows["alpha"] == "train.lora.alpha, with rank; half the rank in papers (default 16)"
+    assert rows["frozen"] == "train.frozen_dtype: 'bfloat16' for 'bf16', without rank (default 'fp32')"
+    assert rows["steps"] == "the number schedule.steps (default 3)"

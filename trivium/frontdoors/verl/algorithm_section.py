@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trivium.errors import Problem
-from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR
@@ -26,34 +26,55 @@ _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences regardless of loss_agg_mode."""
 
 
+_CORRECTION = "algorithm.rollout_correction"
+_CLIPS_RATIO = ("ppo", "gspo", "cispo", "clip_cov")
+"""Losses that clip the ratio."""
+
+
+def names_of(verl: Settings) -> dict[str, str]:
+    """Returns the names of estimator and loss that conditions of the table read; empty for a user's function."""
+    estimator, mode = str(verl["algorithm.adv_estimator"]), str(verl[f"{ACTOR}.policy_loss.loss_mode"])
+    loss = "" if loss_address(mode) else _LOSSES.get(mode, mode)
+    if _bypasses(verl) and verl[f"{_CORRECTION}.loss_type"] == "reinforce":
+        loss = "reinforce"
+    return {"advantage": "" if advantage_address(estimator) else _ESTIMATORS.get(estimator, estimator), "loss": loss}
+
+
+def _bypasses(verl: Settings) -> bool:
+    """Returns whether the engine's log-probabilities are the old ones."""
+    return bool(verl[f"{_CORRECTION}.bypass_mode"] or verl[f"{ACTOR}.use_rollout_log_probs"])
+
+
 def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """Returns the fields of the algorithm that follow from several keys."""
     estimator = str(verl["algorithm.adv_estimator"])
-    kind, loss = _ESTIMATORS.get(estimator, estimator), _policy_loss(verl)
+    kind, loss = names_of(verl)["advantage"], _policy_loss(verl)
     own = advantage_address(estimator)
     problems += _unknown(kind, "advantages", "algorithm.adv_estimator", "register_adv_est") if own is None else ()
     problems += _unknown(loss["kind"], "policy_losses", f"{ACTOR}.policy_loss.loss_mode", "register_policy_loss")
-    advantage = {"kind": kind, **_estimator_options(verl, kind, problems)} if own is None else _own(verl, own)
+    if own is None:
+        problems += _unread_by_estimator(verl, kind)
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
-        "advantage": advantage,
+        "advantage": {"kind": kind} if own is None else _own(verl, own),
         "policy_loss": loss,
-        "aggregate": "seq-mean-token-mean" if loss["kind"] in _PER_SEQUENCE else verl[f"{ACTOR}.loss_agg_mode"],
-        "epochs": epochs,
         "mini_batches": mini_batches,
     }
-    if verl[f"{ACTOR}.entropy_coeff"]:
-        algorithm["entropy"] = {"coef": verl[f"{ACTOR}.entropy_coeff"]}
-    if kl := _kl(verl, problems):
-        algorithm["kl"] = kl
-    if kind == "gae":
-        algorithm["critic"] = {
-            "clip": verl["critic.cliprange_value"],
-            "aggregate": verl.first("critic.loss_agg_mode", f"{ACTOR}.loss_agg_mode"),
-        }
-        if verl["trainer.critic_warmup"]:
-            algorithm["critic_warmup"] = verl["trainer.critic_warmup"]
-    elif verl["trainer.critic_warmup"]:
+    if loss["kind"] in _PER_SEQUENCE:
+        algorithm["aggregate"] = "seq-mean-token-mean"
+    if verl[f"{ACTOR}.use_kl_loss"] and verl["algorithm.use_kl_in_reward"]:
+        problems.append(
+            Problem(
+                f"{ACTOR}.use_kl_loss",
+                "a KL penalty in the loss",
+                "algorithm.use_kl_in_reward asks for another one",
+                "use one of the two: the same distance would be paid for twice",
+            )
+        )
+    if kind == "gae" and not verl.has("critic.loss_agg_mode"):
+        algorithm["critic"] = {"aggregate": verl[f"{ACTOR}.loss_agg_mode"]}
+    elif kind != "gae" and verl["trainer.critic_warmup"]:
         problems.append(
             Problem(
                 "trainer.critic_warmup",
@@ -105,108 +126,45 @@ def _weighed(algorithm: Mapping[str, Any]) -> bool:
     return isinstance(correction, Mapping) and "weights" in correction and correction["against"] == "current"
 
 
-def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:
-    """Returns gamma, lam and the normalisation if the estimator has them. Otherwise they must not be set."""
-    has = {
-        "gae": ("gamma", "lam"),
-        "reinforce_plus_plus": ("gamma",),
-        "grpo": ("norm_adv_by_std_in_grpo",),
-        "grpo_passk": ("norm_adv_by_std_in_grpo",),
-    }.get(kind, ())
-    options: dict[str, Any] = {}
-    for name, to in (("gamma", "gamma"), ("lam", "lam"), ("norm_adv_by_std_in_grpo", "norm_by_std")):
-        value, default = verl[f"algorithm.{name}"], TABLE.default_of(f"algorithm.{name}")
-        if name in has:
-            options[to] = value
-        elif value != default and not (name == "lam" and kind == "reinforce_plus_plus"):
-            problems.append(
-                Problem(
-                    f"algorithm.{name}",
-                    repr(value),
-                    f"adv_estimator {kind!r} does not read it",
-                    "leave it out, or use another estimator",
-                )
-            )
-    return options
+def _unread_by_estimator(verl: Settings, kind: str) -> Iterator[Problem]:
+    """Yields problems for options that the estimator does not read."""
+    for name in ("gamma", "lam", "norm_adv_by_std_in_grpo"):
+        key = f"algorithm.{name}"
+        entry, value = TABLE.entries[key], verl[key]
+        assert isinstance(entry, Mapped)
+        readers = entry.when["advantage"]
+        unread = kind != readers if isinstance(readers, str) else kind not in readers
+        if unread and value != entry.default and not (name == "lam" and kind == "reinforce_plus_plus"):
+            found = f"adv_estimator {kind!r} does not read it"
+            yield Problem(key, repr(value), found, "leave it out, or use another estimator")
 
 
 def _policy_loss(verl: Settings) -> dict[str, Any]:
-    mode = str(verl[f"{ACTOR}.policy_loss.loss_mode"])
-    if address := loss_address(mode):
+    """Returns the loss, and a clip that its row of the table gives in another form."""
+    address, kind = loss_address(str(verl[f"{ACTOR}.policy_loss.loss_mode"])), names_of(verl)["loss"]
+    if address and not kind:
         return {**_own(verl, address, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
-    loss: dict[str, Any] = {"kind": _LOSSES.get(mode, mode)}
-    clips = {
-        "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
-        "clip_high": verl.first(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"),
-    }
-    if loss["kind"] != "gmpo":  # gmpo clips logarithms; a ratio is above 0, so clips of 1 and more are equal
-        clips["clip_low"] = min(1.0, clips["clip_low"])
-    own: dict[str, Callable[[], dict[str, Any]]] = {
-        "ppo": lambda: clips | {"dual_clip": verl[f"{ACTOR}.clip_ratio_c"]},
-        "gspo": lambda: clips,
-        "gmpo": lambda: clips,
-        "cispo": lambda: clips,
-        "clip_cov": lambda: (
-            clips | _policy_loss_options(verl, clip_cov_ratio="ratio", clip_cov_lb="cov_low", clip_cov_ub="cov_high")
-        ),
-        "kl_cov": lambda: _policy_loss_options(verl, kl_cov_ratio="ratio", ppo_kl_coef="coef"),
-        "sapo": lambda: {k: verl[f"{ACTOR}.{k}"] for k in ("tau_pos", "tau_neg") if verl.has(f"{ACTOR}.{k}")},
-    }
-    return loss | (own[loss["kind"]]() if loss["kind"] in own else {})
-
-
-def _policy_loss_options(verl: Settings, **names: str) -> dict[str, Any]:
-    where = f"{ACTOR}.policy_loss"
-    return {to: verl[f"{where}.{name}"] for name, to in names.items() if verl.has(f"{where}.{name}")}
-
-
-def _kl(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
-    in_loss, in_reward = bool(verl[f"{ACTOR}.use_kl_loss"]), bool(verl["algorithm.use_kl_in_reward"])
-    if in_loss and in_reward:
-        problems.append(
-            Problem(
-                f"{ACTOR}.use_kl_loss",
-                "a KL penalty in the loss",
-                "algorithm.use_kl_in_reward asks for another one",
-                "use one of the two: the same distance would be paid for twice",
-            )
-        )
-    if in_loss:
-        coef = verl[f"{ACTOR}.kl_loss_coef"]
-        return {"coef": coef, "place": "loss", "estimator": {"kind": verl[f"{ACTOR}.kl_loss_type"]}} if coef else {}
-    if not in_reward or not verl["algorithm.kl_ctrl.kl_coef"]:
-        return {}
-    kl = {
-        "coef": verl["algorithm.kl_ctrl.kl_coef"],
-        "place": "reward",
-        "estimator": {"kind": verl["algorithm.kl_penalty"]},
-    }
-    if verl["algorithm.kl_ctrl.type"] == "adaptive":
-        kl |= {
-            "controller": "adaptive",
-            "target": verl["algorithm.kl_ctrl.target_kl"],
-            "horizon": verl["algorithm.kl_ctrl.horizon"],
-        }
-    return kl
+    low = verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")
+    # A ratio is above 0, so clips of 1 and more are equal; gmpo clips logarithms.
+    return {"kind": kind} | ({"clip_low": 1.0} if low > 1 and kind in _CLIPS_RATIO else {})
 
 
 def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Returns the source of the old log-probabilities, and the correction for those of the engine."""
-    where = "algorithm.rollout_correction"
-    weights, bounds = verl[f"{where}.rollout_is"], _rejection(verl, problems)
-    bypass = verl[f"{where}.bypass_mode"] or verl[f"{ACTOR}.use_rollout_log_probs"]
+    weights, bounds = verl[f"{_CORRECTION}.rollout_is"], _rejection(verl, problems)
+    bypass = _bypasses(verl)
     correction: dict[str, Any] = {"against": "current" if bypass else "old"}
     if weights:
-        correction |= {"weights": weights, **_weight_bounds(verl[f"{where}.rollout_is_threshold"])}
-        correction["normalise"] = bool(verl[f"{where}.rollout_is_batch_normalize"])
+        correction |= {"weights": weights, **_weight_bounds(verl[f"{_CORRECTION}.rollout_is_threshold"])}
+        correction["normalise"] = bool(verl[f"{_CORRECTION}.rollout_is_batch_normalize"])
     if bounds:
         correction["rejection"] = bounds
     active = {"correction": {"kind": "custom", **correction}} if weights or bounds else {"correction": "none"}
     if not bypass:
         # verl scores the old log-probabilities with the actor before every step if a loss reads them.
         return active | ({} if loss["kind"] == "reinforce" else {"old_log_prob": "recompute"})
-    if verl[f"{where}.loss_type"] == "reinforce":
-        return active | {"policy_loss": {"kind": "reinforce"}}
+    if verl[f"{_CORRECTION}.loss_type"] == "reinforce":
+        return active
     if weights:  # PPO's ratio against the engine is the importance weight
         active = {"correction": {"kind": "custom", "against": "current", "rejection": bounds} if bounds else "none"}
     return active | {"old_log_prob": "rollout"}
@@ -220,7 +178,7 @@ def _weight_bounds(threshold: object) -> dict[str, Any]:
 
 def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """`{option: bound or (low, high)}` from verl's comma lists; `0.5_2.0` is an interval."""
-    where = "algorithm.rollout_correction.rollout_rs"
+    where = f"{_CORRECTION}.rollout_rs"
     if not verl.has(where):
         return {}
     options = [option.strip() for option in str(verl[where]).split(",")]

@@ -13,18 +13,21 @@ from trivium.frontdoors.verl.keys_of_models import (
     CRITIC,
     CRITIC_MODEL,
     FSDP,
+    GAE,
     MODEL,
     OFF,
-    OPTIM,
     REFERENCE,
     ROLLOUT,
     VAL,
+    at_least_0,
+    dtype_of,
+    optim,
 )
 from trivium.frontdoors.verl.keys_of_rewards import REWARD_MODEL_TYPES, REWARDS, WHOLE
 
 DATA: dict[str, Entry] = {
-    "train_files": Mapped("tasks.train", type=Path),
-    "val_files": Mapped("tasks.val", type=Path),
+    "train_files": Mapped("the taskset train", type=Path),
+    "val_files": Mapped("the taskset val", type=Path),
     "train_max_samples": Mapped("tasks.train: the first rows, or a random choice with data.shuffle", -1),
     "val_max_samples": Mapped("tasks.val: the first rows", -1),
     "prompt_key": Mapped("the column with the prompt", "prompt"),
@@ -36,11 +39,11 @@ DATA: dict[str, Entry] = {
     ),
     "val_batch_size": Ignored("the whole validation set is one batch"),
     "max_prompt_length": Mapped("maximum prompt length; data.truncation sets what happens to longer prompts", 512),
-    "max_response_length": Mapped("engine.sampling.max_new_tokens", 512),
+    "max_response_length": Mapped(("engine.sampling.max_new_tokens", "evaluation.sampling.max_new_tokens"), 512),
     "truncation": Mapped("treatment of longer prompts: error, left, right or middle", "error"),
     "filter_overlong_prompts": Mapped("whether rows with longer prompts are dropped", False),
     "filter_overlong_prompts_workers": Ignored("the driver tokenizes the prompts"),
-    "shuffle": Mapped("whether rows are shuffled anew in every epoch", True),
+    "shuffle": Mapped("schedule.shuffle", True),
     "seed": Mapped("run.seed", type=int),
     "validation_shuffle": Ignored("validation uses every row; its order has no effect"),
     "dataloader_num_workers": Mapped(
@@ -69,7 +72,7 @@ DATA: dict[str, Entry] = {
     "sampler.class_name": Mapped("name of the sampler class", type=str),
     "datagen.path": Restricted((None,), "pass a dataset as train_dataset"),
     "datagen.name": Restricted((None,), "pass a dataset as train_dataset"),
-    "apply_chat_template_kwargs": Mapped("variables of model.chat_template", {}),
+    "apply_chat_template_kwargs": Mapped("variables of the chat template", {}),
     **ignored(
         "messages are always kept",
         "return_raw_chat return_full_prompt",
@@ -80,33 +83,40 @@ DATA: dict[str, Entry] = {
     ),
 }
 
+_KL_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": True}
+_ADAPTIVE = _KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
+
 ALGORITHM: dict[str, Entry] = {
-    "adv_estimator": Mapped("algorithm.advantage.kind", "gae"),
-    "gamma": Mapped("algorithm.advantage.gamma", 1.0),
-    "lam": Mapped("algorithm.advantage.lam", 1.0),
-    "norm_adv_by_std_in_grpo": Mapped("algorithm.advantage.norm_by_std", True),
-    "use_kl_in_reward": Mapped("algorithm.kl.place: reward", False),
-    "kl_penalty": Mapped("algorithm.kl.estimator, with use_kl_in_reward", "kl"),
-    "kl_ctrl.type": Mapped("algorithm.kl.controller", "fixed"),
-    "kl_ctrl.kl_coef": Mapped("algorithm.kl.coef, with use_kl_in_reward", 0.001),
-    "kl_ctrl.horizon": Mapped("algorithm.kl.horizon", 10000),
-    "kl_ctrl.target_kl": Mapped("algorithm.kl.target", 0.1),
+    "adv_estimator": Mapped("the kind of algorithm.advantage", "gae"),
+    "gamma": Mapped("algorithm.advantage.gamma", 1.0, when={"advantage": ("gae", "reinforce_plus_plus")}),
+    "lam": Mapped("algorithm.advantage.lam", 1.0, when={"advantage": "gae"}),
+    "norm_adv_by_std_in_grpo": Mapped(
+        "algorithm.advantage.norm_by_std", True, when={"advantage": ("grpo", "grpo_passk")}
+    ),
+    "use_kl_in_reward": Mapped("algorithm.kl.place", False, convert={True: "reward"}, when=_KL_REWARD),
+    "kl_penalty": Mapped("algorithm.kl.estimator.kind", "kl", when=_KL_REWARD),
+    "kl_ctrl.type": Mapped("algorithm.kl.controller", "fixed", convert={"adaptive": "adaptive"}, when=_KL_REWARD),
+    "kl_ctrl.kl_coef": Mapped("algorithm.kl.coef", 0.001, when=_KL_REWARD),
+    "kl_ctrl.horizon": Mapped("algorithm.kl.horizon", 10000, when=_ADAPTIVE),
+    "kl_ctrl.target_kl": Mapped("algorithm.kl.target", 0.1, when=_ADAPTIVE),
     "use_pf_ppo": Restricted(OFF, "PF-PPO is not supported: leave it out"),
     "filter_groups.enable": Mapped(
-        "algorithm.filters: refuses groups whose metric is constant; algorithm.refill", False
+        "whether algorithm.filters refuses groups whose metric is constant, with algorithm.refill", False
     ),
     "filter_groups.metric": Mapped(
         "the metric of the filter: the reward, or a number that the scorer returns", "reward"
     ),
-    "filter_groups.max_num_gen_batches": Mapped("algorithm.refill, in batches of data.gen_batch_size", 0),
+    "filter_groups.max_num_gen_batches": Mapped("the number algorithm.refill, in batches of data.gen_batch_size", 0),
     "filter_groups": Ignored("rollouts are passed on as soon as they finish"),
-    "rollout_correction.rollout_is": Mapped("algorithm.correction.weights"),
-    "rollout_correction.rollout_is_threshold": Mapped("algorithm.correction.threshold", 2.0, type=object),
-    "rollout_correction.rollout_is_batch_normalize": Mapped("algorithm.correction.normalise", False),
-    "rollout_correction.rollout_rs": Mapped("algorithm.correction.rejection: the kinds"),
-    "rollout_correction.rollout_rs_threshold": Mapped("algorithm.correction.rejection: the bounds"),
-    "rollout_correction.bypass_mode": Mapped("algorithm.old_log_prob: rollout", False),
-    "rollout_correction.loss_type": Mapped("algorithm.policy_loss.kind: reinforce, with bypass_mode", "ppo_clip"),
+    "rollout_correction.rollout_is": Mapped("the weights of algorithm.correction"),
+    "rollout_correction.rollout_is_threshold": Mapped("the threshold of algorithm.correction", 2.0, type=object),
+    "rollout_correction.rollout_is_batch_normalize": Mapped("the field normalise of algorithm.correction", False),
+    "rollout_correction.rollout_rs": Mapped("the kinds in algorithm.correction.rejection"),
+    "rollout_correction.rollout_rs_threshold": Mapped("the bounds in algorithm.correction.rejection"),
+    "rollout_correction.bypass_mode": Mapped("true: rollout as algorithm.old_log_prob", False),
+    "rollout_correction.loss_type": Mapped(
+        "reinforce: the kind of algorithm.policy_loss, with bypass_mode", "ppo_clip"
+    ),
     "rollout_correction.rollout_rs_threshold_lower": Restricted(
         (None,), "write the interval as low_high in rollout_rs_threshold"
     ),
@@ -125,22 +135,24 @@ ALGORITHM: dict[str, Entry] = {
 }
 
 TRAINER: dict[str, Entry] = {
-    "total_epochs": Mapped("schedule.steps", 30),
-    "total_training_steps": Mapped("schedule.steps", type=int),
+    "total_epochs": Mapped("the number schedule.steps, which is the batches of an epoch times it", 30),
+    "total_training_steps": Mapped("the number schedule.steps", type=int),
     "project_name": Mapped("the name of the run in wandb and mlflow", "verl_examples"),
     "experiment_name": Mapped("the name of the run in wandb and mlflow", "gsm8k"),
     "logger": Mapped("monitors", ("console", "wandb")),
-    "save_freq": Mapped("checkpoint.save_every; the last step is always saved", -1),
-    "test_freq": Mapped("evaluation.every", -1),
+    "save_freq": Mapped("checkpoint.save_every", -1, convert=at_least_0, note="the last step is always saved"),
+    "test_freq": Mapped("evaluation.every", -1, convert=at_least_0),
     "val_before_train": Mapped("whether to validate before training", True),
     "val_only": Mapped("whether fit only validates", False),
     "log_val_generations": Mapped("number of samples in the table `val_generations`", 0),
-    "critic_warmup": Mapped("algorithm.critic_warmup", 0),
-    "resume_mode": Mapped("run.resume: auto, disable, resume_path", "auto"),
+    "critic_warmup": Mapped("algorithm.critic_warmup", 0, convert=lambda steps: steps or None, when=GAE),
+    "resume_mode": Mapped("run.resume", "auto", convert={"auto": True, "resume_path": True, "disable": False}),
     "resume_from_path": Mapped("the checkpoint that resume_path continues from", type=Path),
-    "default_local_dir": Mapped("run.dir", type=Path),
-    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep", type=int),
-    "max_critic_ckpt_to_keep": Mapped("checkpoint.keep; must be equal to max_actor_ckpt_to_keep", type=int),
+    "default_local_dir": Mapped("run.dir", type=Path, convert=lambda folder: folder or None),
+    "max_critic_ckpt_to_keep": Mapped(
+        "checkpoint.keep", type=int, convert=lambda number: number or None, note="max_actor_ckpt_to_keep overrides it"
+    ),
+    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep", type=int, convert=lambda number: number or None),
     "default_hdfs_dir": Mapped("checkpoint.remote", type=Path),
     "n_gpus_per_node": Mapped("size of the resource pool, if no resource_pool_manager is passed", 8),
     "nnodes": Mapped("size of the resource pool, if no resource_pool_manager is passed", 1),
@@ -169,6 +181,11 @@ TRAINER: dict[str, Entry] = {
 }
 
 
+def _unless_float32(dtype: str) -> str | None:
+    """Returns torch's name of a dtype; None for float32."""
+    return None if dtype_of(dtype) == "float32" else dtype_of(dtype)
+
+
 _ROLE = "actor_rollout_ref"
 _FOLLOWS: dict[str, Entry] = dict.fromkeys(FSDP, Ignored("actor.fsdp_config applies to every role"))
 _KEYS: dict[str, Entry] = {
@@ -177,19 +194,21 @@ _KEYS: dict[str, Entry] = {
     f"{_ROLE}.nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
     f"{_ROLE}.profiler": Ignored("the phases of every step are timed"),
     **under(f"{_ROLE}.model", MODEL),
-    **under(f"{_ROLE}.actor", ACTOR),
-    **under(f"{_ROLE}.actor.optim", OPTIM | {"lr": Mapped("optimizer.lr", 1e-6)}),
+    **under(f"{_ROLE}.actor.optim", optim("train.optimizer", 1e-6, {})),
     **under(f"{_ROLE}.actor.fsdp_config", FSDP),
+    **under(f"{_ROLE}.actor", ACTOR),
     f"{_ROLE}.actor.megatron": Ignored("Megatron is not supported; actor.strategy must be fsdp or fsdp2"),
     **under(f"{_ROLE}.ref", REFERENCE),
     **under(f"{_ROLE}.ref.fsdp_config", _FOLLOWS),
-    f"{_ROLE}.ref.fsdp_config.model_dtype": Mapped("train.frozen_dtype, without LoRA", "fp32"),
+    f"{_ROLE}.ref.fsdp_config.model_dtype": Mapped(
+        "train.frozen_dtype", "fp32", convert=_unless_float32, when={f"{_ROLE}.model.lora_rank": False}
+    ),
     **under(f"{_ROLE}.rollout", ROLLOUT),
     **under(f"{_ROLE}.rollout.val_kwargs", VAL),
     **under("critic", CRITIC),
     **under("critic.model", CRITIC_MODEL),
-    **under("critic.optim", OPTIM | {"lr": Mapped("critic_optimizer.lr", 1e-5)}),
-    "critic.optim.clip_grad": Mapped("critic.grad_clip, if that is not set"),
+    **under("critic.optim", optim("train.critic_optimizer", 1e-5, GAE)),
+    "critic.optim.clip_grad": Mapped("must be the actor's, if critic.grad_clip is not set"),
     **under("critic.fsdp", _FOLLOWS),
     **under("critic.fsdp_config", _FOLLOWS),
     **under("critic.model.fsdp_config", _FOLLOWS),

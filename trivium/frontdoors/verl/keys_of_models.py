@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored
 
@@ -18,16 +20,26 @@ _ATTENTION = Ignored("attention is computed by torch's scaled_dot_product_attent
 _BACKENDS = "veomni torchtitan automodel mindspeed"
 _SHM = Ignored("files are not copied to shared memory")
 
+GAE = {"algorithm.adv_estimator": "gae"}
+"""The condition for a critic."""
+
+
+def optim(to: str, lr: float, when: Mapping[str, Any]) -> dict[str, Entry]:
+    """Returns the keys of an optimizer. They set the section `to`, on a condition."""
+    return OPTIM | {
+        "lr": Mapped(f"{to}.lr", lr, when=when),
+        "betas": Mapped(f"{to}.betas", (0.9, 0.999), when=when),
+        "weight_decay": Mapped(f"{to}.weight_decay", 0.01, when=when),
+        "warmup_style": Mapped(f"{to}.schedule", type=str, when=when, note="lr_scheduler_type overrides it"),
+        "lr_scheduler_type": Mapped(f"{to}.schedule", "constant", when=when),
+        "min_lr_ratio": Mapped(f"{to}.min_lr_ratio", 0.0, when=when),
+        "lr_warmup_steps": Mapped(f"the field warmup_steps of {to}", -1),
+        "lr_warmup_steps_ratio": Mapped(f"the field warmup_steps of {to}, as a fraction of schedule.steps", 0.0),
+    }
+
+
 OPTIM: dict[str, Entry] = {
-    "lr": Mapped("optimizer.lr"),
-    "betas": Mapped("optimizer.betas", (0.9, 0.999)),
-    "weight_decay": Mapped("optimizer.weight_decay", 0.01),
-    "lr_warmup_steps": Mapped("optimizer.warmup_steps", -1),
-    "lr_warmup_steps_ratio": Mapped("optimizer.warmup_steps, as a fraction of schedule.steps", 0.0),
-    "lr_scheduler_type": Mapped("optimizer.schedule: constant or cosine", "constant"),
-    "warmup_style": Mapped("optimizer.schedule, if lr_scheduler_type is not set"),
-    "min_lr_ratio": Mapped("optimizer.min_lr_ratio", 0.0),
-    "clip_grad": Mapped("train.max_grad_norm, if grad_clip is not set", 1.0),
+    "clip_grad": Mapped("train.max_grad_norm", 1.0, note="grad_clip overrides it"),
     "num_cycles": Restricted((None, 0.5), "set 0.5: the cosine schedule has half a period"),
     "zero_indexed_step": Restricted((None, True), "the schedule counts steps from 0: leave it out"),
     "total_training_steps": Ignored("schedule.steps is the length of the learning rate's schedule"),
@@ -47,15 +59,22 @@ DTYPES = {
 }
 """verl's name of a dtype -> torch's name."""
 
+
+def dtype_of(name: object) -> str:
+    """Returns torch's name of a dtype; an unknown name stays as it is."""
+    return DTYPES.get(str(name), str(name))
+
+
 FSDP: dict[str, Entry] = {
-    "param_offload": Mapped("train.cpu_offload", False),
-    "optimizer_offload": Mapped("train.cpu_offload", False),
-    "offload_policy": Mapped("train.cpu_offload", False),
-    "fsdp_size": Mapped("train.shard", -1),
+    **dict.fromkeys(
+        ("param_offload", "optimizer_offload", "offload_policy"),
+        Mapped("train.cpu_offload", False, convert={True: True}),
+    ),
+    "fsdp_size": Mapped("train.shard", -1, convert=lambda size: size if size > 0 else None),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
-    "dtype": Mapped("train.dtype"),
     "mixed_precision": Restricted((None,), "set mixed_precision.param_dtype"),
-    "mixed_precision.param_dtype": Mapped("train.dtype, if fsdp_config.dtype is not set"),
+    "mixed_precision.param_dtype": Mapped("train.dtype", convert=dtype_of, note="fsdp_config.dtype overrides it"),
+    "dtype": Mapped("train.dtype", convert=dtype_of),
     "mixed_precision.reduce_dtype": Restricted((None, "fp32", "float32"), "set fp32: gradients are reduced in float32"),
     "mixed_precision.buffer_dtype": Ignored("buffers keep the model's dtype"),
     "model_dtype": Restricted(
@@ -63,7 +82,7 @@ FSDP: dict[str, Entry] = {
     ),
     "use_orig_params": Ignored("FSDP2 always does"),
     "seed": Ignored("run.seed seeds everything"),
-    "full_determinism": Mapped("train.deterministic_kernels", False),
+    "full_determinism": Mapped("train.deterministic_kernels", False, convert={True: True}),
     "forward_only": Restricted(OFF, "leave it out"),
     "use_torch_compile": Ignored("models are not compiled"),
     "entropy_checkpointing": Ignored("logits are always computed in chunks, and recomputed in the backward pass"),
@@ -93,7 +112,7 @@ FSDP: dict[str, Entry] = {
 UPDATE: dict[str, Entry] = {
     "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not supported: use strategy fsdp2"),
     "rollout_n": Ignored("rollout.n sets it"),
-    "ppo_mini_batch_size": Mapped("algorithm.mini_batches", 256),
+    "ppo_mini_batch_size": Mapped("the number algorithm.mini_batches, which is data.train_batch_size over it", 256),
     "ppo_epochs": Mapped("algorithm.epochs", 1),
     "ppo_max_token_len_per_gpu": Mapped("train.max_tokens_per_micro_batch", 16384),
     "loss_agg_mode": Mapped("algorithm.aggregate", "token-mean"),
@@ -123,31 +142,35 @@ UPDATE: dict[str, Entry] = {
     ),
 }
 
+_LOSS = "algorithm.policy_loss"
+_CLIPPED = {"loss": ("ppo", "gspo", "gmpo", "cispo", "clip_cov")}
+_KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": True}
+
 ACTOR: dict[str, Entry] = {
     **UPDATE,
-    "clip_ratio": Mapped("algorithm.policy_loss.clip_low and clip_high", 0.2),
-    "clip_ratio_low": Mapped("algorithm.policy_loss.clip_low", type=float),
-    "clip_ratio_high": Mapped("algorithm.policy_loss.clip_high", type=float),
-    "clip_ratio_c": Mapped("algorithm.policy_loss.dual_clip", 3.0),
-    "tau_pos": Mapped("algorithm.policy_loss.tau_pos", type=float),
-    "tau_neg": Mapped("algorithm.policy_loss.tau_neg", type=float),
-    "policy_loss.loss_mode": Mapped("algorithm.policy_loss.kind", "vanilla"),
-    "policy_loss.clip_cov_ratio": Mapped("algorithm.policy_loss.ratio (clip_cov)"),
-    "policy_loss.clip_cov_lb": Mapped("algorithm.policy_loss.cov_low"),
-    "policy_loss.clip_cov_ub": Mapped("algorithm.policy_loss.cov_high"),
-    "policy_loss.kl_cov_ratio": Mapped("algorithm.policy_loss.ratio (kl_cov)"),
-    "policy_loss.ppo_kl_coef": Mapped("algorithm.policy_loss.coef (kl_cov)"),
+    "clip_ratio": Mapped((f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED),
+    "clip_ratio_low": Mapped(f"{_LOSS}.clip_low", type=float, when=_CLIPPED),
+    "clip_ratio_high": Mapped(f"{_LOSS}.clip_high", type=float, when=_CLIPPED),
+    "clip_ratio_c": Mapped(f"{_LOSS}.dual_clip", 3.0, when={"loss": "ppo"}),
+    "tau_pos": Mapped(f"{_LOSS}.tau_pos", type=float, when={"loss": "sapo"}),
+    "tau_neg": Mapped(f"{_LOSS}.tau_neg", type=float, when={"loss": "sapo"}),
+    "policy_loss.loss_mode": Mapped("the kind of algorithm.policy_loss", "vanilla"),
+    "policy_loss.clip_cov_ratio": Mapped(f"{_LOSS}.ratio", when={"loss": "clip_cov"}),
+    "policy_loss.clip_cov_lb": Mapped(f"{_LOSS}.cov_low", when={"loss": "clip_cov"}),
+    "policy_loss.clip_cov_ub": Mapped(f"{_LOSS}.cov_high", when={"loss": "clip_cov"}),
+    "policy_loss.kl_cov_ratio": Mapped(f"{_LOSS}.ratio", when={"loss": "kl_cov"}),
+    "policy_loss.ppo_kl_coef": Mapped(f"{_LOSS}.coef", when={"loss": "kl_cov"}),
     "policy_loss.dro_beta": Restricted((None,), "the loss that reads it is not supported: leave it out"),
-    "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0),
+    "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0, convert=lambda coef: coef or None),
     "calculate_entropy": Ignored("the entropy is always logged"),
     "calculate_sum_pi_squared": Ignored("computed if the estimator needs it"),
-    "use_kl_loss": Mapped("algorithm.kl.place: loss", False),
-    "kl_loss_coef": Mapped("algorithm.kl.coef, with use_kl_loss", 0.001),
-    "kl_loss_type": Mapped("algorithm.kl.estimator, with use_kl_loss", "low_var_kl"),
+    "use_kl_loss": Mapped("algorithm.kl.place", False, convert={True: "loss"}, when=_KL_LOSS),
+    "kl_loss_coef": Mapped("algorithm.kl.coef", 0.001, when=_KL_LOSS),
+    "kl_loss_type": Mapped("algorithm.kl.estimator.kind", "low_var_kl", when=_KL_LOSS),
     "use_torch_compile": Ignored("models are not compiled"),
-    "use_rollout_log_probs": Mapped("algorithm.old_log_prob: rollout", False),
+    "use_rollout_log_probs": Mapped("true: rollout as algorithm.old_log_prob", False),
     "entropy_checkpointing": Ignored("logits are always computed in chunks, and recomputed in the backward pass"),
-    "freeze_vision_tower": Mapped("train.vision_tower: frozen", False),
+    "freeze_vision_tower": Mapped("train.vision_tower", False, convert={True: "frozen"}),
     "router_replay.mode": Restricted(
         (None, "disabled", "R3"), "use R3, which replays the experts of the rollouts (train.router_replay)", "disabled"
     ),
@@ -166,10 +189,10 @@ CRITIC: dict[str, Entry] = {
     "ppo_epochs": Mapped("algorithm.epochs; must be the actor's"),
     "ppo_max_token_len_per_gpu": Ignored("the actor's value applies to both; the gradient does not depend on it"),
     "use_prefix_grouper": Ignored("the actor's value applies to both; the gradient does not depend on it"),
-    "loss_agg_mode": Mapped("algorithm.critic.aggregate, if it is not the actor's"),
-    "grad_clip": Mapped("train.max_grad_norm; must be the actor's"),
-    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel; must be the actor's"),
-    "cliprange_value": Mapped("algorithm.critic.clip", 0.5),
+    "loss_agg_mode": Mapped("algorithm.critic.aggregate", when=GAE, note="unset: the actor's"),
+    "grad_clip": Mapped("must be the actor's, which sets train.max_grad_norm"),
+    "ulysses_sequence_parallel_size": Mapped("must be the actor's, which sets train.sequence_parallel"),
+    "cliprange_value": Mapped("algorithm.critic.clip", 0.5, when=GAE),
 }
 
 REFERENCE: dict[str, Entry] = {
@@ -189,6 +212,14 @@ REFERENCE: dict[str, Entry] = {
         "entropy_from_logits_chunk_size pad_to_length",
     ),
 }
+
+_LORA = {"actor_rollout_ref.model.lora_rank": True}
+
+
+def _unless_all(names: object) -> object:
+    """Returns the module names of an adapter; None for all linear layers."""
+    return None if names == "all-linear" else names
+
 
 MODEL: dict[str, Entry] = {
     "path": Mapped("model.path", type=Path),
@@ -210,9 +241,9 @@ MODEL: dict[str, Entry] = {
     "gradient_checkpointing_kwargs": Ignored("gradient checkpointing is always non-reentrant"),
     "enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
     "use_remove_padding": Ignored(_PADDING),
-    "lora_rank": Mapped("train.lora.rank", 0),
-    "lora_alpha": Mapped("train.lora.alpha", 16),
-    "target_modules": Mapped("train.lora.targets", "all-linear", type=object),
+    "lora_rank": Mapped("train.lora.rank", 0, convert=lambda rank: rank or None),
+    "lora_alpha": Mapped("train.lora.alpha", 16, when=_LORA),
+    "target_modules": Mapped("train.lora.targets", "all-linear", type=object, when=_LORA, convert=_unless_all),
     "exclude_modules": Restricted((None,), "list the adapted modules in target_modules"),
     "target_parameters": Restricted((None,), "list the adapted modules in target_modules"),
     "lora_adapter_path": Restricted((None,), "merge the adapter into the model directory first"),
@@ -240,13 +271,28 @@ CRITIC_MODEL: dict[str, Entry] = {
     **ignored("the critic is trained without LoRA", "lora_alpha target_modules exclude_modules"),
 }
 
+
+def at_least_0(number: int) -> int:
+    """Returns 0 for a negative number, which verl's keys take for a disabled feature."""
+    return max(0, number)
+
+
 VAL: dict[str, Entry] = {
     "temperature": Mapped("evaluation.sampling.temperature", 0.0),
     "top_p": Mapped("evaluation.sampling.top_p", 1.0),
-    "top_k": Mapped("evaluation.sampling.top_k", -1),
+    "top_k": Mapped("evaluation.sampling.top_k", -1, convert=at_least_0),
     "n": Mapped("evaluation.samples", 1),
-    "do_sample": Mapped("false: evaluation.sampling.temperature 0", False),
+    "do_sample": Mapped("false: evaluation.sampling.temperature is 0", False),
 }
+
+VLLM = {"engine": "vllm"}
+VLLM_ON_GPU = {"engine": "vllm", "device": "cuda"}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
+
 
 ROLLOUT: dict[str, Entry] = {
     "name": Restricted(
@@ -256,13 +302,15 @@ ROLLOUT: dict[str, Entry] = {
     "n": Mapped("schedule.group_size", 1),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
     "top_p": Mapped("engine.sampling.top_p", 1.0),
-    "top_k": Mapped("engine.sampling.top_k", -1),
+    "top_k": Mapped("engine.sampling.top_k", -1, convert=at_least_0),
     "do_sample": Restricted((None, True), "greedy rollouts give equal completions: leave it out"),
     "prompt_length": Moved("data.max_prompt_length"),
     "response_length": Moved("data.max_response_length"),
-    "max_model_len": Mapped("engine.max_context; at most data.max_prompt_length + data.max_response_length", type=int),
+    "max_model_len": Mapped(
+        "the field max_context of engine; at most data.max_prompt_length + data.max_response_length", type=int
+    ),
     "max_num_seqs": Mapped("engine.max_rows", type=int),
-    "dtype": Mapped("engine.dtype"),
+    "dtype": Mapped("engine.dtype", convert=dtype_of),
     "seed": Ignored("run.seed seeds everything"),
     "ignore_eos": Restricted(OFF, "leave it out"),
     "over_sample_rate": Restricted((None, 0), "use schedule.over_rollout in a RunConfig"),
@@ -302,20 +350,20 @@ ROLLOUT: dict[str, Entry] = {
     ),
     "skip_rollout": Restricted(OFF, "use buffer.kind recorded in a RunConfig"),
     "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
-    "gpu_memory_utilization": Mapped("engine.gpu_memory_utilization, with vLLM on a GPU", 0.5),
-    "enforce_eager": Mapped("engine.enforce_eager, with vLLM on a GPU", type=bool),
-    "max_num_batched_tokens": Mapped("engine.prefill_tokens, with vLLM on a GPU", type=int),
-    "enable_chunked_prefill": Mapped("engine.options.enable_chunked_prefill, with vLLM on a GPU", type=bool),
-    "enable_prefix_caching": Mapped("engine.options.enable_prefix_caching, with vLLM", type=bool),
-    "scheduling_policy": Mapped("engine.options.scheduling_policy, with vLLM", type=str),
-    "engine_kwargs.vllm": Mapped("engine.options, with vLLM", type=dict),
+    "gpu_memory_utilization": Mapped("engine.gpu_memory_utilization", 0.5, when=VLLM_ON_GPU),
+    "enforce_eager": Mapped("engine.enforce_eager", False, when=VLLM_ON_GPU),
+    "max_num_batched_tokens": Mapped("engine.prefill_tokens", type=int, when=VLLM_ON_GPU),
+    "enable_chunked_prefill": Mapped("engine.options.enable_chunked_prefill", type=bool, when=VLLM_ON_GPU),
+    "enable_prefix_caching": Mapped("engine.options.enable_prefix_caching", type=bool, when=VLLM),
+    "scheduling_policy": Mapped("engine.options.scheduling_policy", type=str, when=VLLM),
     "engine_kwargs": Ignored("arguments of an engine that is not used"),
     "enable_rollout_routing_replay": Ignored("actor.router_replay.mode R3 records experts and replays them"),
     "logprobs_mode": Ignored("log-probabilities are those of the distribution that was sampled from"),
-    "free_cache_engine": Mapped("engine.sleep_level: 2, with vLLM on a GPU; false: 0", True),
-    "enable_sleep_mode": Mapped("false: engine.sleep_level 0, with vLLM on a GPU", True),
-    "limit_images": Mapped("engine.options.limit_mm_per_prompt, with vLLM", type=int),
-    "cudagraph_capture_sizes": Mapped("engine.options.cudagraph_capture_sizes, with vLLM on a GPU", type=list),
+    "free_cache_engine": Mapped("2 as engine.sleep_level with vLLM on a GPU; false: 0", True),
+    "enable_sleep_mode": Mapped("false: 0 as engine.sleep_level with vLLM on a GPU", True),
+    "limit_images": Mapped("engine.options.limit_mm_per_prompt.image", type=int, when=VLLM),
+    "cudagraph_capture_sizes": Mapped("engine.options.cudagraph_capture_sizes", type=list, when=VLLM_ON_GPU),
+    "engine_kwargs.vllm": Mapped("engine.options", type=dict, when=VLLM, convert=_given),
     **dict.fromkeys(
         ("use_fire_sampling", "quantization_config_file", "mtp"),
         Restricted((None,), "it would change the rollouts, and is not supported: leave it out"),

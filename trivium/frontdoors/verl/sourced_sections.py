@@ -10,7 +10,7 @@ from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import read_files
 from trivium.frontdoors.verl.group_filter import OF_REWARD
-from trivium.frontdoors.verl.keys_of_models import DTYPES
+from trivium.frontdoors.verl.keys_of_models import dtype_of
 from trivium.frontdoors.verl.keys_of_rewards import REWARD_MODEL_TYPES
 from trivium.frontdoors.verl.reward_loading import reward_kwargs_of
 
@@ -69,8 +69,7 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
 
 def reward_model_dtype(verl: Settings) -> str:
     """Returns the dtype that the config sets for its reward model; empty if unset."""
-    dtype = str(verl.first(*(f"reward_model.{key}" for key in REWARD_MODEL_TYPES)) or "")
-    return DTYPES.get(dtype, dtype)
+    return dtype_of(verl.first(*(f"reward_model.{key}" for key in REWARD_MODEL_TYPES)) or "")
 
 
 def shaping_of(verl: Settings) -> list[dict[str, Any]]:

@@ -6,19 +6,18 @@ One error lists all keys that cannot be translated, before anything is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from trivium.config import config_from_mapping
+from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Translation, refuse
-from trivium.frontdoors.verl.algorithm_section import algorithm_of
+from trivium.frontdoors.verl.algorithm_section import algorithm_of, names_of
 from trivium.frontdoors.verl.config_table import TABLE
-from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts, max_grad_norm, sequence_parallel
-from trivium.frontdoors.verl.keys_of_models import DTYPES
+from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.frontdoors.verl.sourced_sections import (
     listed,
@@ -131,30 +130,34 @@ def translated(verl: Settings, *, rows: int, has_validation: bool, device: str) 
     """
     problems: list[Problem] = []
     steps = total_steps(verl, rows)
-    run: dict[str, Any] = {
-        "run": {
-            "dir": run_dir_of(verl),
-            "seed": verl["data.seed"] or 0,
-            "resume": verl["trainer.resume_mode"] != "disable",
+    gae = verl["algorithm.adv_estimator"] == "gae"
+    algorithm = algorithm_of(verl, problems)
+    run = merged(
+        {
+            "run": {"dir": run_dir_of(verl), "seed": 0},
+            "model": {"kind": "hf"},
+            "engine": {"kind": _engine_of(verl), "device": device, "dtype": _default_dtype(device)},
+            "train": {"kind": "torch", "device": device, "dtype": _default_dtype(device)},
+            "checkpoint": {"keep": _KEEP_ALL},
+            "evaluation": {"taskset": "val"},
         },
-        "model": {"kind": "hf", "path": verl["actor_rollout_ref.model.path"]},
-        "engine": _engine(verl, device),
-        "algorithm": algorithm_of(verl, problems),
-        "train": _train(verl, device, steps),
-        "schedule": {
-            "steps": steps,
-            "groups_per_step": verl["data.train_batch_size"],
-            "group_size": verl[f"{ROLLOUT}.n"],
-            "shuffle": bool(verl["data.shuffle"]),
-        },
-        "checkpoint": _checkpoint(verl),
-        "monitors": _monitors(verl),
-    }
+        verl.mapped(device=device, engine=_engine_of(verl), **names_of(verl)),
+    )
+    run["engine"] |= _engine(verl, run["engine"])
+    run["train"]["optimizer"]["warmup_steps"] = _warmup(verl, f"{ACTOR}.optim", steps)
+    if gae:
+        run["train"]["critic_optimizer"]["warmup_steps"] = _warmup(verl, "critic.optim", steps)
+    if verl[f"{ACTOR}.router_replay.mode"] == "R3":
+        run["train"]["router_replay"] = "rollout"
+    run["schedule"]["steps"] = steps
+    run["monitors"] = _monitors(verl)
     if has_validation:
-        run["evaluation"] = _evaluation(verl)
+        run["evaluation"] |= _evaluation(verl, run["evaluation"])
+    else:
+        del run["evaluation"]
     problems += conflicts(verl, has_validation)
     refuse(problems, "a config whose keys fit together")
-    return run
+    return merged(run, {"algorithm": algorithm})
 
 
 def run_dir_of(verl: Settings) -> str:
@@ -178,36 +181,29 @@ def total_steps(verl: Settings, rows: int) -> int:
     return int(verl["trainer.total_training_steps"] or rows // batch * verl["trainer.total_epochs"])
 
 
-def _engine(verl: Settings, device: str) -> dict[str, Any]:
-    engine: dict[str, Any] = {"kind": "torch", "device": device, "sampling": _sampling(verl, ROLLOUT)}
+def _engine_of(verl: Settings) -> str:
+    """Returns the kind of the rollout engine."""
+    return "vllm" if verl[f"{ROLLOUT}.name"] == "vllm" else "torch"
+
+
+def _engine(verl: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the engine that follow from several keys."""
+    fields: dict[str, Any] = {}
     if verl.has(f"{ROLLOUT}.max_model_len"):
-        engine["max_context"] = min(verl[f"{ROLLOUT}.max_model_len"], _longest(verl))
-    if verl.has(f"{ROLLOUT}.max_num_seqs"):
-        engine["max_rows"] = verl[f"{ROLLOUT}.max_num_seqs"]
-    dtype = verl[f"{ROLLOUT}.dtype"]
-    engine["dtype"] = DTYPES.get(str(dtype), dtype) if dtype else "float32" if device == "cpu" else "bfloat16"
-    return engine | (_vllm(verl, device) if verl[f"{ROLLOUT}.name"] == "vllm" else {})
-
-
-def _vllm(verl: Settings, device: str) -> dict[str, Any]:
-    """Returns the fields that a vLLM section has in addition to the section of the built-in engine."""
-    of_gpus = () if device == "cpu" else ("enable_chunked_prefill", "cudagraph_capture_sizes")
-    names = ("enable_prefix_caching", "scheduling_policy", *of_gpus)
-    options = {name: verl[f"{ROLLOUT}.{name}"] for name in names if verl.has(f"{ROLLOUT}.{name}")}
-    if verl.has(f"{ROLLOUT}.limit_images"):
-        options["limit_mm_per_prompt"] = {"image": verl[f"{ROLLOUT}.limit_images"]}
-    given = verl[f"{ROLLOUT}.engine_kwargs.vllm"] or {}
-    options |= {name: value for name, value in given.items() if value is not None}
+        fields["max_context"] = min(verl[f"{ROLLOUT}.max_model_len"], _longest(verl))
+    if engine["kind"] != "vllm":
+        return fields
+    fields["options"] = {**engine.get("options", {})}
     if verl[f"{ACTOR}.router_replay.mode"] == "R3":
-        options["enable_return_routed_experts"] = True
-    fields: dict[str, Any] = {"kind": "vllm", "options": options}
-    if device != "cpu":
-        fields["prefill_tokens"] = verl[f"{ROLLOUT}.max_num_batched_tokens"]
-        fields["gpu_memory_utilization"] = verl[f"{ROLLOUT}.gpu_memory_utilization"]
-        fields["enforce_eager"] = bool(verl[f"{ROLLOUT}.enforce_eager"])
+        fields["options"]["enable_return_routed_experts"] = True
+    if engine["device"] != "cpu":
         sleeps = verl[f"{ROLLOUT}.free_cache_engine"] and verl[f"{ROLLOUT}.enable_sleep_mode"]
         fields["sleep_level"] = 2 if sleeps else 0  # every step sends all weights again
     return fields
+
+
+def _default_dtype(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _longest(verl: Settings) -> int:
@@ -215,36 +211,12 @@ def _longest(verl: Settings) -> int:
     return verl["data.max_prompt_length"] + verl["data.max_response_length"]
 
 
-def _sampling(verl: Settings, where: str) -> dict[str, Any]:
-    return {
-        "max_new_tokens": verl["data.max_response_length"],
-        "temperature": verl[f"{where}.temperature"],
-        "top_p": verl[f"{where}.top_p"],
-        "top_k": max(0, verl[f"{where}.top_k"]),
-    }
-
-
-def _evaluation(verl: Settings) -> dict[str, Any]:
-    where = f"{ROLLOUT}.val_kwargs"
-    sampling, samples = _sampling(verl, where), verl[f"{where}.n"]
-    if not verl[f"{where}.do_sample"]:
-        sampling["temperature"] = 0.0
+def _evaluation(verl: Settings, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the evaluation that follow from several keys."""
+    samples, greedy = evaluation["samples"], not verl[f"{ROLLOUT}.val_kwargs.do_sample"]
     powers = tuple(2**power for power in range(int(math.log2(samples)) + 1))
-    return {
-        "taskset": "val",
-        "every": max(0, verl["trainer.test_freq"]),
-        "samples": samples,
-        "k": tuple(dict.fromkeys((*powers, samples))),
-        "sampling": sampling,
-    }
-
-
-def _checkpoint(verl: Settings) -> dict[str, Any]:
-    keep = verl.first("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep")
-    checkpoint: dict[str, Any] = {"save_every": max(0, verl["trainer.save_freq"]), "keep": keep or _KEEP_ALL}
-    if verl.has("trainer.default_hdfs_dir"):
-        checkpoint["remote"] = verl["trainer.default_hdfs_dir"]
-    return checkpoint
+    sampling = evaluation["sampling"] | ({"temperature": 0.0} if greedy else {})
+    return {"k": tuple(dict.fromkeys((*powers, samples))), "sampling": sampling}
 
 
 def _monitors(verl: Settings) -> list[dict[str, Any]]:
@@ -257,47 +229,7 @@ def _monitors(verl: Settings) -> list[dict[str, Any]]:
     return [{"kind": name, **about.get(name, {})} for name in dict.fromkeys([*names, "jsonl"])]
 
 
-def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
-    fsdp, model = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model"
-    dtype = verl.first(f"{fsdp}.dtype", f"{fsdp}.mixed_precision.param_dtype")
-    dtype = dtype or ("fp32" if device == "cpu" else "bf16")
-    train: dict[str, Any] = {
-        "kind": "torch",
-        "device": device,
-        "dtype": DTYPES.get(str(dtype), dtype),
-        "max_tokens_per_micro_batch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"],
-        "gradient_checkpointing": bool(verl[f"{model}.enable_gradient_checkpointing"]),
-        "max_grad_norm": max_grad_norm(verl),
-        "optimizer": _optimizer(verl, f"{ACTOR}.optim", steps),
-    }
-    if verl["algorithm.adv_estimator"] == "gae":
-        train["critic_optimizer"] = _optimizer(verl, "critic.optim", steps)
-    if (shares := verl[f"{ACTOR}.use_prefix_grouper"]) is not None:
-        train["share_prefix"] = shares
-    if (sequence := sequence_parallel(verl)) != 1:
-        train["sequence_parallel"] = sequence
-    if any(verl[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload", "offload_policy")):
-        train["cpu_offload"] = True
-    if verl[f"{fsdp}.full_determinism"]:
-        train["deterministic_kernels"] = True
-    if verl[f"{fsdp}.fsdp_size"] > 0:
-        train["shard"] = verl[f"{fsdp}.fsdp_size"]
-    if verl[f"{ACTOR}.router_replay.mode"] == "R3":
-        train["router_replay"] = "rollout"
-    if verl[f"{ACTOR}.freeze_vision_tower"]:
-        train["vision_tower"] = "frozen"
-    if verl[f"{model}.lora_rank"]:
-        targets = verl[f"{model}.target_modules"]
-        train["lora"] = {"rank": verl[f"{model}.lora_rank"], "alpha": verl[f"{model}.lora_alpha"]}
-        train["lora"] |= {} if targets == "all-linear" else {"targets": targets}
-    elif (frozen := verl["actor_rollout_ref.ref.fsdp_config.model_dtype"]) not in ("fp32", "float32"):
-        train["frozen_dtype"] = DTYPES.get(frozen, frozen)
-    return train
-
-
-def _optimizer(verl: Settings, where: str, steps: int) -> dict[str, Any]:
-    optimizer = {name: verl[f"{where}.{name}"] for name in ("lr", "betas", "weight_decay", "min_lr_ratio")}
-    optimizer["schedule"] = verl.first(f"{where}.lr_scheduler_type", f"{where}.warmup_style")
+def _warmup(verl: Settings, where: str, steps: int) -> int:
+    """Returns the warm-up of a learning rate, in steps."""
     warmup = verl[f"{where}.lr_warmup_steps"]
-    optimizer["warmup_steps"] = warmup if warmup >= 0 else int(verl[f"{where}.lr_warmup_steps_ratio"] * steps)
-    return optimizer
+    return warmup if warmup >= 0 else int(verl[f"{where}.lr_warmup_steps_ratio"] * steps)
