@@ -56,6 +56,18 @@ def written(answer: Answer, ids: Collection[str], text_of: TextOf, *, reasoning:
     return thought + (write_tool_calls(answer.content, answer.calls) if answer.calls else answer.content)
 
 
+def edit_of(text: str, sent: str, names: Collection[str]) -> str:
+    """What an agent changed in a completion before it sent it back, and the usual cause."""
+    had, has = answer_of(text, names), answer_of(sent, names)
+    if had.reasoning and not has.reasoning and had.content.split() == has.content.split() and had.calls == has.calls:
+        return "its reasoning is gone; agents that strip <think> blocks do this"
+    if text.split() == sent.split():
+        return "its white space is another; agents that strip texts do this"
+    if had.calls and had.calls == has.calls:
+        return "its calls of tools are written in another way; agents that drop the ids of calls do this"
+    return "its text is another; agents that repair, cut or translate completions do this"
+
+
 def completion_id(part: str) -> str:
     """The id of the completion that a part with this id belongs to (`part_id`)."""
     return _PREFIX + part.removeprefix(_PREFIX).rpartition("_")[2].partition("-")[0]

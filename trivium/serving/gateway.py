@@ -7,6 +7,7 @@ the last stage, the gateway can serve the final policy for a while; it records n
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from trivium.types import SERVED, Completion, Failure, Message, Request, StopRea
 
 T = TypeVar("T")
 
+_log = logging.getLogger("trivium")
 _ENCODERS = 2
 """Threads that encode prompts: a long prompt must not block the event loop."""
 _TOKEN_CHARACTERS = 64
@@ -80,6 +82,8 @@ class Gateway:
         self.sessions = self._groups.sessions
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
+        self._num_rewritten = 0
+        """Calls of this stage that rewrote the history of their session."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # ------------------------------------------------------------------ the run's side
@@ -256,6 +260,8 @@ class Gateway:
     async def _generate(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
         earlier = parent.conversation if parent is not None else ()
         new = request.messages[len(earlier) :]
+        if how := session.rewriting(request.messages, len(earlier), request.tools):
+            self._note_rewriting(session, how)
         policy = session.branch(parent, new, request.sampling)
         generating = asyncio.ensure_future(self._limited(policy, (*policy.history, *new)))
         session.generating.add(generating)
@@ -278,6 +284,19 @@ class Gateway:
         node.instructions = request.instructions
         self.sessions.record(node)
         return node
+
+    def _note_rewriting(self, session: Session, how: str) -> None:
+        """Counts a call that rewrites history. The first one of a stage is a warning, others go to log.txt."""
+        session.num_rewritten += 1
+        self._num_rewritten += 1
+        log = _log.warning if self._num_rewritten == 1 else _log.info
+        log(
+            "session %r of task %r rewrites its history, so its tokens are trained on as another sequence: %s "
+            "(workflow/rewritten counts such calls)",
+            session.name,
+            session.task_id,
+            how,
+        )
 
     async def _limited(self, policy: Policy, conversation: Sequence[Message]) -> Turn:
         """One turn, within the limit of concurrent generations."""

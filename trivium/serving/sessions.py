@@ -13,12 +13,14 @@ import hashlib
 import hmac
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trivium.policy import Policy
 from trivium.serving.bodies import RequestError
+from trivium.serving.completion_parts import edit_of
+from trivium.text.tools import TOOLS
 from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
 Conversation = tuple[Message, ...]
@@ -126,6 +128,8 @@ class Session:
     completions: list[CompletionNode] = field(default_factory=list[CompletionNode])
     starts: Counter[str] = field(default_factory=Counter[str])
     """How often a conversation began, by the digest of its messages."""
+    num_rewritten: int = 0
+    """Calls that rewrote the history (`rewriting`)."""
     calls: int = 0
     """Calls in progress."""
     generating: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
@@ -144,6 +148,34 @@ class Session:
         assert start is not None
         return start.branch(f"{name}.{number}", sampling)
 
+    def rewriting(self, conversation: Conversation, known: int, names: Collection[str]) -> str:
+        """How a call rewrites the history of this session, whose first `known` messages it continues. Empty: it does
+        not.
+
+        A call rewrites history if it sends a completion back changed, or unchanged after changed messages. The policy
+        then continues from other tokens than it sampled, which are another sequence to train on.
+        """
+        replies = {
+            at: message for at, message in enumerate(conversation) if at >= known and message.role == "assistant"
+        }
+        if not replies or not self.completions:
+            return ""
+        hidden = int(conversation[0].role == TOOLS)  # agents send tools beside the messages
+        for node in self.completions:
+            *before, own = node.conversation
+            sent = replies.get(len(before))
+            if sent is not None and sent != own and conversation[: len(before)] == tuple(before):
+                edit = edit_of(own.content, sent.content, names)
+                return f"message {len(before) - hidden} is a completion of the policy, and {edit}"
+        sent_back = {message.content for message in replies.values()}
+        if not any(node.conversation[-1].content in sent_back for node in self.completions):
+            return ""  # another conversation, with messages that the policy did not write
+        at = max(_num_equal(conversation, node.conversation) for node in self.completions)
+        return (
+            f"message {at - hidden} ({conversation[at].role}) was another or is gone; agents that summarise, drop turns "
+            "or put the time into a prompt do this"
+        )
+
     def record(self, node: CompletionNode) -> None:
         self.completions.append(node)
         (self.trees if node.parent is None else node.parent.children).append(node)
@@ -155,7 +187,7 @@ class Session:
         """The record: each conversation in one piece, the one with the newest completion last."""
         trees = sorted(self.trees, key=lambda tree: tree.newest)
         turns = tuple(turn for tree in trees for turn in tree.turns())
-        return Trajectory(index, turns, self.rewards, self.failure)
+        return Trajectory(index, turns, self.rewards, self.failure, {"rewritten": float(self.num_rewritten)})
 
     def clear(self) -> None:
         """Frees the completions, once they are recorded or dropped."""
@@ -290,6 +322,12 @@ class SessionStore:
                 del self._by_completion[completion_id]
             if session.label is not None:
                 del self._labelled[session.label]
+
+
+def _num_equal(one: Conversation, other: Conversation) -> int:
+    """The number of equal messages at the beginning of two conversations."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def unknown_error(what: str) -> RequestError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ async def test_stripped_thinking_starts_another_sequence(tmp_path: Path) -> None
         assert [len(turn.prompt_tokens) for turn in group.trajectories[0].turns] == [
             len(request.prompt_tokens) for request, _ in here.engine.given
         ]
+        assert group.trajectories[0].metrics == {"rewritten": 1.0}
 
 
 async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> None:
@@ -150,6 +152,45 @@ async def test_an_unsupported_message_is_refused_in_anthropics_form(tmp_path: Pa
                 assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
                 assert error["error"]["param"] == key
             assert not here.engine.given
+
+
+SYSTEM, ASKED, NEXT = (
+    {"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b"))
+)
+REPLY = {"role": "assistant", "content": THOUGHT}
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([SYSTEM, ASKED, REPLY, NEXT], ""),
+        ([SYSTEM, ASKED], ""),
+        ([SYSTEM, NEXT], ""),
+        ([SYSTEM, NEXT, {"role": "assistant", "content": "an example"}, ASKED], ""),
+        ([SYSTEM, ASKED, {"role": "assistant", "content": CALL}, NEXT], "message 2 .* its reasoning is gone"),
+        ([SYSTEM, ASKED, {"role": "assistant", "content": THOUGHT.replace("\n", " ")}, NEXT], "its white space"),
+        (
+            [SYSTEM, ASKED, {"role": "assistant", "content": THOUGHT.replace(':"', ': "')}, NEXT],
+            "its calls of tools",
+        ),
+        ([SYSTEM, ASKED, {"role": "assistant", "content": "I"}, NEXT], "its text is another"),
+        ([{"role": "system", "content": "at 12:01"}, ASKED, REPLY, NEXT], r"message 0 \(system\)"),
+        ([SYSTEM, REPLY, NEXT], r"message 1 \(assistant\)"),
+    ],
+)
+async def test_rewritten_histories_are_counted_with_their_usual_cause(
+    messages: list[Any], found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here:
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+        for sent in ([SYSTEM, ASKED], messages):
+            await here.chat(*sent, tools=tools, **LABELS)
+        await here.feedback(**LABELS, reward=1)
+        (group,) = await here.take()
+    assert group.trajectories[0].metrics == {"rewritten": float(bool(found))}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(found)
+    assert not found or re.search(found, warnings[0])
 
 
 # --------------------------------------------------------------------------- Responses
