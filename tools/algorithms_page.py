@@ -25,8 +25,8 @@ from trivium.registry import CATALOGUE, resolve
 HEAD = """# Algorithms
 
 Generated from the registry by `make docs`: the formulas below are those of the functions that run. An algorithm is an
-advantage estimator, a policy loss, terms, gates and an aggregation; a preset names them, and a config may say otherwise
-part by part. `trivium explain CONFIG` prints the same with the values of a config.
+advantage estimator, a policy loss, terms, gates and an aggregation. A preset names them, and a config can replace each
+part. `trivium explain CONFIG` prints the same with the values of a config.
 
 In the formulas `A` is the advantage of a token, `R` a trajectory's reward, `r = exp(log_prob - old_log_prob)`,
 `p = exp(log_prob)` the token's probability, `H` the entropy of the distribution it was drawn from, `G` a return or the
@@ -36,22 +36,25 @@ at `r = 1` a loss has the gradient of `-A log_prob`.
 """
 
 KINDS = {
-    "advantages": ("Advantage estimators", "`algorithm.advantage: {kind: NAME, ...}`: what a token was worth."),
+    "advantages": ("Advantage estimators", "`algorithm.advantage: {kind: NAME, ...}`: an advantage for each token."),
     "policy_losses": ("Policy losses", "`algorithm.policy_loss: {kind: NAME, ...}`: the loss of one token."),
     "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
     "corrections": (
         "Off-policy corrections",
         "`algorithm.correction: NAME`, or its keys, or both: keys override those of the name. "
-        f"What `rejection` knows: {', '.join(f'`{option}`' for option in OPTIONS)}, with k1 = -log(trainer / engine), "
+        f"The statistics of `rejection`: {', '.join(f'`{option}`' for option in OPTIONS)}, with k1 = -log(trainer / "
+        f"engine), "
         "k2 = k1^2 / 2 and k3 = exp(-k1) - 1 + k1 of a token, or their sum, mean or maximum over a sequence. The "
-        "narrow bounds of `geo` are made for an engine that computes a little differently; stale groups need wider "
-        "ones.",
+        "narrow bounds of `geo` suit an engine that computes slightly differently; stale groups need wider bounds.",
     ),
     "kl_estimators": ("KL estimators", "`algorithm.kl.estimator: NAME`: from the sampled tokens, in nats."),
     "entropies": ("Entropy terms", "`algorithm.entropy.term: NAME`."),
-    "aggregations": ("Aggregations", "`algorithm.aggregate: NAME`: how the losses of tokens become one number."),
+    "aggregations": ("Aggregations", "`algorithm.aggregate: NAME`: how the losses of tokens are averaged."),
     "filters": ("Filters", "`algorithm.filters: [{kind: NAME, ...}]`: which groups are not trained on."),
-    "shapings": ("Reward shaping", "`algorithm.shaping: [{kind: NAME, ...}]`: what happens to a reward, in order."),
+    "shapings": (
+        "Reward shaping",
+        "`algorithm.shaping: [{kind: NAME, ...}]`: functions that change a reward, applied in order.",
+    ),
     "pair_losses": (
         "Preference losses",
         "`algorithm.pair_loss: {kind: NAME, ...}`: the loss of a pair of completions.",
@@ -69,7 +72,7 @@ def algorithms_page() -> str:
 
 
 def _presets() -> str:
-    rows = ["| name | what it says | paper |", "|---|---|---|"]
+    rows = ["| name | values | paper |", "|---|---|---|"]
     for name in CATALOGUE["algorithms"]:
         preset = resolve("algorithms", name)
         says = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in preset.says.items())

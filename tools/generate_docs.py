@@ -116,7 +116,7 @@ def _plugins(kind: str, base: type[Plugin], prefix: str) -> Iterator[str]:
         yield _table(list(_rows(base, prefix).values()))
         seen = dict.fromkeys(_rows(base, prefix).values(), "")
     if kind == "algorithms":
-        yield "What each preset says, and the functions that a section can name: [algorithms](algorithms.md).\n"
+        yield "[Algorithms](algorithms.md) lists the presets, and the functions that a section can name.\n"
     for names in _alike(kind):
         first, target = names[0], resolve(kind, names[0])
         yield f"**{', '.join(f'`kind: {name}`' for name in names)}** {_about(target)}\n"

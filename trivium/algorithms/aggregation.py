@@ -42,19 +42,19 @@ def token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
 
 @aggregation(formula="mean over sequences of the sum over tokens", source="Ahmadian et al. 2024, section 3.2")
 def seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """Long completions weigh more, token for token as much as short ones."""
+    """Every token of every completion weighs the same, so long completions weigh more."""
     return masked_sum(loss, mask) / counts.sequences
 
 
 @aggregation(formula="mean over sequences of the mean over tokens", source="GRPO, Shao et al. 2024, eq. 3")
 def seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """Every sequence weighs the same, so a token of a long one weighs less."""
+    """Every sequence weighs the same, so a token of a long sequence weighs less."""
     lengths = mask.bool().sum(-1).clamp(min=1)
     return (masked_sum(loss, mask, axis=-1) / lengths).sum() / counts.sequences
 
 
 @aggregation(
-    formula="mean over sequences of the sum over tokens / the limit of one completion",
+    formula="mean over sequences of the sum over tokens / the length limit of a completion",
     source="Dr. GRPO, Liu et al. 2025, section 3.2",
 )
 def seq_mean_token_sum_norm(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:

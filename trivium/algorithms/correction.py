@@ -26,7 +26,7 @@ Bounds = tuple[float, float]
 
 
 class Correction(Plugin):
-    """What is done about tokens that the trainer's weights did not sample."""
+    """The off-policy correction of the loss, for tokens that the trainer's current weights did not sample."""
 
     weights: Literal["none", "token", "sequence"] = "none"
     """Importance weights on the policy loss: the ratio of each token, or the product over the sequence."""
@@ -34,17 +34,19 @@ class Correction(Plugin):
     """Bounds of the ratio: [low, high], or one number for high alone (and its inverse for low where ratios outside are
     masked); null for none."""
     outside: Literal["truncate", "mask", "mask_sequence"] = "truncate"
-    """A ratio outside the bounds: is set to the bound (`truncate`), or weighs nothing and still counts in the mean
-    (`mask`). `mask_sequence` judges a sequence by the geometric mean of its ratios and leaves weights inside alone."""
+    """What happens to a ratio outside the bounds: `truncate` sets it to the bound; `mask` sets its weight to 0, and the
+    token still counts in the mean; `mask_sequence` sets all weights of a sequence to 0 if the geometric mean of its
+    ratios is outside, and changes no other weight."""
     normalise: bool = False
     """Whether to divide the weights by their mean over the batch (over its tokens, or its sequences)."""
     rejection: dict[str, float | tuple[float, float]] = Field(default={})
-    """What leaves the mask, and with it the mean: `{seq_mean_k1: [0.999, 1.001], token_k2: 0.5}`. k1 is bounded by the
-    ratio it stands for (engine / trainer: not that of the weights; one number u means [1/u, u]), k2 and k3 from above
-    in nats. A token must pass every entry."""
+    """Bounds that a token must satisfy to stay in the mask, and so in the mean: `{seq_mean_k1: [0.999, 1.001],
+    token_k2: 0.5}`. The bounds of k1 are ratios engine / trainer (the inverse of the weights' ratio; one number u means
+    [1/u, u]); those of k2 and k3 are upper bounds in nats. A token must satisfy every entry."""
     against: Literal["old", "current"] = "old"
-    """Which trainer log-probabilities are compared with the engine's: as the step began (a pass before the step; the
-    ratio of the policy loss then starts there), or of the current weights at every update."""
+    """The trainer log-probabilities that are compared with the engine's: `old` those at the start of the step (computed
+    in a pass before it; they are then the denominator of the policy loss's ratio too), `current` those of the current
+    weights at every update."""
 
     @property
     def active(self) -> bool:
@@ -201,9 +203,9 @@ _COLLAPSE = "Liu et al. 2025, When Speed Kills Stability"
 _PRODUCT = f"the product of the ratios of a sequence, {_COLLAPSE}"
 _GEO = f"rejection by the geometric mean of the ratios of a sequence, {_COLLAPSE}"
 _ESTIMATE = "rejection by an estimate of the KL, Schulman 2020"
-AUTO = NamedCorrection({}, "none for fresh groups, token weights where groups may be stale")
+AUTO = NamedCorrection({}, "no correction for fresh groups, token weights if groups may be stale")
 NONE = NamedCorrection({}, "nothing is corrected")
-CUSTOM = NamedCorrection({}, "what its keys say")
+CUSTOM = NamedCorrection({}, "only the keys of the section")
 DECOUPLED_TOKEN_IS = NamedCorrection(_TOKEN, _AREAL)
 DECOUPLED_SEQ_IS = NamedCorrection(_SEQUENCE, _PRODUCT)
 DECOUPLED_SEQ_IS_RS = NamedCorrection({**_SEQUENCE, "rejection": {"seq_sum_k1": [0.5, 2.0]}}, _PRODUCT)

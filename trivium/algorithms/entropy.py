@@ -20,13 +20,13 @@ def exact(x: PolicyInputs) -> Tensor:
 
 
 @entropy_term(
-    formula="H, averaged over what the policy sampled; what an expert wrote does not count",
+    formula="H, averaged over the tokens that the policy sampled; an expert's tokens do not count",
     source="the entropy term of mixed imitation and reinforcement (CHORD, Zhang et al. 2025)",
     needs={"entropy"},
     sampled=True,
 )
 def sampled(x: PolicyInputs) -> Tensor:
-    """As `exact`, but an expert's tokens do not ask for more variety."""
+    """As `exact`, without the tokens of an expert."""
     return torch.where(x.expert, 0.0, given_entropy(x))
 
 

@@ -15,7 +15,7 @@ from trivium.algorithms.metadata import FilterMetadata, group_filter
 from trivium.errors import DataError
 from trivium.types import Group, StopReason
 
-Component = Annotated[str, Field(description="which component of the reward it looks at; empty for the total")]
+Component = Annotated[str, Field(description="the component of the reward that is compared; empty for the total")]
 
 
 class Filter(NamedTuple):
@@ -44,12 +44,11 @@ class Filter(NamedTuple):
 def zero_variance(
     group: Group,
     *,
-    tolerance: Annotated[float, Field(ge=0, description="rewards this close to each other count as equal")] = 0.0,
+    tolerance: Annotated[float, Field(ge=0, description="rewards that differ by at most this count as equal")] = 0.0,
     component: Component = "",
 ) -> bool:
-    """Members that all got the same have nothing to tell each other apart by.
-
-    A member that is alone, because the others failed, is no evidence of that: it is kept.
+    """Refuses groups whose members all have the same reward: they have no relative advantage. A group with one member,
+    because the others failed, is kept.
     """
     rewards = group.member_rewards(component)
     return len(rewards) == 1 or max(rewards) - min(rewards) > tolerance
@@ -66,7 +65,8 @@ def low_std(
     threshold: Annotated[float, Field(ge=0, description="largest unbiased standard deviation that is refused")] = 0.0,
     component: Component = "",
 ) -> bool:
-    """Members that hardly differ, whose differences an estimator would blow up. A member that is alone goes too."""
+    """Refuses groups whose members have nearly equal rewards, whose differences a normalising estimator would magnify.
+    A group with one member is refused too."""
     rewards = group.member_rewards(component)
     return len(rewards) > 1 and stdev(rewards) > threshold
 
@@ -79,11 +79,11 @@ def low_std(
 def difficulty(
     group: Group,
     *,
-    low: Annotated[float, Field(description="a group that got no more on average is too hard")] = 0.0,
-    high: Annotated[float, Field(description="a group that got no less on average is too easy")] = 1.0,
+    low: Annotated[float, Field(description="a group with at most this mean reward is too hard")] = 0.0,
+    high: Annotated[float, Field(description="a group with at least this mean reward is too easy")] = 1.0,
     component: Component = "",
 ) -> bool:
-    """Tasks that the policy solves neither always nor never, for rewards between `low` and `high`."""
+    """Keeps tasks that the policy solves sometimes, for rewards between `low` and `high`."""
     return low < fmean(group.member_rewards(component)) < high
 
 
@@ -95,7 +95,10 @@ def difficulty(
 def overlong(
     group: Group,
     *,
-    below: Annotated[float, Field(gt=0, le=1, description="the fraction from which on a group is refused")] = 1.0,
+    below: Annotated[
+        float, Field(gt=0, le=1, description="a group with at least this fraction of truncated members is refused")
+    ] = 1.0,
 ) -> bool:
-    """Where most members hit the length limit, rewards measure the limit rather than the completions."""
+    """Refuses groups of which many members reached the length limit: their rewards measure the limit, not the
+    completions."""
     return fmean(member.stop_reason == StopReason.LENGTH for member in group.alive) < below

@@ -28,7 +28,7 @@ Cap = Annotated[
 
 @kl_estimator(formula="d{cap:, within +-cap}; d = log_prob - ref_log_prob", source=_SCHULMAN, gradient="zero")
 def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
-    """Unbiased; its own gradient has mean zero, so in a loss it teaches nothing."""
+    """Unbiased; its own gradient has mean zero, so it has no effect in a loss."""
     return _capped(x.log_prob - x.columns["ref_log_prob"], cap)
 
 
@@ -39,7 +39,7 @@ def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     mean="biased: what the two disagree on does not cancel",
 )
 def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
-    """How far the two are apart, whichever is larger."""
+    """The absolute difference of the two log-probabilities."""
     return _capped(k1(x).abs(), cap)
 
 
@@ -81,9 +81,8 @@ def corrected_k3(
     *,
     bound: Annotated[float | None, Field(gt=0, description="largest importance ratio; null for none")] = 2.0,
 ) -> Tensor:
-    """`k3` weighted with the ratio of current and old policy, through which its gradient becomes that of the KL.
-
-    Where an off-policy correction weighs the old policy against the engine's, its weights enter as well.
+    """`k3` weighted with the ratio of current and old policy, which makes its gradient that of the KL. If an off-policy
+    correction weights the old policy against the engine's, its weights enter as well.
     """
     ratio = x.log_ratio.exp()
     weights = x.columns.get("rollout_is_weights", torch.ones_like(ratio))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trivium.algorithms.metadata import pair_loss, score_loss
 
-Beta = Annotated[float, Field(gt=0, description="how strongly the policy is held to the reference")]
+Beta = Annotated[float, Field(gt=0, description="how strongly the policy is kept near the reference")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def dpo(
     *,
     beta: Beta = 0.1,
     label_smoothing: Annotated[
-        float, Field(ge=0, lt=0.5, description="how often a preference is taken to be the wrong way round")
+        float, Field(ge=0, lt=0.5, description="probability that a preference is taken to be inverted")
     ] = 0.0,
 ) -> PerPair:
     """Direct preference optimisation: the likelihood of the preferences under the rewards that the policy implies."""
@@ -106,7 +106,8 @@ def dpo(
 
 @pair_loss(formula="(c - d - 1 / (2 beta))^2", source="IPO, Azar et al. 2024, eq. 17 (their tau is beta)")
 def ipo(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
-    """Identity preference optimisation: a gap of 1 / (2 beta) nats is enough, a larger one costs again."""
+    """Identity preference optimisation: the loss is least at a gap of 1 / (2 beta) nats, and a larger gap costs
+    again."""
     return _per_pair((x.chosen_log_ratio - x.rejected_log_ratio - 1 / (2 * beta)) ** 2, x, beta)
 
 
@@ -123,10 +124,9 @@ def kto(
     desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred completions")] = 1.0,
     undesirable_weight: Annotated[float, Field(ge=0, description="weight of the others")] = 1.0,
 ) -> PerPair:
-    """KTO with a cheaper reference point: z0 from the completions of the mini-batch, each with its own prompt.
-
-    That is KL(current, reference) on average only where the policy itself sampled them; on a file's completions it is
-    off by however far training has moved the policy on those. `kto_mismatched` is the paper's. Give `x.kl` for another
+    """KTO with a cheaper reference point: z0 from the completions of the mini-batch, each with its own prompt. Its mean
+    is KL(current, reference) only if the policy itself sampled them; for completions of a file it is off by the
+    distance that training has moved the policy on them. `kto_mismatched` has the paper's estimate. `x.kl` replaces the
     estimate.
     """
     both = torch.cat([x.chosen_log_ratio[x.has_chosen], x.rejected_log_ratio[x.has_rejected]])
@@ -185,7 +185,7 @@ def reference_point(log_ratios: Tensor) -> Tensor:
     source="Bradley and Terry 1952; Ouyang et al. 2022, eq. 1; margin, Llama 2, Touvron et al. 2023, eq. 2",
 )
 def sigmoid(
-    x: ScoreInputs, *, margin: Annotated[float, Field(ge=0, description="by how much the preferred one must win")] = 0.0
+    x: ScoreInputs, *, margin: Annotated[float, Field(ge=0, description="the required difference of the scores")] = 0.0
 ) -> Tensor:
     """The likelihood of the preferences under the scores."""
     return -F.logsigmoid(x.chosen - x.rejected - margin)
@@ -198,7 +198,8 @@ def logexp(x: ScoreInputs) -> Tensor:
 
 
 @score_loss(
-    formula="-log of the preferred one's share in softmax(scale [s_chosen, s_rejected]){learned:, scale learned}",
+    formula="-log of the preferred completion's share in softmax(scale [s_chosen, s_rejected]){learned:, scale "
+    "learned}",
     source="HPS v2, Wu et al. 2023; the learned scale is that of CLIP, Radford et al. 2021, section 2.5",
     learned_scale=True,
 )
@@ -207,7 +208,7 @@ def hps(
     *,
     scale: Annotated[float, Field(gt=0, le=100, description="factor of the scores, or its initial value")] = 1.0,
     learned: Annotated[
-        bool, Field(description="whether the model learns the factor, which its scores then have")
+        bool, Field(description="whether the model learns the factor, which its scores then include")
     ] = False,
 ) -> Tensor:
     """Cross-entropy of choosing the preferred completion."""

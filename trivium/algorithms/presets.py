@@ -122,7 +122,8 @@ PRIME = GRPO.replace(
 )
 
 DECOUPLED_PPO = GRPO.replace(
-    "AReaL, Fu et al. 2025: the ratio against the weights before the step, weighted by theirs against the engine's",
+    "AReaL, Fu et al. 2025: the ratio against the weights before the step, times their truncated ratio against the "
+    "engine's",
     correction={"kind": "decoupled_token_is"},
 )
 

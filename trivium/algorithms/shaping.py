@@ -114,9 +114,12 @@ def _longest(x: ShapingInputs, limit: int | None) -> int:
 def overlong_penalty(
     x: ShapingInputs,
     *,
-    factor: Annotated[float, Field(gt=0, description="what a completion of full length loses; none loses more")] = 1.0,
+    factor: Annotated[
+        float, Field(gt=0, description="the loss of a completion of full length, which is the largest loss")
+    ] = 1.0,
     buffer: Annotated[
-        float, Field(gt=0, le=1, description="the last part of the limit, over which the loss grows from nothing")
+        float,
+        Field(gt=0, le=1, description="the last fraction of the limit, over which the loss grows linearly from 0"),
     ] = 0.2,
     limit: Limit = None,
 ) -> Tensor:
@@ -140,11 +143,9 @@ def overlong_fraction(length: Tensor, max_length: int, buffer: int) -> Tensor:
 def truncation_penalty(
     x: ShapingInputs,
     *,
-    coef: Annotated[
-        float, Field(le=1, description="what is left of the reward, as a factor; below 0, the reward itself")
-    ] = 0.0,
+    coef: Annotated[float, Field(le=1, description="factor of the reward; a value below 0 replaces the reward")] = 0.0,
 ) -> Tensor:
-    """Completions that a length limit cut earn less than those that came to an end."""
+    """Truncated completions earn less than finished ones."""
     return torch.where(x.truncated, coef * x.reward if coef >= 0 else torch.full_like(x.reward, coef), x.reward)
 
 
@@ -155,7 +156,7 @@ def truncation_penalty(
 def length_penalty(
     x: ShapingInputs,
     *,
-    coef: Annotated[float, Field(gt=0, description="what a completion of full length loses")] = 0.1,
+    coef: Annotated[float, Field(gt=0, description="the loss of a completion of full length")] = 0.1,
     limit: Limit = None,
 ) -> Tensor:
     """Every token costs the same."""
@@ -169,14 +170,11 @@ def length_penalty(
 def relative_length(
     x: ShapingInputs,
     *,
-    coef: Annotated[
-        float, Field(gt=0, description="the most that length can cost; half of it is the most it can earn")
-    ] = 0.2,
-    threshold: Annotated[float, Field(description="a reward of at least this counts as right")] = 1.0,
+    coef: Annotated[float, Field(gt=0, description="twice the largest change of a reward by length")] = 0.2,
+    threshold: Annotated[float, Field(description="a reward of at least this counts as correct")] = 1.0,
 ) -> Tensor:
-    """Among right completions of a group short ones gain and long ones lose; wrong ones can only lose.
-
-    Nothing changes in a group whose members are all equally long.
+    """Among the correct completions of a group, short ones gain and long ones lose; wrong ones can only lose. A group
+    whose members are all equally long is not changed.
     """
     ids, inverse, _ = distinct(x.group)
     length = x.length.double()
@@ -194,7 +192,7 @@ def clip(
     low: Annotated[float, Field(le=0, description="no reward is lower")] = -10.0,
     high: Annotated[float, Field(ge=0, description="no reward is higher")] = 10.0,
 ) -> Tensor:
-    """Rewards within bounds, against a reward model's outliers."""
+    """Clips rewards to bounds, against outliers of a reward model."""
     return x.reward.clamp(low, high)
 
 
@@ -203,9 +201,9 @@ def scale_shift(
     x: ShapingInputs,
     *,
     scale: Annotated[float, Field(description="factor")] = 1.0,
-    shift: Annotated[float, Field(description="added after it")] = 0.0,
+    shift: Annotated[float, Field(description="added after scaling")] = 0.0,
 ) -> Tensor:
-    """Other units: from {0, 1} to {-1, 1} with scale 2 and shift -1."""
+    """Changes the units: from {0, 1} to {-1, 1} with scale 2 and shift -1."""
     return scale * x.reward + shift
 
 
@@ -220,7 +218,7 @@ def group_normalise(
     norm_by_std: Annotated[bool, Field(description="whether to divide by the group's standard deviation")] = True,
     epsilon: Annotated[float, Field(gt=0, description="added to the standard deviation")] = 1e-6,
 ) -> Tensor:
-    """Rewards relative to their group, for estimators that compare no members; a group of one keeps its reward."""
+    """Rewards relative to their group, for estimators that do not compare members; a group of one keeps its reward."""
     stats = group_statistics(x.reward, x.group)
     normalised = stats.centred / (stats.std + epsilon) if norm_by_std else stats.centred
     return torch.where(stats.count == 1, x.reward, normalised)
@@ -234,12 +232,12 @@ def group_normalise(
 def running_normalise(
     x: ShapingInputs,
     *,
-    minus_mean: Annotated[bool, Field(description="whether the mean is taken off as well")] = False,
+    minus_mean: Annotated[bool, Field(description="whether to subtract the mean as well")] = False,
     min_std: Annotated[
-        float, Field(gt=0, description="a smaller standard deviation is no spread: it divides nothing")
+        float, Field(gt=0, description="rewards are not divided by a smaller standard deviation")
     ] = 1e-6,
 ) -> Tensor:
-    """Rewards in units of the spread of all that were ever trained on; the moments survive a resume."""
+    """Rewards in units of the standard deviation of all rewards trained on so far. A resumed run keeps the moments."""
     moments = x.moments
     if moments is None:
         raise DataError("running_normalise", "no moments", "call it through an algorithm's `shaping`")

@@ -31,9 +31,9 @@ _PAPER = "Wang et al. 2026 (arXiv 2602.03392), On the Entropy Dynamics in Reinfo
 def sequence_drift(
     x: PolicyInputs,
     *,
-    delta: Annotated[float, Field(ge=0, description="how far a completion may have drifted, in nats per token")] = 0.1,
+    delta: Annotated[float, Field(ge=0, description="largest drift of a completion, in nats per token")] = 0.1,
 ) -> Tensor:
-    """Completions that went badly and that the policy has moved away from teach nothing any more."""
+    """Masks completions with a negative advantage that the policy has already moved away from."""
     drifted = row_mean(-x.log_ratio, x.response_mask) > delta
     return _one_unless((x.advantages < 0) & drifted, x)
 
@@ -48,17 +48,18 @@ def probability_difference(
     x: PolicyInputs,
     *,
     limit: Annotated[
-        float, Field(gt=0, le=1, description="how far a token's probability may move the way its advantage points")
+        float, Field(gt=0, le=1, description="how far a token's probability may move in the direction of its advantage")
     ] = 0.2,
 ) -> Tensor:
-    """A trust region on the probability itself: the ratio of a rare token may move far, that of a likely one not."""
+    """A trust region on the probability itself: the ratio of a rare token may move far, the ratio of a likely token may
+    not."""
     moved = x.log_prob.exp() - x.old_log_prob.exp()
     return _one_unless(torch.where(x.advantages > 0, moved > limit, moved < -limit), x)
 
 
 @gate(
     formula="1 where H is among the highest fraction of the {per=batch:mini-batch}{per=sequence:row}, else 0",
-    source="Beyond the 80/20 rule, Wang et al. 2025, section 5; per sequence, as LightRFT 0.1 does",
+    source="Beyond the 80/20 rule, Wang et al. 2025, section 5; per sequence as in LightRFT 0.1",
     needs={"entropy"},
     scope="batch",
 )
@@ -67,13 +68,13 @@ def top_entropy(
     *,
     fraction: Annotated[float, Field(gt=0, le=1, description="share of the tokens that count")] = 0.2,
     per: Annotated[
-        Literal["batch", "sequence"], Field(description="whether tokens compete with all others or with their row's")
+        Literal["batch", "sequence"],
+        Field(description="whether tokens are compared with those of the mini-batch or of their row"),
     ] = "batch",
 ) -> Tensor:
-    """Only the tokens at which the policy was least certain.
-
-    At least one token of a mini-batch (of a row) counts, and of equal ones all do. In a mini-batch the limit is the
-    1 - fraction quantile of the entropies; in a row, fraction times its tokens are counted, rounded down.
+    """Keeps only the tokens with the highest entropy. At least one token of a mini-batch (of a row) is kept, and ties
+    are kept too. In a mini-batch the limit is the 1 - fraction quantile of the entropies; in a row, fraction times its
+    number of tokens is kept, rounded down.
     """
     compared = x.response_mask & ~x.expert
     given = given_entropy(x).masked_fill(~compared, -torch.inf)
@@ -111,10 +112,15 @@ def clip_v(
     mu: Annotated[float, Field(gt=0, description="standard deviations below what the policy expects")] = 8.5,
     max_fraction: Annotated[
         float,
-        Field(gt=0, le=1, description="largest part of the tokens to get weight 0, the worst first; at least one"),
+        Field(
+            gt=0,
+            le=1,
+            description="largest fraction of the tokens that get weight 0, lowest discriminant first; "
+            "at least one token",
+        ),
     ] = 1e-4,
 ) -> Tensor:
-    """Masks tokens whose discriminant is far below its expectation under the policy at that place."""
+    """Masks tokens whose discriminant is far below its expectation under the policy at that position."""
     sampled = x.response_mask & ~x.expert
     excess, _, std = _measured(x.columns["mean_discriminant"] - discriminant(x), sampled)
     masked = sampled & (x.advantages <= 0) & (excess > mu * std)

@@ -21,7 +21,7 @@ _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 
 
 class FileBuffer(ReadOnlyBuffer):
-    """Yields the completions in the rows, in schedule order. Nothing is leased or put.
+    """Yields the completions of the rows in schedule order. No explorer fills it.
 
     With `schedule.group_size` 1 a row has an expert's completion. With 2 it has a pair: the preferred completion is the
     group's member 0 (reward 1), the other one its member 1 (reward 0).
@@ -35,7 +35,7 @@ class FileBuffer(ReadOnlyBuffer):
         """The column of the preferred completion of a pair (`schedule.group_size` 2): text, or a conversation that
         continues the prompt, or repeats it, and ends with the completion."""
         rejected: str = "rejected"
-        """The column of the other one."""
+        """The column of the rejected completion."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)

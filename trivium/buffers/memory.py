@@ -24,7 +24,7 @@ from trivium.types import Group, Lease
 
 
 class MemoryBuffer(SlotBuffer):
-    """Slots and groups in memory, every group in the journal first."""
+    """Keeps slots and groups in memory. Each group is journaled first."""
 
     class Config(BufferConfig):
         kind: str = "memory"

@@ -28,7 +28,7 @@ class RewardFilter:
         threshold: float = 0.0
         """Members or groups with a smaller reward are removed."""
         of: Literal["members", "groups"] = "members"
-        """Which reward is compared: of each member, or the mean over a group."""
+        """The reward that is compared: of each member, or the mean over a group."""
         component: str = ""
         """The component of the reward that is compared; empty for the total."""
 
@@ -58,7 +58,7 @@ class RewardStdFilter:
     class Config(Plugin):
         kind: str = "reward_std_filter"
         threshold: float = Field(default=0.0, ge=0)
-        """The largest standard deviation (of the members, not an estimate) that is dropped."""
+        """A group with at most this population standard deviation is dropped."""
         component: str = ""
         """The component of the reward that is compared; empty for the total."""
 
@@ -94,7 +94,7 @@ class RewardShaping:
         missing: Literal["error", "skip"] = "error"
         """What happens to a member without the metric: `error` ends the run, `skip` leaves it as it is."""
         name: str = ""
-        """The name of the component that `add` and `sub` add; empty for the metric's."""
+        """The name of the component that `add` and `sub` add; empty: the name of the metric."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -138,7 +138,7 @@ class RewardShaping:
 
 
 class Dedup:
-    """Of members with equal tokens only the first counts.
+    """Keeps the first of several members with equal tokens.
 
     With `drop` the others leave the group, and its statistics are those of the members it has; with `fail` they stay
     as failed.
@@ -149,7 +149,7 @@ class Dedup:
     class Config(Plugin):
         kind: str = "dedup"
         others: Literal["drop", "fail"] = "drop"
-        """For the others: `drop` removes them from the group, `fail` records them as failed."""
+        """What happens to the other members: `drop` removes them from the group, `fail` records them as failed."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -191,10 +191,10 @@ class GroupMetrics:
             "reward_std",
             "distinct",
         )
-        """Which: the fraction of right members, whether any is right, the standard deviation of their rewards, the
-        fraction of distinct completions."""
+        """The numbers: the fraction of correct members (`pass_rate`), whether any is correct (`any_right`), the
+        standard deviation of their rewards, the fraction of distinct completions."""
         threshold: float = 1.0
-        """The total reward from which a member counts as right."""
+        """A member with at least this total reward counts as correct."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -33,7 +33,7 @@ class _Place:
 
 
 class RecordedBuffer(ReadOnlyBuffer):
-    """Yields recorded groups in slot order, exactly as they were: tokens, log-probabilities, versions, rewards,
+    """Yields recorded groups in slot order, exactly as recorded: tokens, log-probabilities, versions, rewards,
     failures. They count as rollouts of this run.
 
     Dropped groups are skipped, and the last attempt at a slot counts. Several recordings follow one another: slots are
@@ -46,8 +46,8 @@ class RecordedBuffer(ReadOnlyBuffer):
     class Config(BufferConfig):
         kind: str = "recorded"
         path: Annotated[tuple[ConfigPath, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-        """What to train on, one after the other: journal files, directories of them (`rollouts/stage-0` of a run), or
-        the `rollouts` directory of a run, whose stages follow one another."""
+        """The recordings to train on, in this order: journal files, directories of them (`rollouts/stage-0` of a run),
+        or the `rollouts` directory of a run, whose stages follow one another."""
 
     def __init__(
         self,

@@ -49,7 +49,8 @@ class Replay(DefaultStrategy):
         max_age: int = Field(default=4, ge=1)
         """How many versions old a replayed group may be, in place of `schedule.max_staleness`."""
         capacity: int = Field(default=1024, ge=1)
-        """Groups kept for replay; beyond it those of lowest priority are removed, of equals the oldest in the store."""
+        """Groups kept for replay. If there are more, those of lowest priority are removed, among equal ones the oldest
+        in the store."""
         cooldown: int = Field(default=1, ge=1)
         """Train steps from one use of a group to the next; 1 allows consecutive steps."""
         priority: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"

@@ -47,7 +47,7 @@ class DefaultStrategy:
 
 
 class StalenessControl(DefaultStrategy):
-    """Groups of at most `max_staleness`, where the schedule lets explorers run further ahead.
+    """Only groups of at most `max_staleness`. The schedule may let explorers run further ahead.
 
     Older ones are left out and counted, and other groups are generated in their place.
     """

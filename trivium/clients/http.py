@@ -94,19 +94,19 @@ class EndpointConfig(Plugin):
     """The fields of every section that calls a service over HTTP."""
 
     urls: Annotated[tuple[Url, ...], BeforeValidator(_one_or_many)] = free(min_length=1)
-    """One URL or several of equal services. Each request goes to the least busy one; one that fails is avoided for a
-    while."""
+    """One URL, or several of equivalent services. Each request goes to the least busy one; a service that fails is
+    avoided for a while."""
     token_variable: str | None = free(None)
     """Environment variable with the token that is sent as `Authorization: Bearer ...`."""
     token_file: ConfigPath | None = free(None)
-    """File with that token, read for every request, so that it may be renewed while the run goes on."""
+    """File with that token. It is read for every request, so the token can be renewed during the run."""
     attempt_s: float = free(60.0, gt=0)
     """Longest time of one attempt, in seconds, however slowly the response arrives."""
     total_s: float = free(300.0, gt=0)
     """Longest time of all attempts of one request and the pauses between them, in seconds."""
     max_attempts: int = free(5, ge=1)
-    """Attempts of one request that the service may fail: time-outs, 429 and 5xx are tried again, with growing pauses.
-    While it cannot be reached, or says when to try again (Retry-After), attempts go on until `total_s`."""
+    """Largest number of failed attempts per request: time-outs, 429 and 5xx are retried, with growing pauses. If the
+    service cannot be reached, or sends Retry-After, attempts continue until `total_s`."""
     max_concurrent: int = free(8, ge=1)
     """Requests that may be in progress at the same time."""
     max_response_bytes: int = free(2**24, ge=1024)

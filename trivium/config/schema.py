@@ -125,7 +125,7 @@ WITH_FIXED_VERSIONS = "in a deterministic run that is ahead of its trainer"
 
 
 class RunSection(Config):
-    """Which run this is."""
+    """Identity, directory and mode of the run."""
 
     dir: str = free("runs/run")
     """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
@@ -134,21 +134,21 @@ class RunSection(Config):
     name: str = free("")
     """The run's name in a buffer that separate commands share; empty means the last part of `run.dir`."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
-    """`both` explores and trains; `explore` and `train` do one of the two, in as many shells or machines as you like,
-    over a buffer and a channel that they share; `serve` offers the policy to agents instead of exploring, and trains
-    too unless the buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
+    """`both` explores and trains; `explore` and `train` do one of the two, in any number of shells or machines that
+    share a buffer and a channel; `serve` offers the policy to agents instead of exploring, and trains too unless the
+    buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
     explorer: str = free("", pattern=r"^[\w.-]*$")
     """Name of the explorer that this command starts; empty generates a unique one."""
     enable_preview: bool | None = free(None)
     """Whether monitors get a table of rollouts (best, worst and a failed one of each step) whenever weights are
-    published; unset: where a monitor keeps tables and files (`wandb`, `mlflow`)."""
+    published; unset: only if a monitor keeps tables and files (`wandb`, `mlflow`)."""
     keep: Literal["rollouts", "tokens"] = free("rollouts")
-    """What the run directory keeps of each step: the rollouts, or with `tokens` also what the step computed for each
-    of their tokens (advantages, log-probabilities of trainer and reference, ...), which `trivium rollouts` shows."""
+    """What the run directory keeps of each step: the rollouts; with `tokens` also the values that the step computed for
+    each token (advantages, log-probabilities of trainer and reference, ...). `trivium rollouts` shows them."""
     resume: bool = free(True)
-    """Whether to continue a run that the directory holds; false: refuse such a directory."""
+    """Continues the run that the directory holds. If false, such a directory is refused."""
     change: bool = free(False)
-    """Whether it may be continued with other values of the fields marked `change`, which is recorded (`--change`)."""
+    """Allows a resumed run to change the fields marked `change` (`--change`). Each change is recorded."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         if self.keep == "tokens" and capabilities_of(resolve("buffers", run.buffer.kind)).shared:
@@ -184,11 +184,11 @@ class WorkflowConfig(Plugin):
     max_concurrent: int = free(4096, ge=1)
     """Trajectories in flight at once."""
     max_retries: int = Field(default=0, ge=0)
-    """How often a rollout that its workflow failed is repeated, from its first turn and with the same randomness,
-    within the same deadline."""
+    """How often a rollout is repeated after its workflow failed: from its first turn, with the same randomness, within
+    the same deadline."""
     min_members: int = Field(default=1, ge=1)
-    """A group with fewer successful trajectories is dropped and replaced by another. 1 drops none: a group that failed
-    as a whole reaches the trainer, which counts it and leaves it out."""
+    """A group with fewer successful trajectories is dropped and replaced by another. With 1 no group is dropped: a
+    group without a successful trajectory reaches the trainer, which counts it and leaves it out."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
     """Largest image of a prompt, width times height: a file of a few kilobytes can hold billions of pixels. A rollout
     whose prompt has a larger one fails."""
@@ -202,8 +202,8 @@ class RewardConfig(Plugin):
     name: str = ""
     """Name in metrics; empty means the kind's last part."""
     workers: int = free(0, ge=0)
-    """Processes that compute it; 0: threads of the explorer. A process whose reward hangs or holds the interpreter is
-    killed at the deadline of the rollout."""
+    """Processes that compute this reward; 0 computes it in threads of the explorer. A process whose reward hangs or
+    holds the interpreter is killed at the deadline of the rollout."""
 
     @property
     def label(self) -> str:
@@ -285,7 +285,7 @@ class BufferConfig(Plugin):
     """The experience pipeline: operators that are applied in order to each finished group before it is stored. Names,
     or functions of yours."""
     max_dropped_in_a_row: int = free(1000, ge=1)
-    """The run ends when the operators dropped so many groups of one explorer, one after the other."""
+    """The run ends when the operators dropped this number of consecutive groups of one explorer."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from self.strategy.problems(run, f"{where}.strategy")

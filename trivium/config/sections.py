@@ -46,8 +46,8 @@ class SamplingConfig(BaseConfig):
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0 keeps all. Recorded as with `top_p`."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all. It acts before
-    `top_k` and `top_p`. Recorded as with `top_p`."""
+    """Keep the tokens whose probability is at least this fraction of the most probable token's; 0 keeps all. It acts
+    before `top_k` and `top_p`. Recorded as with `top_p`."""
     min_new_tokens: int = Field(default=0, ge=0)
     """End of sequence is impossible before this many tokens. Recorded as with `top_p`."""
     stop: tuple[str, ...] = ()
@@ -69,10 +69,10 @@ class CurriculumConfig(BaseConfig):
     column: str
     """The column with the difficulty of a task: a number, higher is harder."""
     easy_first: bool = True
-    """Whether an epoch begins with the easy ones; else with the hard ones."""
+    """Whether an epoch begins with the easy tasks; else with the hard ones."""
     spread: float = Field(default=0.2, ge=0)
-    """Noise on the order, as a fraction of the taskset: 0 is strictly by difficulty (equals at random), 10 is nearly a
-    shuffle."""
+    """Noise on the order, as a fraction of the taskset: 0 is strictly by difficulty (ties in random order), 10 is
+    nearly a shuffle."""
 
 
 class ThresholdConfig(BaseConfig):
@@ -82,9 +82,9 @@ class ThresholdConfig(BaseConfig):
     """A metric of every train step that does not depend on the machine, or of the evaluations after train steps
     (`evaluation.every`)."""
     below: float | None = None
-    """The stage ends with the first step that reports less."""
+    """The stage ends with the first step that reports a smaller value."""
     above: float | None = None
-    """The stage ends with the first step that reports more."""
+    """The stage ends with the first step that reports a larger value."""
 
 
 class ScheduleSection(BaseConfig):
@@ -93,8 +93,7 @@ class ScheduleSection(BaseConfig):
     steps: int = free(100, ge=1)
     """Train steps of this stage."""
     until: ThresholdConfig | None = None
-    """Ends the stage before its last step where a metric of a train step, or of an evaluation after one, crosses a
-    threshold."""
+    """Ends the stage early when a metric of a train step, or of an evaluation after it, crosses a threshold."""
     groups_per_step: int = Field(default=32, ge=1)
     """Groups that one train step consumes."""
     group_size: int = Field(default=8, ge=1)
@@ -105,7 +104,7 @@ class ScheduleSection(BaseConfig):
     deterministic: bool = False
     """Makes an asynchronous run a function of its seeds: which version samples a group no longer depends on timing."""
     shuffle: bool = True
-    """Whether each epoch visits the tasks in its own order."""
+    """Whether each epoch has its own random order of tasks."""
     curriculum: CurriculumConfig | None = None
     """Orders each epoch by difficulty."""
     max_attempts: int = Field(default=3, ge=1)
@@ -123,9 +122,10 @@ class SyncSection(BaseConfig):
     """`memory` (one process, or Ray's object store), `checkpoint` (files in a directory that both sides see), `nccl`
     (a broadcast: nccl between GPUs, gloo between CPUs); further channels by name or path."""
     style: SyncStyle = SyncStyle.FIXED
-    """Who decides when: `fixed` publishes every `interval` steps; `dynamic_by_trainer` asks the explorers after so many
-    steps; `dynamic_by_explorer` publishes when an explorer asks, after so many steps' worth of groups. An explorer
-    without a free slot is served after `interval` steps, or as soon as the trainer waits for groups."""
+    """Who decides when: `fixed` publishes every `interval` steps; `dynamic_by_trainer` asks the explorers every
+    `interval` steps; `dynamic_by_explorer` publishes when an explorer asks, after every `interval` steps' worth of
+    groups. An explorer without a free slot is served after `interval` steps, or as soon as the trainer waits for
+    groups."""
     interval: int = Field(default=1, ge=1)
     """Train steps between two publications; with `dynamic_by_explorer`, steps' worth of groups between two requests."""
     offset: int | None = Field(default=None, ge=0)
@@ -139,7 +139,7 @@ class SyncSection(BaseConfig):
     deadline_s: float = free(3600.0, gt=0)
     """Longest wait of one side for the other."""
     heartbeat_s: float = free(10.0, gt=0)
-    """A role in another process without a heartbeat for so long counts as dead."""
+    """A role in another process counts as dead after this time without a heartbeat."""
 
 
 class EvaluationSampling(BaseConfig):
@@ -154,7 +154,7 @@ class EvaluationSampling(BaseConfig):
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all."""
+    """Keep the tokens whose probability is at least this fraction of the most probable token's; 0 keeps all."""
     min_new_tokens: int = Field(default=0, ge=0)
     """End of sequence is impossible before this many tokens."""
     stop: tuple[str, ...] | None = None
@@ -190,7 +190,7 @@ class EvaluationSection(BaseConfig):
 
 
 class CheckpointSection(BaseConfig):
-    """What is kept on disk."""
+    """When checkpoints are written, and which are kept."""
 
     save_every: int = free(50, ge=0)
     """Train steps between checkpoints; 0 saves at the end of each stage only."""
@@ -199,8 +199,8 @@ class CheckpointSection(BaseConfig):
     keep_best: str | None = free(None)
     """A metric of the evaluation whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
     asynchronous: bool = free(False)
-    """Whether training goes on while a checkpoint is being written, from a copy in host memory: as much again as
-    weights and optimizer take. The next save waits for it, and so does the end of a stage."""
+    """Writes checkpoints during training, from a copy in host memory that is as large as weights and optimizer. The
+    next save and the end of a stage wait for it."""
     save_strategy: SaveStrategy = free(SaveStrategy.UNRESTRICTED)
     """Who may write at the same time: `single_thread`, `single_process`, `single_node`, `unrestricted`."""
     remote: str | None = free(None)
@@ -211,8 +211,8 @@ class ClusterSection(BaseConfig):
     """Where the roles run and what they may use."""
 
     kind: Literal["local", "ray"] = free("local")
-    """`local` keeps the roles of this command in its process (`train.own_process` gives the models that are trained
-    another one); `ray` makes each an actor."""
+    """`local` keeps the roles of this command in its process (with `train.own_process`, the trained models have another
+    one); `ray` makes each role an actor."""
     address: str | None = free(None)
     """A running Ray cluster (`auto`, `host:port`, `ray://...`); unset starts one on this machine for the run."""
     explorers: int = free(1, ge=1)
@@ -220,13 +220,13 @@ class ClusterSection(BaseConfig):
     engines: int = free(1, ge=1)
     """Engine actors of each explorer; requests go to the least busy one."""
     ranks: int = free(1, ge=1)
-    """Processes that train together: actors beside the trainer's, each with a GPU of its own, where it trains on GPUs,
-    or all on one machine. Without Ray, `torchrun` starts as many."""
+    """Processes that train together. With Ray they are actors beside the trainer's: each with its own GPU for training
+    on GPUs, else all on one machine. Without Ray, `torchrun` starts this number."""
     max_restarts: int = free(2, ge=0)
     """How often explorers and engines that died are started again before their death ends the run."""
     threads: int = free(0, ge=0)
-    """Threads for model work of each role; 0 takes every core, or half of them each where engine and trainer compute at
-    the same time (`train.own_process`). Results are bit-equal only at equal thread counts."""
+    """Threads for model work of each role. 0: all cores, or half of them each if engine and trainer compute at the same
+    time (`train.own_process`). Results are bit-equal only at equal thread counts."""
 
 
 class ServeSection(BaseConfig):
@@ -237,7 +237,7 @@ class ServeSection(BaseConfig):
     port: int = free(8010, ge=0, le=65535)
     """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory."""
     model: str = free("policy")
-    """The name clients ask for."""
+    """The model name that clients request."""
     key_variable: str | None = free(None)
     """Environment variable with the key that clients must present; unset admits every client."""
     idle_s: float = free(3600.0, gt=0)
@@ -247,7 +247,7 @@ class ServeSection(BaseConfig):
     require_secret: bool = free(False)
     """Whether every session must begin with a `secret` of its client, which later requests about it have to repeat."""
     max_connections: int = free(512, ge=1)
-    """Connections at a time; one more replaces the longest idle one, or is refused."""
+    """Largest number of connections. A further one replaces the longest idle one, or is refused."""
     max_body_bytes: int = free(4 * 2**20, ge=1024)
     """Largest request, in bytes."""
     linger_s: float = free(0.0, ge=0)

@@ -50,11 +50,11 @@ class EndpointEngine:
         endpoint of `run.mode: serve` return them: exact, and what training needs. `chat` sends messages to
         `/chat/completions` and reads text: any endpoint, for evaluation and data."""
         max_context: int | None = Field(default=None, ge=2)
-        """Longest prompt and completion together, in tokens; unset: what the model in `model.path` was built for."""
+        """Longest prompt and completion together, in tokens; unset: the context length of the model in `model.path`."""
         send_seed: bool = True
         """Whether each request has a seed that follows from the run's seed and its place in the run."""
         repeatable: bool = False
-        """Whether equal seeds give equal completions at this endpoint, whatever else it computes."""
+        """Whether equal seeds give equal completions at this endpoint, regardless of its other requests."""
         extra_body: dict[str, Any] = Field(default={})
         """Further keys of each request, for example `{chat_template_kwargs: {enable_thinking: false}}` for vLLM; null
         leaves one out (`{stop_token_ids: null}`, where an endpoint refuses it)."""
@@ -65,7 +65,7 @@ class EndpointEngine:
         update_dir: ConfigPath | None = free(None)
         """Directory that this process and the servers see under the same path, where weights are written for them."""
         attempt_s: float = free(600.0, gt=0)
-        """Longest time of one attempt, in seconds: the longest completion has to fit."""
+        """Longest time of one attempt, in seconds. The longest completion must fit."""
         total_s: float = free(1800.0, gt=0)
         """Longest time of all attempts of one request and the pauses between them, in seconds."""
         max_concurrent: int = free(64, ge=1)

@@ -48,17 +48,17 @@ class ScriptedEngine:
     class Config(EngineConfig):
         kind: str = "scripted"
         replies: tuple[str | tuple[int, ...], ...] = ()
-        """Texts or token ids, one of which each request's key picks; end of sequence is added where it lacks."""
+        """Texts or token ids. The key of a request picks one; end of sequence is added if it is missing."""
         script: PluginPath | None = None
         """Instead of `replies`: a function of (Request, policy version) that returns a text or token ids."""
         delay_s: float = Field(default=0.0, ge=0)
         """Seconds per completion."""
         fail_fraction: float = Field(default=0.0, ge=0, le=1)
-        """Part of the requests, picked by key, that raise a RolloutError after the delay."""
+        """Fraction of the requests, picked by key, that raise a RolloutError after the delay."""
         hang_fraction: float = Field(default=0.0, ge=0, le=1)
-        """Part of the requests, picked by key, that never end by themselves."""
+        """Fraction of the requests, picked by key, that never end by themselves."""
         break_after: int | None = Field(default=None, ge=0)
-        """After so many requests the engine itself is broken and fails every call."""
+        """After this number of requests the engine fails every call."""
         max_context: int = Field(default=4096, ge=2)
         """Longest prompt and completion together, in tokens."""
 

@@ -14,13 +14,12 @@ class LocalEngineConfig(EngineConfig):
     """Base of the sections of engines that run the model on this machine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the policy samples; `auto` takes a GPU if there is one."""
+    """Where the policy samples; `auto` uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and keys and values; logits and log-probabilities are float32 always. `auto` is bfloat16 on a
-    GPU that computes in it, else float32. On a CPU, bfloat16 is faster only where the CPU multiplies in it (AVX-512
-    or AMX)."""
+    """Type of weights, keys and values; logits and log-probabilities are always float32. `auto` is bfloat16 on a GPU
+    that supports it, else float32. On a CPU, bfloat16 is faster only with hardware support (AVX-512 or AMX)."""
     max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt and completion together, in tokens; unset: what the model was built for."""
+    """Longest prompt and completion together, in tokens; unset: the context length of the model."""
 
     def on_this_machine(self) -> Self:
         return resolve_auto(self)

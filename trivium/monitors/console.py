@@ -129,7 +129,7 @@ def unbreakable_output() -> Generator[None]:
 
 
 class ConsoleMonitor:
-    """Shows the newest steps, and what goes on. What several logs say of one step shares a line in the live table."""
+    """Shows the newest steps and the current activity. All metrics of one step share a line in the live table."""
 
     class Config(Plugin):
         kind: str = "console"

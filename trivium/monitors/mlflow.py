@@ -26,7 +26,7 @@ def mlflow_name(key: str) -> str:
 
 
 class MlflowMonitor:
-    """One MLflow run per run directory; a resumed run goes on with the same one.
+    """One MLflow run per run directory; a resumed run continues it.
 
     MLflow cannot remove values: those that a killed session logged after its last checkpoint stay, and a repeated step
     has both values, the later one last. Tables are artifacts, one file per step.

@@ -18,7 +18,7 @@ _log = logging.getLogger("trivium")
 
 
 class WandbMonitor:
-    """One W&B run per run directory; a resumed run goes on with the same one.
+    """One W&B run per run directory; a resumed run continues it.
 
     W&B cannot remove rows: those that a killed session logged after its last checkpoint stay, beside the rows of the
     session that repeats those steps. Rows carry our step as `step`, which charts use as their axis, because

@@ -185,7 +185,7 @@ class BySource:
         """Memory of a program, in MiB."""
         sandbox_without: tuple[str, ...] = ()
         """Limits that programs may run without, if this machine cannot enforce them: `memory`, `files`, `network`,
-        `processes`. Without any other limit no program runs."""
+        `processes`. If any other limit cannot be enforced, no program runs."""
 
     def __init__(self, config: Config) -> None:
         self._limits = GraderLimits(config.cpu_limit_s, config.memory_limit_mb, config.sandbox_without)

@@ -36,9 +36,9 @@ class Exact:
         casefold: bool = False
         """Ignores upper and lower case."""
         partial_credit: float = Field(default=0.0, ge=0, lt=1)
-        """What a wrong completion earns at most: this times the share of positions, up to the end of the longer text,
-        where it has the answer's character. Evaluations that shall count correct answers alone set
-        `evaluation.threshold: 1`."""
+        """The most that a wrong completion earns: this value is multiplied by the fraction of positions, up to the end
+        of the longer text, at which it has the answer's character. For an evaluation that counts only correct answers,
+        set `evaluation.threshold: 1`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -63,7 +63,7 @@ class Regex:
         pattern: RegularExpression
         """A Python regular expression; flags as `(?s)`. It runs on whatever the policy writes: avoid nested repeats."""
         match: Literal["search", "full"] = "search"
-        """Anywhere in the completion, or all of it."""
+        """`search` finds a match anywhere in the completion; `full` must match all of it."""
 
     def __init__(self, config: Config) -> None:
         pattern = re.compile(config.pattern)
@@ -81,7 +81,7 @@ class Format:
     class Config(RewardConfig):
         kind: str = "format"
         sections: tuple[str, ...] = Field(default=("think", "answer"), min_length=1)
-        """Tag names: `[think, answer]` wants `<think>...</think> <answer>...</answer>`."""
+        """Tag names: `[think, answer]` requires `<think>...</think> <answer>...</answer>`."""
 
     def __init__(self, config: Config) -> None:
         self._tags = [tag for name in config.sections for tag in (f"<{name}>", f"</{name}>")]
@@ -130,7 +130,7 @@ class Gsm8k:
         method: Literal["strict", "flexible"] = "strict"
         """`strict`: the number after the last `#### `; `flexible`: the last number."""
         format_score: float = 0.0
-        """What a wrong number earns; no number earns 0."""
+        """The reward of a wrong number. A completion without a number earns 0."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -149,7 +149,7 @@ class MathVerify:
     class Config(RewardConfig):
         kind: str = "math_verify"
         cpu_limit_s: int = Field(default=10, ge=1)
-        """CPU seconds that one completion may take; more is an error of that trajectory, not a 0."""
+        """CPU seconds per completion. A completion that takes longer fails its trajectory; its reward is not 0."""
 
     def __init__(self, config: Config) -> None:
         require("math_verify", "math-verify", "math", "score with kind: math_verify")
@@ -168,7 +168,7 @@ class ReasoningGym:
         extract: Literal["full", "tag"] = "full"
         """Where the answer is: the whole completion, or the last `<answer>...</answer>` (without one: no answer)."""
         cpu_limit_s: int = Field(default=10, ge=1)
-        """CPU seconds that one completion may take; more is an error of that trajectory, not a 0."""
+        """CPU seconds per completion. A completion that takes longer fails its trajectory; its reward is not 0."""
 
     def __init__(self, config: Config) -> None:
         require("reasoning_gym", "reasoning-gym", "envs", "score with kind: reasoning_gym")

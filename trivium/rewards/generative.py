@@ -32,7 +32,7 @@ class UnreadableVerdict(EndpointError):
 
 
 class GenerativeJudge:
-    """The number in a language model's verdict on the completion; of several verdicts, their mean or majority.
+    """The score in a language model's verdict on the completion; for several verdicts, their mean or majority.
 
     A verdict without a readable number is an error of the trajectory, never a score. Requests have the retries and
     bounds of `kind: remote`.
@@ -50,7 +50,7 @@ class GenerativeJudge:
             "Explain in a few words, then end with a line `Score: n`, n a whole number from 0 (wrong) to 10 (right)."
         )
         """The user message. `{prompt}` is the last user message, `{completion}` the completion, `{conversation}` the
-        whole prompt, a line for each message, `{answer}` or another name the task's column. Other braces stay."""
+        whole prompt, a line for each message, `{answer}` or another name the task's column. Other braces are kept."""
         system: str = changeable("")
         """The system message; empty sends none."""
         pattern: RegularExpression = changeable(r"(?i)\bscore\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
@@ -59,19 +59,19 @@ class GenerativeJudge:
         json_key: str | None = changeable(None)
         """The key of the score in the last JSON object that has it, in place of `pattern`."""
         choices: dict[str, float] = changeable({})
-        """The number that each text stands for (`{yes: 1, no: 0}`), in any case; empty reads numbers."""
+        """The score for each verdict text (`{yes: 1, no: 0}`), regardless of case; empty reads numbers."""
         min_score: float = changeable(0.0)
         """The lowest score, which becomes 0; a lower one is an error."""
         max_score: float = changeable(10.0)
         """The highest score, which becomes 1; a higher one is an error."""
         samples: int = changeable(1, ge=1)
-        """Verdicts for each completion, each from a request of its own."""
+        """Verdicts per completion. Each one is a separate request."""
         aggregate: Literal["mean", "majority"] = changeable("mean")
         """The score of several verdicts: their mean, or the most frequent one (the lowest of equally frequent ones)."""
         temperature: float = changeable(0.0, ge=0)
         """Temperature of the judge; 0 is greedy."""
         max_tokens: int = changeable(512, ge=1)
-        """Most tokens of a verdict; one that is cut off is an error."""
+        """Largest length of a verdict, in tokens; a verdict that is cut off is an error."""
         seed: int = changeable(0)
         """Seed of the first sample's request; the next requests get the numbers that follow."""
         images: bool = changeable(False)

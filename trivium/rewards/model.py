@@ -43,7 +43,7 @@ class ModelReward:
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
         """Type of the weights; `auto` is the type they were saved in."""
         threads: int = Field(default=1, ge=1)
-        """CPU threads of a call."""
+        """CPU threads per call."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if (self.path is None) == (self.stage is None):

@@ -24,13 +24,13 @@ class Recipe:
         column: str = "label"
         """The task's column that holds the label."""
         components: tuple[RewardPlugin, ...] = Field(min_length=1)
-        """Rewards of any kind, each with a name of its own. A component that several labels share is built once."""
+        """Rewards of any kind, each with a unique name. A component that several labels share is built once."""
         labels: dict[str, dict[str, float]] = Field(min_length=1, json_schema_extra=CHANGEABLE)
         """Label -> the weight of each component by name: `{math: {exact: 0.9, format: 0.1}, chat: {model: 1.0}}`. A
         component without a weight, or with the weight 0, is not called."""
         default: str | None = None
-        """The label whose weights hold for tasks without a label, or with one that is not listed. If it is unset, such
-        a task is an error."""
+        """The label whose weights apply to tasks without a label, or with a label that is not listed. Unset: such a
+        task is an error."""
 
         @model_validator(mode="after")
         def _fits(self) -> Self:

@@ -47,7 +47,7 @@ class RemoteReward:
         """Form of the requests: `trivium` {samples}, `lightrft` {queries, prompts, references, images}, `openrlhf`
         {query, prompts, labels}."""
         max_batch: int = free(32, ge=1)
-        """Most samples of one request."""
+        """Largest number of samples per request."""
         window_s: float = free(0.02, ge=0)
         """How long the first sample of a request waits for others, in seconds."""
         chat_template: ModelPath | None = None

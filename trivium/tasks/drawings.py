@@ -55,7 +55,7 @@ class DrawnTasks:
         """Which pictures."""
 
         questions: tuple[Literal["color", "count", "digits"], ...] = Field(default=("color",), min_length=1)
-        """What is asked, in turn: the color of a shape, the number of shapes, the digits in the picture."""
+        """The questions, in turn: the color of a shape, the number of shapes, the digits in the picture."""
         size: int = Field(default=28, ge=14, le=1024)
         """Side of a picture, in pixels."""
         count: int = Field(default=1000, ge=1, le=10_000_000)

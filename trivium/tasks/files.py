@@ -53,7 +53,7 @@ def _no_file(path: str, where: str) -> Problem:
 
 
 class JsonlTasks(FileTasks):
-    """One JSON object per line (UTF-8); empty lines are passed over. Lines are counted from 1."""
+    """One JSON object per line (UTF-8); empty lines are skipped. Lines are counted from 1."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         return chain.from_iterable(jsonl_rows(path) for path in self.config.paths)

@@ -41,9 +41,9 @@ class ArithmeticTasks:
         max_operand: int = Field(default=99, ge=0)
         """Largest operand."""
         operations: tuple[Literal["+", "-", "*"], ...] = Field(default=("+",), min_length=1)
-        """What is done with two operands."""
+        """The operations on two operands."""
         count: int | None = Field(default=None, ge=1)
-        """How many problems, drawn by the run's seed and the taskset's name; unset, all there are."""
+        """Number of problems, drawn with the run's seed and the taskset's name; unset: all."""
         part: Literal["train", "holdout"] = "train"
         """Which side of the split this taskset draws from."""
         holdout_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -231,7 +231,7 @@ def _as_json(entry: object) -> dict[str, Any]:
 
 
 class PythonTasks(RowTasks):
-    """What a user's function returns: rows (mappings, treated like the rows of a file) or finished Tasks."""
+    """The rows (mappings, treated like the rows of a file) or Tasks that a function of yours returns."""
 
     class Config(RowTasks.Config):
         """Which function, and how a row becomes a task."""

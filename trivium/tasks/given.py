@@ -16,7 +16,7 @@ from trivium.tasks.rows import RowTasks, json_value
 
 
 class GivenRows(RowTasks):
-    """Rows that `trivium.run(config, tasks=...)` was given, as it keeps them in the run directory."""
+    """The rows passed to `trivium.run(config, tasks=...)`, stored in the run directory."""
 
     class Config(RowTasks.Config):
         """Where the rows are, and how a row becomes a task."""
@@ -24,7 +24,7 @@ class GivenRows(RowTasks):
         path: ConfigPath = free()
         """The file of JSON lines that `trivium.run` wrote."""
         digest: str
-        """The hash of the rows: a run that continues must be given the same ones."""
+        """The hash of the rows. A resumed run must get the same rows."""
 
     config: Config
 

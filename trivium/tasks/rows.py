@@ -61,7 +61,7 @@ class RowTasks(ABC):
         """How a row becomes a task."""
 
         prompt: str | None = None
-        """Column with the prompt: text, or a list of {role, content}. `prompt` where no `template` is given either."""
+        """Column with the prompt: text, or a list of {role, content}. Unset: `prompt`, unless `template` is set."""
         images: str | None = None
         """Column with the images of the prompt, in the order in which `<image>` marks them in its text (unmarked, they
         precede it): paths, bytes, base64 or data URIs, or what `datasets.Image` gives. Unset: the column `images`, if
@@ -81,8 +81,8 @@ class RowTasks(ABC):
         Unset: the column `completion`, if any. Naming the prompt's own column splits its last message off."""
         conversations: tuple[str, ...] = ()
         """Columns that hold a conversation of their own instead of a completion of the prompt, for a reward model
-        (`[chosen, rejected]`): messages with their images, as parts or in a column `<name>_images`; or the images
-        alone, which the row's prompt is shown with."""
+        (`[chosen, rejected]`): messages with their images, as parts or in a column `<name>_images`; or only images,
+        which are shown with the row's prompt."""
         id: str | None = None
         """Column with the task's id; unset, an id is computed from the row's content."""
         skip: int = Field(default=0, ge=0)

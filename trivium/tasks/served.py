@@ -7,7 +7,7 @@ from trivium.types import SERVED, Task
 
 
 class ServedTasks:
-    """A taskset without tasks, where agents bring theirs (`run.mode: serve`).
+    """A taskset without tasks: agents bring their own (`run.mode: serve`).
 
     Its one task is a placeholder that is never rolled out.
     """

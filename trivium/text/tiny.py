@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 class TinyModel:
-    """A randomly initialised small model with its own tokenizer: nothing to download, nothing to wait for."""
+    """A small, randomly initialised model with its own tokenizer. Needs no download."""
 
     class Config(Plugin):
         kind: str = "tiny"
@@ -52,9 +52,9 @@ class TinyModel:
         heads: int = Field(default=4, ge=1)
         """Query heads."""
         kv_heads: int | None = Field(default=None, ge=1)
-        """Key and value heads; nothing means as many as `heads` (always so in gpt2)."""
+        """Key and value heads; unset: as many as `heads` (always, for gpt2)."""
         head_dim: int | None = Field(default=None, ge=1)
-        """Width of a head; nothing means `hidden / heads` (always so in gpt2)."""
+        """Width of a head; unset: `hidden / heads` (always, for gpt2)."""
         mlp: int = Field(default=128, ge=1)
         """Width of the feed-forward layers."""
         max_position: int = Field(default=512, ge=2)
@@ -62,7 +62,8 @@ class TinyModel:
         tied: bool = True
         """Whether input and output share one embedding."""
         alphabet: str = Field(default="ascii", min_length=1)
-        """`ascii` (printable characters), `bytes` (any text at all, one token per UTF-8 byte), or the characters."""
+        """`ascii` (printable characters), `bytes` (any text, one token per UTF-8 byte), or the characters themselves as
+        one text."""
 
         @model_validator(mode="after")
         def _shapes_fit(self) -> Self:

@@ -52,7 +52,7 @@ _PROCESSORS = {
 
 
 class TinyVisionModel(TinyModel):
-    """A randomly initialised small vision-language model with its own tokenizer and processor, offline."""
+    """A small, randomly initialised vision-language model with its own tokenizer and processor. Needs no download."""
 
     class Config(TinyModel.Config):
         kind: str = "tiny_vision"
@@ -67,10 +67,10 @@ class TinyVisionModel(TinyModel):
         patch: int = Field(default=7, ge=1)
         """Side of the squares that an image is cut into, in pixels."""
         merge: int = Field(default=2, ge=1)
-        """How many squares a side become one token (in LLaVA, each square is one)."""
+        """Squares of `merge` by `merge` patches become one token (in LLaVA, each patch is one)."""
         image_size: int = Field(default=56, ge=2)
-        """Side of an image in pixels. Qwen models shrink larger ones to as many pixels and keep the shape; the others
-        resize every image to it (Idefics3 and SmolVLM: whole, and in four tiles of that size)."""
+        """Side of an image in pixels. Qwen models shrink larger images to this area and keep the aspect ratio; the
+        others resize every image to it (Idefics3 and SmolVLM: the whole image, and four tiles of this size)."""
 
         @model_validator(mode="after")
         def _vision_fits(self) -> Self:

@@ -93,8 +93,8 @@ _ADAPTER = "policy-adapter"
 
 
 class TorchTrainEngine(TrainEngine):
-    """Policy, and where the algorithm asks for them critic, reward model, frozen reference and frozen teacher, in this
-    process."""
+    """Trains in this process: the policy and, if the algorithm needs them, a critic, a reward model, a frozen reference
+    and a frozen teacher."""
 
     capabilities = Capabilities(multiple_ranks=True)
 

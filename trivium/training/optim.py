@@ -37,9 +37,9 @@ class OptimizerConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """Train steps of linear warm-up, at the start of each stage; the first one has `lr / warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up, until the stage's last train step."""
+    """The learning rate after the warm-up, until the stage's last train step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where `linear` and `cosine` end, as a part of `lr`."""
+    """The learning rate at the end of `linear` and `cosine`, as a fraction of `lr`."""
 
 
 def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:

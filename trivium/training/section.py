@@ -24,50 +24,52 @@ class TorchTrainConfig(TrainConfig):
 
     kind: str = "torch"
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Arithmetic of the backbone; trained weights, optimizer and head are float32 at least. `auto` is bfloat16 on a
-    GPU that computes in it, else float32."""
+    """Arithmetic of the backbone; trained weights, optimizer and head are at least float32. `auto` is bfloat16 on a GPU
+    that supports it, else float32."""
     frozen_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
     """Type of frozen weights: the base model under `lora`, a frozen reference and teacher. bfloat16 halves their
     memory, and most models are saved in it. `int8` and `nf4` keep the weights of linear layers in 8 or 4 bits, the
     others in bfloat16: bitsandbytes (`pip install 'trivium[quantized]'`), on one rank."""
     head_precision: HeadPrecision = "auto"
-    """Matrix products of the output layer on a GPU. `float32`: strictly; `tf32`: both factors rounded to 11 bits, which
-    holds for all float32 products of the process; `bfloat16x3`: as three in bfloat16 that add up in float32, off by at
-    most 3 * 2^-16 of the sum of the factors' sizes. `auto` is `bfloat16x3` on a GPU that computes in bfloat16, else
-    `float32`, which is all that a CPU has. The same in `engine`."""
+    """Precision of the matrix products of the output layer on a GPU. `float32`: full precision. `tf32`: both factors
+    rounded to 11 bits, for all float32 products of the process. `bfloat16x3`: the sum of three bfloat16 products in
+    float32, with an error of at most 3 * 2^-16 of the sum of absolute products. `auto` is `bfloat16x3` on a GPU that
+    supports bfloat16, else `float32`, the only value for a CPU. `engine.head_precision` must be the same."""
     deterministic_kernels: bool = False
-    """On a GPU, scores and updates of equal inputs have equal bits in every run, on the same kind of GPU and as many
-    ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for the whole
-    process. An operation without such a kernel is an error. Slower; does not cover sampling by engines on a GPU; no
-    effect on a CPU, where results repeat bit for bit."""
+    """On a GPU, scores and updates of equal inputs have equal bits in every run on the same kind of GPU with the same
+    number of ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for the
+    whole process. An operation without such a kernel is an error. Slower; does not cover sampling by engines on a GPU;
+    no effect on a CPU, where results repeat bit for bit."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one."""
     max_tokens_per_micro_batch: int = free(16384, ge=1)
-    """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
-    that share sequences (`sequence_parallel`) take so many each. On a CPU, micro-batches of a small model that are
-    computed at once have so many together. Decides memory and speed, never the gradient."""
+    """Tokens of one forward and backward pass on one rank, context included; a longer sequence is a micro-batch of its
+    own. Each of the ranks that share sequences (`sequence_parallel`) takes this number. On a CPU, the micro-batches of
+    a small model that are computed at the same time have this number together. Affects memory and speed, never the
+    gradient."""
     own_process: bool = free(False)
-    """Whether the models that are trained live in a process of their own, on the same machine. Python runs one thread
-    of a process at a time, so that rollouts and updates of small models overlap (`schedule.max_staleness`) only in two
-    processes. Weights are copied once more on their way, and what a second process imports takes 0.4 GB. No effect on
-    Ray, where each role is a process, nor on ranks that torchrun starts. Decides speed, never the result."""
+    """Runs the trained models in a separate process on the same machine. Python runs one thread of a process at a time,
+    so rollouts and updates of small models overlap (`schedule.max_staleness`) only in two processes. Weights are copied
+    once more, and the second process needs 0.4 GB for its imports. No effect with Ray, where each role is a process,
+    nor on ranks that torchrun starts. Affects speed, never the result."""
     share_prefix: bool = free(True, before=False)
-    """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
-    saves time and the model packs. Decides speed, never the gradient."""
+    """Computes the common beginning of sequences (the prompt of a group) once, if that saves time and the model
+    supports packing. Affects speed, never the gradient."""
     router_replay: Literal["off", "rollout"] = "off"
-    """Of a mixture of experts: `rollout` trains each token through the experts that it was sampled with (R3), which the
-    engine records. Where engine and trainer compute differently, their routers choose other experts for some tokens,
-    and log-probabilities differ by far more than rounding. The weights of the experts are the trainer's own."""
+    """For a mixture of experts: `rollout` trains each token through the experts that it was sampled with (R3), which
+    the engine records. If engine and trainer compute differently, their routers choose different experts for some
+    tokens, and log-probabilities differ by far more than rounding. The trainer computes the weights of the chosen
+    experts itself."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory for a second forward pass."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
+    """Ranks that share each sequence (Ulysses). With 1, every rank holds whole sequences."""
     shard: int = Field(default=0, ge=0)
-    """Ranks that parameters are sharded over, and replicated across the rest (HSDP); 0 takes all."""
+    """Ranks over which parameters are sharded; each group of this size holds a replica (HSDP). 0: all ranks."""
     cpu_offload: bool = False
     """Keeps parameters, gradients and optimizer state of sharded models in host memory between their uses."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient of a whole mini-batch is scaled down to this norm."""
+    """Largest norm of a mini-batch's gradient; a larger gradient is scaled down to it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The policy's optimizer, or the reward model's where that is what is trained."""
     critic_optimizer: OptimizerConfig | None = None
@@ -75,8 +77,8 @@ class TorchTrainConfig(TrainConfig):
     peak_flops: float | None = free(None, gt=0)
     """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
     vision_tower: Literal["trained", "projector", "frozen"] | None = None
-    """What is trained of the image side of a vision-language model: all of it (`trained`), only the `projector` from
-    the vision tower to the language model, or nothing (`frozen`); unset: all of it, and with `lora` nothing."""
+    """The part of a vision-language model's image side that is trained: all of it (`trained`), only the `projector`
+    from the vision tower to the language model, or none (`frozen`). Unset: all of it; with `lora`, none."""
     lora: LoraConfig | None = None
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 

@@ -43,7 +43,7 @@ class MultiTurn:
 
         kind: str = "multi_turn"
         environment: PluginPath
-        """Its class: `package.module:Class`, or `file.py:Class` relative to the config."""
+        """The class of the environment: `package.module:Class`, or `file.py:Class` relative to the config."""
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Keyword arguments of the class."""
         max_turns: int = Field(default=8, ge=1)

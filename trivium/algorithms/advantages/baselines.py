@@ -31,7 +31,7 @@ def opmd(
         float, Field(gt=0, description="temperature of `logavgexp`: 0 is the maximum, infinity the mean")
     ] = 1.0,
 ) -> Advantages:
-    """Reward against the group's mean, or its softer maximum. A group of one keeps its reward."""
+    """Reward against the group's mean, or its soft maximum. A group of one keeps its reward."""
     who = members(x)
     stats = group_statistics(who.score, who.group)
     value = stats.centred if baseline == "mean" else who.score - _log_mean_exp(who, tau)
@@ -47,7 +47,8 @@ def asymre(
     x: AdvantageInputs,
     *,
     baseline_shift: Annotated[
-        float, Field(description="below 0, good completions teach more than bad ones: what off-policy data ask for")
+        float,
+        Field(description="a value below 0 gives good completions more weight than bad ones, as off-policy data need"),
     ] = -0.1,
 ) -> Advantages:
     """Reward against a shifted mean of the group. A group of one keeps its reward, unshifted."""
@@ -63,10 +64,10 @@ def asymre(
 def accept(
     x: AdvantageInputs,
     *,
-    threshold: Annotated[float, Field(description="the reward from which on a completion is imitated")] = 1.0,
-    best: Annotated[bool, Field(description="whether to imitate the best of a group alone, ties included")] = False,
+    threshold: Annotated[float, Field(description="the smallest reward of a completion that is imitated")] = 1.0,
+    best: Annotated[bool, Field(description="whether to imitate only the best of a group, ties included")] = False,
 ) -> Advantages:
-    """Good completions count one, others nothing: with the loss `reinforce` the policy imitates what it did well."""
+    """Good completions get 1, others 0: with the loss `reinforce` the policy imitates its good completions."""
     who = members(x)
     accepted = who.score >= threshold
     if best:
@@ -77,7 +78,7 @@ def accept(
 
 
 @advantage(
-    formula="(R - mean(R over those kept)){norm_by_std: / (population std(R over those kept) + epsilon)}{drop=balance:; kept are as many members below the group's mean as others}",  # noqa: E501
+    formula="(R - mean(R over kept members)){norm_by_std: / (population std(R over kept members) + epsilon)}{drop=balance:; at most as many members below the group's mean are kept as others}",  # noqa: E501
     source="REC and RED-drop, Yao et al. 2025 (arXiv 2509.24203), section 3",
     needs={"uniform"},
     min_group=2,
@@ -89,7 +90,7 @@ def rec(
     *,
     norm_by_std: NormByStd = False,
     drop: Annotated[
-        Literal["none", "balance"], Field(description="`balance` drops surplus members below the mean, at random")
+        Literal["none", "balance"], Field(description="`balance` drops random surplus members below the mean")
     ] = "none",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:

@@ -27,15 +27,14 @@ def gdpo(
     x: AdvantageInputs,
     *,
     weights: Annotated[
-        dict[str, float] | None, Field(description="weight of each component by name; null weighs all alike")
+        dict[str, float] | None, Field(description="weight of each component by name; null gives all the same weight")
     ] = None,
     norm_by_std: NormByStd = True,
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """Each component of the reward is judged within the group by itself, so a large one does not drown a small one.
-
-    A trajectory that lacks a component is not compared in it. Raises DataError where there are no components, or where
-    weights are given and one has none.
+    """Each component of the reward is normalised within the group separately, so a large component does not hide a
+    small one. A trajectory without a component is left out of the comparison of that component. Raises DataError if
+    there are no components, or if weights are given and a component has none.
     """
     _check(x, weights)
     who = members(x)

@@ -52,15 +52,15 @@ def grpo_rank_penalty(
     x: AdvantageInputs,
     *,
     rank_penalty: Annotated[
-        float, Field(ge=0, le=1, description="the part of its reward that the most likely member loses, nearly")
+        float,
+        Field(ge=0, le=1, description="fraction of its reward that the most likely member loses (times (G - 1) / G)"),
     ] = 0.25,
     norm_by_std: NormByStd = True,
     std_level: StdLevel = "group",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """A member gets less of its reward the likelier it was among its group, so that rare right completions count more.
-
-    Made for rewards of at least 0: less of a negative reward is more.
+    """Reduces the reward of a member by the rank of its likelihood in the group, so rare correct completions count
+    more. Meant for rewards of at least 0: reducing a negative reward would raise it.
     """
     who = members(x)
     likelihood = _mean_log_prob(x, who)
@@ -79,7 +79,7 @@ def grpo_rank_penalty(
 def rloo(
     x: AdvantageInputs,
     *,
-    alone: Annotated[Literal["reward", "zero"], Field(description="what a group of one gets")] = "reward",
+    alone: Annotated[Literal["reward", "zero"], Field(description="the advantage of a group of one")] = "reward",
 ) -> Advantages:
     """Reward against the mean of the others."""
     who = members(x)
@@ -96,8 +96,8 @@ def rloo(
     centred=True,
 )
 def opo(x: AdvantageInputs) -> Advantages:
-    """Reward against the mean of the group in which long completions weigh more: the baseline of least variance if a
-    gradient's size grows with its completion's length. Lengths count trained tokens."""
+    """Reward against the mean of the group weighted by length: the baseline of least variance if the size of a gradient
+    grows with the length of its completion. Lengths count trained tokens."""
     who = members(x)
     length = torch.zeros_like(who.score).index_add(0, who.of_row, x.response_mask.sum(-1).double())
     stats = group_statistics(who.score, who.group)
@@ -108,7 +108,8 @@ def opo(x: AdvantageInputs) -> Advantages:
 
 
 @advantage(
-    formula="(T / number of rewards given that are not 0) (R - mean(R over the group)) / f_norm, T trajectories at all",
+    formula="(T / number of rewards that are not 0) (R - mean(R over the group)) / f_norm, T the number of "
+    "trajectories",
     source="GPG, Chu et al. 2025, section 3.3",
     min_group=2,
     centred=True,
@@ -116,7 +117,7 @@ def opo(x: AdvantageInputs) -> Advantages:
 def gpg(
     x: AdvantageInputs, *, f_norm: Annotated[float, Field(gt=0, description="a divisor of all advantages")] = 1.0
 ) -> Advantages:
-    """Centred rewards, scaled up when few of the batch's rewards say anything."""
+    """Centred rewards, scaled up if few of the batch's rewards differ from 0."""
     who = members(x)
     given = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
     informative = int(torch.count_nonzero(per_member(given.double().expand(len(who.of_row)), who)))

@@ -23,7 +23,7 @@ _NEEDS = ("old_log_prob", "teacher_log_prob")
     judged=False,
 )
 def on_policy_distill(x: AdvantageInputs, *, kl_coef: KlCoef = 1.0) -> Advantages:
-    """How much likelier the teacher finds a token: its mean is minus the KL of policy and teacher."""
+    """The teacher's log-probability minus the policy's; the mean is minus KL(policy, teacher)."""
     return _per_token(kl_coef * (x.columns["teacher_log_prob"].double() - x.columns["old_log_prob"].double()), x)
 
 
@@ -40,7 +40,9 @@ def jsd(
         float, Field(ge=0, le=1, description="the teacher's share: 0 is the reverse KL, 1 the forward KL")
     ] = 0.5,
     kl_coef: KlCoef = 1.0,
-    temperature: Annotated[float, Field(gt=0, description="divides log-probabilities, which stay unnormalised")] = 1.0,
+    temperature: Annotated[
+        float, Field(gt=0, description="divides the log-probabilities, which are not normalised again")
+    ] = 1.0,
 ) -> Advantages:
     """Minus the divergence's integrand at the sampled token: a log-ratio, which can have either sign.
 

@@ -19,7 +19,10 @@ from trivium.algorithms.stats import group_statistics
 
 Discount = Annotated[float, Field(ge=0, le=1, description="discount from one trained token to the next")]
 Whiten = Annotated[
-    bool, Field(description="whether to give the batch's advantages mean 0 and variance 1; needs two tokens")
+    bool,
+    Field(
+        description="whether to normalise the batch's advantages to mean 0 and variance 1; needs at least two tokens"
+    ),
 ]
 _RETURN = "sum over this and later trained tokens of gamma^distance * reward"
 
@@ -56,7 +59,7 @@ def remax(x: AdvantageInputs) -> Advantages:
 
 
 @advantage(
-    formula="sum over this and later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R{whiten:, whitened over the batch}",  # noqa: E501
+    formula="sum over this and later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in place of R{whiten:, whitened over the batch}",  # noqa: E501
     source="the group baseline of OpenRLHF, Hu et al. 2024; `others`, Ahmadian et al. 2024",
     min_group=2,
     centred=True,
@@ -81,7 +84,8 @@ def reinforce_baseline(
 
 
 @advantage(
-    formula="sum over this and later trained tokens of gamma^distance * reward, with (R - mean(R over the group)) / (std(R over the group) + epsilon) in the place of R",  # noqa: E501
+    formula="sum over this and later trained tokens of gamma^distance * reward, with (R - mean(R over the group)) / "
+    "(std(R over the group) + epsilon) in place of R",
     source="GRPO, Shao et al. 2024, as a reward: the group normalisation of OpenRLHF, Hu et al. 2024",
     min_group=2,
     centred=True,
@@ -108,7 +112,7 @@ def gae(
 ) -> Advantages:
     """Generalised advantage estimation with a critic; returns are the unwhitened advantage plus the value.
 
-    Nothing follows the last trained token, also in a truncated completion (no bootstrapping from the critic).
+    The value after the last trained token is 0, in a truncated completion too (no bootstrapping from the critic).
     """
     mask = x.response_mask
     rewards, values = x.token_level_rewards.double(), torch.where(mask, x.columns["values"].double(), 0.0)

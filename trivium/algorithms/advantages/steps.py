@@ -29,7 +29,7 @@ def step_wise_grpo(
     x: AdvantageInputs,
     *,
     norm_by_steps: Annotated[
-        bool, Field(description="whether an episode's advantage is shared out among its turns")
+        bool, Field(description="whether to divide an episode's advantage by its number of turns")
     ] = False,
     norm_by_std: NormByStd = True,
     std_level: StdLevel = "group",
@@ -62,10 +62,9 @@ def gigpo(
     ] = "none",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """An episode against its group, and each turn against turns of the same task that were sampled in the same state.
-
-    What no turn was paid for (a judge's reward at the end, a KL penalty) belongs to the last turn. A turn whose state
-    is unknown, or that is the only one in its state, has no second part. A group of one keeps its reward.
+    """Compares an episode with its group, and each turn with the turns of the same task that were sampled in the same
+    state. A reward that belongs to no turn (a judge's reward at the end, a KL penalty) counts for the last turn. A turn
+    whose state is unknown, or that is the only one in its state, has no second part. A group of one keeps its reward.
     """
     who = members(x)
     scale = "group" if fnorm == "std" else None

@@ -18,13 +18,13 @@ from trivium.algorithms.metadata import advantage
 from trivium.algorithms.stats import distinct
 
 ZeroTail = Annotated[
-    bool, Field(description="whether a group's longest completion has baseline 0 where it is the only one left")
+    bool, Field(description="whether the baseline is 0 at positions that only the group's longest completion reaches")
 ]
 _FORMULA = (
     "G - sum(W G over the group's completions at that {}) / sum(W), G = rewards from the token on, "
     "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary), p = exp(log_prob) as the step begins{}"
 )
-_TAIL = "{handle_zero_tail:; G alone where a group's longest completion goes on by itself}"
+_TAIL = "{handle_zero_tail:; only G at positions that only the group's longest completion reaches}"
 _NEEDS = ("log_prob", "sum_pi_squared")
 
 
@@ -38,8 +38,8 @@ _NEEDS = ("log_prob", "sum_pi_squared")
 def optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = False) -> Advantages:
     """Return against a baseline of least variance for each position, counted from the first trained token.
 
-    W estimates the squared size of the gradient up to a token; the weights of an off-policy correction, where there
-    are any, enter squared. A group of one has no baseline.
+    W estimates the squared size of the gradient up to a token; the weights of an off-policy correction, if any, enter
+    squared. A group of one has no baseline.
     """
     mask = x.response_mask
     before = (mask.cumsum(-1) == 0).sum(-1, keepdim=True)

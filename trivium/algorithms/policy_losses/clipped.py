@@ -75,7 +75,7 @@ def sapo(
     tau_pos: Annotated[float, Field(gt=0, description="steepness of the gate where the advantage is positive")] = 1.0,
     tau_neg: Annotated[float, Field(gt=0, description="steepness of the gate elsewhere")] = 1.05,
 ) -> PerToken:
-    """A soft clip: the gradient fades with the distance of the ratio from one, the faster the larger tau."""
+    """A soft clip: the gradient decays with the distance of the ratio from one, faster for a larger tau."""
     tau = torch.full_like(x.log_prob, tau_neg).masked_fill(x.advantages > 0, tau_pos)
     return PerToken(-x.advantages * 4 / tau * torch.sigmoid(tau * (x.log_ratio.exp() - 1)))
 

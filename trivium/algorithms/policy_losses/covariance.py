@@ -59,12 +59,12 @@ def some_high_covariance(
     formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), 0 for the tokens selected: a random fraction ratio of all, among those with cov_low < cov < cov_high; cov = (A - mean A) (log_prob - mean log_prob)",  # noqa: E501
     source=f"Clip-Cov, {_SOURCE}",
     needs={"advantages", "old_log_prob"},
-    on_policy="none: the tokens selected have no gradient, the others the plain one",
+    on_policy="none: the selected tokens have no gradient, the others have the plain one",
     select=some_high_covariance,
     ordered=(("cov_low", "cov_high"),),
 )
 def clip_cov(x: PolicyInputs, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> PerToken:
-    """PPO's clip, without a few random tokens of high covariance."""
+    """PPO's clip; a few random tokens of high covariance are left out."""
     loss, held = clipped_surrogate(x, clip_low, clip_high)
     selected = x.columns["selected"] > 0
     metrics = {"train/clip_fraction": held.to(loss.dtype), "train/left_out": selected.to(loss.dtype)}
@@ -92,9 +92,9 @@ def highest_covariance(x: PolicyInputs, *, ratio: Ratio = 2e-4) -> Tensor:
 def kl_cov(
     x: PolicyInputs,
     *,
-    coef: Annotated[float, Field(ge=0, description="weight of the penalty for leaving the old policy")] = 0.1,
+    coef: Annotated[float, Field(ge=0, description="weight of the penalty on the distance from the old policy")] = 0.1,
 ) -> PerToken:
-    """No clip; the tokens of highest covariance are held near the old policy."""
+    """No clip; a KL penalty keeps the tokens of highest covariance near the old policy."""
     distance = x.log_ratio.abs()
     loss = -x.advantages * x.log_ratio.exp() + coef * x.columns["selected"] * distance
     return PerToken(loss, {"train/log_ratio_abs": distance})

@@ -25,12 +25,11 @@ _LEAST_TAIL = 1e-6
     formula="-(teacher_log_prob - log_prob).detach() log_prob",
     source="on-policy distillation: MiniLLM, Gu et al. 2024, eq. 2; per token as in Lu and Thinking Machines Lab 2025",
     needs={"teacher_log_prob"},
-    on_policy="none: it follows the teacher, whatever a token earned",
+    on_policy="none: it follows the teacher, regardless of a token's reward",
 )
 def distill(x: PolicyInputs) -> PerToken:
-    """Reverse KL to the teacher, from the sampled tokens alone: its mean gradient is that of KL(policy, teacher).
-
-    It trusts that the current weights sampled the tokens. Where the teacher agrees, the gradient is exactly zero.
+    """Reverse KL to the teacher, from the sampled tokens alone: its mean gradient is that of KL(policy, teacher). It
+    assumes that the current weights sampled the tokens. If the teacher agrees, the gradient is exactly zero.
     """
     gap = (x.log_prob - x.columns["teacher_log_prob"]).detach()
     return PerToken(gap * x.log_prob, {"train/teacher_kl": gap})
@@ -40,21 +39,23 @@ def distill(x: PolicyInputs) -> PerToken:
     formula="D(direction) over the teacher's top_k tokens and one bucket for all others; D(forward) = sum p_T log(p_T / p), D(reverse) = sum p log(p / p_T)",  # noqa: E501
     source="knowledge distillation, Hinton et al. 2015; both directions, GKD, Agarwal et al. 2024, section 3",
     needs={"teacher_top"},
-    on_policy="none: it follows the teacher, whatever a token earned",
+    on_policy="none: it follows the teacher, regardless of a token's reward",
 )
 def distill_top_k(
     x: PolicyInputs,
     *,
     direction: Annotated[
         Literal["forward", "reverse"],
-        Field(description="`forward` is KL(teacher, policy), which covers; `reverse` KL(policy, teacher), which seeks"),
+        Field(
+            description="`forward` is KL(teacher, policy), which covers all modes; `reverse` is KL(policy, "
+            "teacher), which seeks one mode"
+        ),
     ] = "reverse",
 ) -> PerToken:
-    """The KL of the two distributions after all but the teacher's top_k tokens fell into one bucket.
-
-    That is a lower bound of the KL over the vocabulary, and the KL itself where K is the vocabulary. It is exact for
-    any token of any origin: nothing is sampled. Where the two agree, every gradient is exactly zero.
-    Raises DataError where the head gave no log-probabilities of the candidates.
+    """The KL of the two distributions, with all tokens except the teacher's top_k in one bucket. It is a lower bound of
+    the KL over the vocabulary, and equals it if top_k is the size of the vocabulary. It is exact for tokens of any
+    origin: nothing is sampled. If the two agree, every gradient is exactly zero. Raises DataError if the
+    log-probabilities of the candidates are missing.
     """
     if x.candidate_log_prob is None:
         raise DataError(

@@ -52,7 +52,7 @@ def mix_chord(
     mu_warmup_steps: Annotated[int, Field(ge=0, description="train steps from 0 to mu_peak")] = 0,
     mu_decay_steps: Annotated[int, Field(ge=0, description="train steps from mu_peak to mu_valley")] = 0,
     phi: Annotated[
-        bool, Field(description="whether expert tokens that the policy finds certain or absurd count little")
+        bool, Field(description="whether expert tokens whose probability is near 0 or 1 get a small weight")
     ] = True,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,

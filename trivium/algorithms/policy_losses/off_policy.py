@@ -27,16 +27,16 @@ from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, PerToken, Pol
 def opmd(
     x: PolicyInputs,
     *,
-    tau: Annotated[float, Field(ge=0, description="temperature: how strongly an update is held back")] = 1.0,
+    tau: Annotated[float, Field(ge=0, description="temperature: a larger value makes updates smaller")] = 1.0,
 ) -> PerToken:
-    """Mirror descent without a ratio: completions of older policies are taken as they are, in smaller steps."""
+    """Mirror descent without a ratio: completions of older policies count like new ones, with smaller steps."""
     return PerToken(-x.advantages * x.log_prob / (1 + tau))
 
 
 @policy_loss(
     formula="-A log_prob where A > threshold, else -A min(r, 1) log_prob; r = exp(log_prob - old_log_prob)"
     "{level=sequence:, multiplied over the row}",
-    source="TOPR, Le Roux et al. 2025 (arXiv 2503.14286), its canonical form; per token, as Trinity-RFT 0.6 does",
+    source="TOPR, Le Roux et al. 2025 (arXiv 2503.14286), canonical form; per token as in Trinity-RFT 0.6",
     needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
@@ -48,9 +48,10 @@ def topr(
         Literal["sequence", "token"],
         Field(description="whose ratio: the whole completion's, as in the paper, or a token's"),
     ] = "sequence",
-    threshold: Annotated[float, Field(description="advantage up to which a completion counts as a bad one")] = 0.0,
+    threshold: Annotated[float, Field(description="a completion with at most this advantage counts as bad")] = 0.0,
 ) -> PerToken:
-    """Tapered off-policy REINFORCE: good completions count in full, bad ones the less the policy still gives them."""
+    """Tapered off-policy REINFORCE: good completions have full weight; bad ones have less weight as the policy makes
+    them less likely."""
     log_ratio = x.log_ratio if level == "token" else row_log_ratio(x)
     tapered = log_ratio.detach().clamp(max=0).exp()
     weight = torch.where(x.advantages > threshold, 1.0, tapered)

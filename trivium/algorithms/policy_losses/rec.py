@@ -54,8 +54,12 @@ def rec(
     ] = "token",
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
-    ring_low: Annotated[float, Field(ge=0, le=1, description="how far below one good tokens count again")] = 0.6,
-    ring_high: Annotated[float, Field(ge=0, description="how far above one bad tokens count again")] = 2.0,
+    ring_low: Annotated[
+        float, Field(ge=0, le=1, description="tokens with A > 0 count again at a ratio of at most 1 minus this")
+    ] = 0.6,
+    ring_high: Annotated[
+        float, Field(ge=0, description="tokens with A < 0 count again at a ratio of at least 1 plus this")
+    ] = 2.0,
 ) -> PerToken:
     """REINFORCE with clipping. The defaults give the gradient of PPO's clipped surrogate; without clip and weight it is
     REINFORCE.
@@ -82,7 +86,7 @@ def rec_regularized(
     *,
     regularizer: Annotated[
         Literal["forward_kl", "k2"],
-        Field(description="what holds the policy near the one that sampled: its likelihood, or the squared log-ratio"),
+        Field(description="keeps the policy near the one that sampled: by its likelihood, or by the squared log-ratio"),
     ] = "forward_kl",
     strength: Annotated[float, Field(gt=0, description="weight of the regularizer")] = 0.1,
     clip: Annotated[
@@ -91,7 +95,7 @@ def rec_regularized(
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
 ) -> PerToken:
-    """REINFORCE on completions of older policies, held near them by a regularizer that every token feels."""
+    """REINFORCE on completions of older policies, with a regularizer on every token that keeps the policy near them."""
     done = rec(x, clip=clip, weight="none", clip_low=clip_low, clip_high=clip_high)
     pull = -x.log_prob if regularizer == "forward_kl" else x.log_ratio.square()
     return PerToken(done.loss + strength * pull, done.metrics)
@@ -107,9 +111,11 @@ def rec_regularized(
 def red_weight(
     x: PolicyInputs,
     *,
-    temperature: Annotated[float, Field(gt=0, description="advantage that multiplies a token's weight by e")] = 1.0,
+    temperature: Annotated[
+        float, Field(gt=0, description="an advantage of this size multiplies a token's weight by e")
+    ] = 1.0,
 ) -> PerToken:
-    """REINFORCE that listens to good completions more than to bad ones."""
+    """REINFORCE with more weight on good completions than on bad ones."""
     weight = (x.advantages / temperature).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return PerToken(-x.advantages * weight * x.log_prob, {"train/score_weight": weight})
 

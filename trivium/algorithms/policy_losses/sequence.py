@@ -33,11 +33,11 @@ ClipHigh = Annotated[
 def gspo(
     x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, dual_clip: DualClip = None
 ) -> PerToken:
-    """PPO's clip on the ratio of sequences; made for `aggregate: seq-mean-token-mean`. With `seq-mean-token-sum` it is
+    """PPO's clip on the ratio of sequences; meant for `aggregate: seq-mean-token-mean`. With `seq-mean-token-sum` it is
     LUSPO (Liu et al. 2026, arXiv 2602.05261).
 
-    The gradient of a sequence's ratio is shared out so that each token's part carries its own advantage; where all
-    tokens of a sequence have the same one, it is that of `gspo_sequence`.
+    Each token's part of the gradient of the sequence's ratio has the advantage of the token; if all tokens of a
+    sequence have the same advantage, the gradient is that of `gspo_sequence`.
     """
     mean = row_mean(x.log_ratio, x.response_mask)
     return _clipped(x, mean.detach() + (x.log_prob - x.log_prob.detach()), clip_low, clip_high, dual_clip)
@@ -53,7 +53,7 @@ def gspo(
 def gspo_sequence(
     x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, dual_clip: DualClip = None
 ) -> PerToken:
-    """As `gspo`, with the gradient of the sequence's ratio itself; made for `aggregate: seq-mean-token-mean`."""
+    """As `gspo`, with the gradient of the sequence's ratio itself; meant for `aggregate: seq-mean-token-mean`."""
     mean = row_mean(x.log_ratio, x.response_mask)
     return _clipped(x, mean.expand_as(x.log_prob), clip_low, clip_high, dual_clip)
 
@@ -85,10 +85,8 @@ def gmpo(
     clip_low: Annotated[float, Field(ge=0, description="how far a token's log-ratio may fall below zero")] = 0.4,
     clip_high: Annotated[float, Field(ge=0, description="how far a token's log-ratio may rise above zero")] = 0.4,
 ) -> PerToken:
-    """The geometric mean of clipped token ratios; made for `aggregate: seq-mean-token-mean`.
-
-    Every token of a sequence has the loss of the sequence. A token is held only in the direction in which its advantage
-    pushes it.
+    """The geometric mean of clipped token ratios; meant for `aggregate: seq-mean-token-mean`. Every token of a sequence
+    has the loss of the sequence. A ratio is clipped only in the direction in which the advantage pushes it.
     """
     clamped = x.log_ratio.clamp(-clip_low, clip_high)
     sign = x.advantages.sign()

@@ -14,7 +14,7 @@ from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 @policy_loss(
     formula="-log_prob",
     source="maximum likelihood",
-    on_policy="none: it imitates every token alike, whatever it earned",
+    on_policy="none: it imitates every token equally, regardless of its reward",
 )
 def sft(x: PolicyInputs) -> PerToken:
     """Cross-entropy on the tokens of the mask."""
@@ -24,25 +24,26 @@ def sft(x: PolicyInputs) -> PerToken:
 @policy_loss(
     formula="-p log_prob, no gradient through p = exp(log_prob)",
     source="DFT, Wu et al. 2025, On the generalization of SFT",
-    on_policy="none: it imitates, whatever a token earned",
+    on_policy="none: it imitates, regardless of a token's reward",
 )
 def sft_is(x: PolicyInputs) -> PerToken:
-    """Cross-entropy weighed with the probability of the token: what the policy finds absurd is not forced on it."""
+    """Cross-entropy weighted with the probability of the token: tokens that the policy finds very unlikely have little
+    weight."""
     return PerToken(-x.log_prob * x.log_prob.detach().exp())
 
 
 @policy_loss(
     formula="-p (1 - p) min(log_prob, log cutoff), no gradient through p = exp(log_prob)",
     source="CHORD, Zhang et al. 2025, On-policy RL meets off-policy experts, eq. 8",
-    on_policy="none: it imitates, whatever a token earned",
+    on_policy="none: it imitates, regardless of a token's reward",
 )
 def sft_phi(
     x: PolicyInputs,
     *,
     cutoff: Annotated[
-        float, Field(gt=0, le=1, description="probability from which on a token has nothing more to learn")
+        float, Field(gt=0, le=1, description="a token of at least this probability has no gradient")
     ] = 1.0,
 ) -> PerToken:
-    """Cross-entropy on the tokens that the policy is undecided about: certain and absurd ones count little."""
+    """Cross-entropy weighted with p (1 - p): tokens whose probability is near 0 or 1 have little weight."""
     p = x.log_prob.detach().exp()
     return PerToken(-x.log_prob.clamp(max=math.log(cutoff)) * p * (1 - p))

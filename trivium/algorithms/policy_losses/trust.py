@@ -39,7 +39,8 @@ def dppo_tv(
     tv_high: Annotated[float, Field(ge=0, le=1, description="how far a token's probability may rise")] = 0.15,
     max_ratio: MaxRatio = 20.0,
 ) -> PerToken:
-    """A token teaches until its probability has moved too far in the direction in which its advantage pushes it."""
+    """A token loses its gradient once its probability has moved too far in the direction in which its advantage pushes
+    it."""
     rise = probabilities(x.log_prob) - probabilities(x.old_log_prob)
     return _truncated_score(x, torch.where(x.advantages > 0, rise > tv_high, -rise > tv_low), max_ratio)
 
@@ -86,11 +87,12 @@ def prime(
     x: PolicyInputs,
     *,
     threshold: Annotated[float, Field(ge=0, le=1, description="how far a token's probability may move")] = 0.2,
-    drift_coef: Annotated[float, Field(ge=0, description="weight of the pull back to the old policy")] = 1e-3,
+    drift_coef: Annotated[
+        float, Field(ge=0, description="weight of the term that pulls towards the old policy")
+    ] = 1e-3,
 ) -> PerToken:
-    """Importance sampling with a mask on probabilities; only the drift term holds the tokens that left.
-
-    Made for `old_log_prob: rollout`, so that one ratio covers both the stale weights and the engine's arithmetic.
+    """Importance sampling with a mask on probabilities; masked tokens keep only the drift term. Meant for
+    `old_log_prob: rollout`, where one ratio covers both the stale weights and the engine's arithmetic.
     """
     rise = probabilities(x.log_prob) - probabilities(x.old_log_prob)
     left = torch.where(x.advantages > 0, rise > threshold, -rise > threshold)
@@ -100,7 +102,7 @@ def prime(
 
 @policy_loss(
     formula="-A log_prob + beta / 2 (log_prob - old_log_prob)^2",
-    source="DRO, Richemond et al. 2024, arXiv 2405.19107, with the advantage in the place of reward minus value",
+    source="DRO, Richemond et al. 2024, arXiv 2405.19107, with the advantage in place of reward minus value",
     needs={"advantages", "old_log_prob"},
     on_policy="plain",
     anchored=True,
@@ -109,7 +111,7 @@ def prime(
 def dro(
     x: PolicyInputs,
     *,
-    beta: Annotated[float, Field(ge=0, description="weight of the pull back to the old policy")] = 0.1,
+    beta: Annotated[float, Field(ge=0, description="weight of the term that pulls towards the old policy")] = 0.1,
 ) -> PerToken:
     """A quadratic in the log-ratio instead of a clip: its gradient is zero where log r = A / beta."""
     return PerToken(-x.advantages * x.log_prob + beta / 2 * (x.log_prob - x.old_log_prob).square())

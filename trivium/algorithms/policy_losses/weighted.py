@@ -19,7 +19,7 @@ from trivium.config import CHANGEABLE
     on_policy="plain",
 )
 def reinforce(x: PolicyInputs) -> PerToken:
-    """The score function estimator: no ratio, so it trusts that the current weights sampled the tokens."""
+    """The score function estimator. It has no ratio: it assumes that the current weights sampled the tokens."""
     return PerToken(-x.advantages * x.log_prob)
 
 
@@ -31,7 +31,7 @@ def reinforce(x: PolicyInputs) -> PerToken:
     off_policy=True,
 )
 def importance_sampling(x: PolicyInputs) -> PerToken:
-    """The score function weighed with the ratio: unbiased for one step off policy, unbounded."""
+    """The score function weighted with the ratio: unbiased for one step off policy, unbounded."""
     ratio = x.log_ratio.exp()
     return PerToken(-x.advantages * ratio, {"train/ratio": ratio})
 
@@ -55,13 +55,15 @@ def cispo(
         float, Field(ge=0, description="how far the weight may rise above one", json_schema_extra=CHANGEABLE)
     ] = 4.0,
     mask_clip_low: Annotated[
-        float | None, Field(gt=0, le=1, description="how far below one bad tokens still count; null for any distance")
+        float | None,
+        Field(gt=0, le=1, description="tokens with A < 0 count down to a ratio of 1 minus this; null for no limit"),
     ] = None,
     mask_clip_high: Annotated[
-        float | None, Field(gt=0, description="how far above one good tokens still count; null for any distance")
+        float | None, Field(gt=0, description="tokens with A > 0 count up to a ratio of 1 plus this; null for no limit")
     ] = None,
 ) -> PerToken:
-    """Clips the weight of a token, not its gradient: rare tokens that turn a completion around keep teaching."""
+    """Clips the weight of a token, not its gradient: rare tokens that change the course of a completion keep their
+    gradient."""
     ratio = x.log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     good, bad = x.advantages > 0, x.advantages < 0

@@ -15,7 +15,7 @@ from trivium.errors import Problem
 
 
 class DistillConfig(UpdateConfig):
-    """Distillation: a policy loss that reads what a teacher says, and no reward."""
+    """Distillation: a policy loss that reads a teacher's log-probabilities, and no reward."""
 
     teacher: TeacherConfig
 

@@ -55,7 +55,7 @@ class EntropyConfig(Config):
     coef: float = changeable(0.0)
     """Its weight."""
     term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
-    """Whose entropy: a name, or a function of yours."""
+    """The entropy term: a name, or a function of yours."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """Keys that have no effect."""
@@ -70,7 +70,7 @@ class KlConfig(Config):
     coef: float = changeable(0.0, ge=0)
     """Its weight; 0 needs no reference model."""
     place: Literal["loss", "reward"] = "loss"
-    """`loss` adds it to the objective, `reward` takes it off each token's reward."""
+    """`loss` adds it to the objective, `reward` subtracts it from each token's reward."""
     estimator: KlPlugin = Field(default={"kind": "low_var_kl"})  # pyright: ignore[reportAssignmentType]
     """How it is estimated from the sampled tokens: a name, or a function of yours. In a loss, `kl` and `k1` have a
     gradient of mean zero: use `k1+`."""
@@ -133,7 +133,7 @@ class CriticConfig(Config):
     clip: float | None = Field(default=0.5, gt=0)
     """How far a value may move from the old one before its error stops improving; null for any distance."""
     aggregate: Aggregation = "token-mean"
-    """How token losses become one number."""
+    """How the losses of tokens are averaged."""
     trunk: Literal["own", "shared"] = "own"
     """Whether the critic is a model of its own, with its own optimizer steps, or a value head on the policy's hidden
     states: one forward pass, and one step by `train.optimizer`."""
@@ -181,7 +181,7 @@ class UpdateConfig(PassesConfig):
     policy_loss: PolicyLossPlugin
     """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
     aggregate: Aggregation = "token-mean"
-    """How token losses become one number."""
+    """How the losses of tokens are averaged."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)

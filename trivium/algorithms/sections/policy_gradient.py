@@ -54,7 +54,7 @@ from trivium.types import capabilities_of
 
 
 class SupervisedConfig(UpdateConfig):
-    """Imitation: a policy loss that reads nothing but the policy's own log-probabilities."""
+    """Imitation: a policy loss that reads only the policy's own log-probabilities."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
@@ -86,14 +86,15 @@ class PolicyGradientConfig(UpdateConfig):
     """Reinforcement: rewards become advantages, advantages weigh a policy loss."""
 
     advantage: AdvantagePlugin
-    """What a token was worth: `{kind: grpo, ...}`, or a function of yours."""
+    """The advantage estimator: `{kind: grpo, ...}`, or a function of yours."""
     normalise_advantages: Normalise = "none"
-    """What is taken off all advantages of a step: `mean` their mean over its tokens, `std` also their scale."""
+    """`mean` subtracts from all advantages of a step their mean over its tokens; `std` also divides by their standard
+    deviation."""
     clip_advantages: float | None = Field(default=None, gt=0)
-    """The largest advantage of either sign, after that; null for any."""
+    """Largest absolute value of an advantage, after normalisation; null for no limit."""
     entropy: EntropyConfig = EntropyConfig()
     gates: tuple[TokenWeightPlugin, ...] = ()
-    """What else decides how much of a token's policy loss counts: names, or functions of yours."""
+    """Factors of each token's policy loss: names, or functions of yours."""
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()
     critic_warmup: int = Field(default=0, ge=0)
@@ -104,22 +105,22 @@ class PolicyGradientConfig(UpdateConfig):
     step. The first costs nothing and stays exact for stale groups; `auto` takes it unless the correction compares the
     two."""
     correction: CorrectionPlugin = Field(default={"kind": "auto"})  # pyright: ignore[reportAssignmentType]
-    """What is done about tokens that the trainer's weights did not sample: a name, or what to do (`{weights: token}`).
-    `auto` does nothing for fresh groups of an engine that computes what the trainer computes, and takes truncated token
-    weights where groups may be stale or the engine differs (vLLM)."""
+    """The off-policy correction, for tokens that the trainer's current weights did not sample: a name, or its keys
+    (`{weights: token}`). `auto` corrects nothing if groups are fresh and the engine computes the trainer's
+    log-probabilities; it uses truncated token weights if groups may be stale or the engine differs (vLLM)."""
     filters: tuple[FilterPlugin, ...] = ()
     """Rules that refuse groups, applied in this order: names, or functions of yours. They see the rewards before
     shaping."""
     refill: int = Field(default=0, ge=0)
     """How often the refused groups of a step are replaced by newly generated ones before it continues with fewer."""
     shaping: tuple[ShapingPlugin, ...] = ()
-    """What happens to a trajectory's reward before any KL penalty and the estimator, in this order: names, or functions
-    of yours."""
+    """Functions that change a trajectory's reward, in this order, before any KL penalty and the estimator: names, or
+    functions of yours."""
     mask_truncated: bool = False
-    """Whether truncated completions are left out of the loss and of the counts it is divided by. Their group is still
-    compared with them."""
+    """Whether truncated completions are left out of the loss and of the counts it is divided by. Their rewards still
+    count in their group."""
     teacher: TeacherConfig | None = None
-    """The teacher model, where the estimator or the loss reads one."""
+    """The teacher model, if the estimator or the loss needs one."""
 
     @property
     def reads_rewards(self) -> bool:

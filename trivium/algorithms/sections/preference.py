@@ -100,14 +100,14 @@ class PreferenceConfig(PairsConfig):
 
 
 class RewardModelConfig(PairsConfig):
-    """Preferences that teach a reward model, which starts as the policy with a new head; the policy stays as it is."""
+    """Trains a reward model on preferences. It starts as the policy with a new head; the policy is not updated."""
 
     score_loss: ScoreLossPlugin
     """The loss of a pair's scores: `{kind: sigmoid, ...}`, or a function of yours."""
     heads: tuple[Annotated[str, Field(pattern=r"^[\w-]+$")], ...] = ()
-    """What the model scores, one output each: `[preference, alignment]`. A row then has a label for each (`A`: the
-    chosen one is better by it, `B`: the other one, `tie`, or null), in a column of that name or in the mapping
-    `labels`. Unset: one output, by which the chosen one is better."""
+    """Names of the model's outputs: `[preference, alignment]`. A row then has a label for each (`A`: the chosen
+    completion is better, `B`: the rejected one, `tie`, or null), in a column of that name or in the mapping `labels`.
+    Unset: one output, for which the chosen completion is better."""
     tie_coef: float = Field(default=0.01, ge=0)
     """Weight of the distance between the scores of a pair whose label is `tie`."""
 

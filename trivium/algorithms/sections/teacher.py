@@ -21,8 +21,8 @@ class TeacherConfig(Config):
     path: ModelPath
     """A plain Hugging Face directory (or an id in the local cache), with the policy's tokenizer."""
     top_k: int = Field(default=64, ge=1)
-    """How many of its most likely tokens (top_k) are stored at each position, where the loss reads them; at most its
-    vocabulary."""
+    """Number of the teacher's most probable tokens that are stored for each position, if the loss reads them; at most
+    the size of its vocabulary."""
 
     def teacher(self) -> Teacher:
         """The section as a `Teacher`."""

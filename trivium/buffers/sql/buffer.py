@@ -34,7 +34,8 @@ from trivium.types import TRAINER, Capabilities, Group, Lease
 
 
 class SqlBuffer(SlotBuffer):
-    """Slots and groups as rows of a database: any number of processes lease and put, the trainer takes.
+    """Keeps slots and groups as rows of a database. Any number of processes lease slots and store groups; the trainer
+    takes them.
 
     A group counts once its transaction is committed. A call whose connection drops is repeated and takes effect once.
     The trainer's `restore` opens the buffer: explorers that start earlier wait for it, and calls for an earlier trainer
@@ -47,14 +48,14 @@ class SqlBuffer(SlotBuffer):
         kind: str = "sql"
         url: Annotated[str, AfterValidator(lambda url: located(url, config_path))] = "sqlite:///trivium.db"
         """Where the database is: `sqlite:///file.db` (relative to the config file; all processes on one machine) or
-        `postgresql://user@host/name`. Never with a password, which would lie in the run directory: that belongs in
-        `~/.pgpass` or `PGPASSWORD`. Several runs share a database, each under its `run.name`."""
+        `postgresql://user@host/name`. The URL must not contain a password, which would be stored in the run directory:
+        use `~/.pgpass` or `PGPASSWORD`. Several runs share a database, each under its `run.name`."""
         patience_s: float = free(10.0, gt=0)
-        """How long a transaction is retried, where the connection drops, or the server restarts or does not answer,
-        before the run ends. A statement may take half of it."""
+        """How long a transaction is retried if the connection drops, or the server restarts or does not answer; then
+        the run ends. A statement may take half of this time."""
         overwrite: bool = free(False)
-        """Whether a new run may take its name from another one in the same database, whose groups are deleted and
-        which ends if it still runs."""
+        """Lets a new run take the name of another run in the same database. The groups of the other run are deleted,
+        and it ends if it is still running."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
