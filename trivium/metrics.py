@@ -112,7 +112,9 @@ def graded_accuracies(rows: Iterable[Mapping[str, float]]) -> set[str]:
 
 
 # Rollouts and their rewards.
-declare("reward/mean", "mean total reward of all rollouts; refused groups count, failed members do not", better="up")
+declare(
+    "reward/mean", "mean total reward of all rollouts, refused groups included, failed members excluded", better="up"
+)
 declare("reward/trained_mean", "mean total reward of the groups trained on, before shaping", better="up")
 declare("reward/shaped_mean", "mean reward of the trajectories trained on, after shaping")
 declare("reward/greedy", "mean total reward of the greedy completions that serve as a baseline", better="up")
@@ -137,14 +139,14 @@ declare(
     aggregation="sum",
     better="down",
 )
-declare("rollout/failed/*", "failed trajectories by the side that failed", aggregation="sum", better="down")
-declare("rollout/response_tokens", "mean tokens the policy sampled per trajectory", unit="tokens")
-declare("rollout/response_tokens_max", "longest response", unit="tokens", aggregation="max")
-declare("rollout/response_tokens_min", "shortest response", unit="tokens", aggregation="min")
+declare("rollout/failed/*", "failed trajectories by the part that failed", aggregation="sum", better="down")
+declare("rollout/response_tokens", "mean number of tokens that the policy sampled per trajectory", unit="tokens")
+declare("rollout/response_tokens_max", "longest completion", unit="tokens", aggregation="max")
+declare("rollout/response_tokens_min", "shortest completion", unit="tokens", aggregation="min")
 declare("rollout/prompt_tokens", "mean tokens of the first prompt of a trajectory", unit="tokens")
 declare("rollout/prompt_tokens_max", "longest first prompt", unit="tokens", aggregation="max")
 declare("rollout/prompt_tokens_min", "shortest first prompt", unit="tokens", aggregation="min")
-declare("rollout/aborted", "fraction of trajectories that sampled nothing or were broken off", better="down")
+declare("rollout/aborted", "fraction of trajectories that sampled nothing or were aborted", better="down")
 declare("rollout/truncated", "fraction of trajectories cut by a length limit", better="down")
 declare("rollout/turns", "mean turns per trajectory")
 declare("rollout/turns_max", "most turns", aggregation="max")
@@ -153,7 +155,7 @@ declare("rollout/staleness", "mean of trainer version minus the oldest version i
 declare("rollout/staleness_max", "largest staleness trained on", unit="versions", aggregation="max")
 declare(
     "rollout/called_off",
-    "groups called off in progress: they could only have become too stale",
+    "groups cancelled in progress, because they would have become too stale",
     aggregation="sum",
     better="down",
 )
@@ -165,7 +167,8 @@ declare(
 )
 declare(
     "rollout/discarded",
-    "groups of an earlier session that are rolled out again: the weights that sampled them are not this session's",
+    "groups of an earlier session that are rolled out again, because this session does not have the weights that "
+    "sampled them",
     aggregation="sum",
     better="down",
 )
@@ -177,20 +180,25 @@ declare(
 )
 declare(
     "workflow/retries",
-    "how often a trajectory had failed and been rolled out again (where `workflow.max_retries` is set)",
+    "number of times that a trajectory failed and was rolled out again (if `workflow.max_retries` is set)",
     better="down",
 )
 declare("workflow/*", "a number that the workflow, or an operator, reported, averaged over trajectories")
 
 # The origin of a step's groups.
 declare("sample/task_count", "different tasks among a step's groups")
-declare("sample/model_version/mean", "mean version that sampled a group, by its oldest token; an expert's left out")
+declare(
+    "sample/model_version/mean",
+    "mean version that sampled a group, by its oldest token; groups of an expert are left out",
+)
 declare("sample/model_version/min", "oldest of these versions", aggregation="min")
 declare("sample/model_version/max", "newest of these versions", aggregation="max")
-declare("sample/left_out", "groups taken and left out as older than the strategy's own bound", aggregation="sum")
+declare(
+    "sample/left_out", "groups taken and left out, because they are older than the strategy's bound", aggregation="sum"
+)
 declare("sample/expert", "groups that an expert wrote", aggregation="sum")
-declare("sample/replayed", "groups that had been trained on before", aggregation="sum")
-declare("sample/use_count", "mean number of steps that had trained on a replayed group before")
+declare("sample/replayed", "replayed groups: earlier steps trained on them too", aggregation="sum")
+declare("sample/use_count", "mean number of earlier steps that trained on a replayed group")
 declare("sample/stored", "groups kept for replay after this step", aggregation="last")
 declare("sample/fresh_reward", "mean total reward of the rollouts of this step, replayed groups left out", better="up")
 
@@ -199,7 +207,7 @@ declare("train/changed_fields", "config fields that were changed before this ste
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare(
     "train/loss_term/*",
-    "one term of the policy's loss, its coefficient left out, where there are several: policy_gradient, entropy, kl",
+    "one term of the policy's loss without its coefficient, if there are several: policy_gradient, entropy, kl",
 )
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")
@@ -216,7 +224,7 @@ declare("train/value_max", "largest value of a trained token", aggregation="max"
 declare("train/value_min", "smallest value of a trained token", aggregation="min")
 declare("train/advantage_clipped", "fraction of trained tokens whose advantage was clipped")
 declare("train/clip_fraction", "fraction of trained tokens whose ratio was clipped")
-declare("train/clip_fraction_lower", "fraction of trained tokens held by the dual clip")
+declare("train/clip_fraction_lower", "fraction of trained tokens whose loss the dual clip bounds")
 declare(
     "train/clip_fraction_up", "fraction of trained tokens with a positive advantage and a ratio outside the clip range"
 )
@@ -224,25 +232,30 @@ declare(
     "train/clip_fraction_down",
     "fraction of trained tokens with a negative advantage and a ratio outside the clip range",
 )
-declare("train/score_weight", "mean weight of the score function over trained tokens, where the loss gives it one")
+declare("train/score_weight", "mean weight of the score function over trained tokens, if the loss has one")
 declare("train/expert_fraction", "fraction of trained tokens that an expert wrote")
-declare("train/expert_share", "weight of the expert's loss in a mixed one")
-declare("train/left_out", "fraction of trained tokens that the policy loss itself leaves out")
+declare("train/expert_share", "weight of the expert's loss in a mixed loss")
+declare("train/left_out", "fraction of trained tokens that the policy loss leaves out")
 declare("train/ratio", "mean ratio of current and old policy over trained tokens")
 declare("train/log_ratio_abs", "mean distance of current and old log-probability over trained tokens", unit="nats")
-declare("train/gate_closed", "fraction of trained tokens that a gate shut out of the policy loss")
+declare("train/gate_closed", "fraction of trained tokens with a gate of 0 in the policy loss")
 declare("train/kl", "estimate of KL(old, current) over trained tokens", unit="nats")
 declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens", unit="nats", better="down")
 declare("train/teacher_kl", "estimate of KL(current, teacher) over trained tokens", unit="nats", better="down")
-declare("train/teacher_mass", "probability that the teacher's candidates have, by the teacher, over trained tokens")
+declare(
+    "train/teacher_mass", "mean total probability of the teacher's top_k tokens under the teacher, over trained tokens"
+)
 declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
 declare("train/preference_accuracy", "fraction of pairs whose preferred completion has the higher score", better="up")
 declare("train/preference_margin", "mean score of preferred minus rejected completions", better="up")
-declare("train/preference_chosen", "mean score of preferred completions: a reward model's, or what the policy implies")
+declare(
+    "train/preference_chosen",
+    "mean score of preferred completions: of a reward model, or the implicit reward of the policy",
+)
 declare("train/preference_rejected", "mean score of rejected completions")
 declare("train/reference_point", "KTO's estimate of KL(current, reference) from mismatched pairs", unit="nats")
-declare("train/preference_accuracy/*", "the same fraction by one head of a reward model", better="up")
-declare("train/preference_tie_gap", "mean distance of the scores of pairs that are ties by a head", better="down")
+declare("train/preference_accuracy/*", "the same fraction for one head of a reward model", better="up")
+declare("train/preference_tie_gap", "mean distance of the scores of pairs that are ties for a head", better="down")
 declare("train/value_predicted", "mean value over trained tokens, by the critic as it is updated")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
@@ -263,25 +276,34 @@ declare("mismatch/ratio_square", "mean of r^2", better="down")
 declare("mismatch/chi2", "mean of r^2 - 1: estimate of the chi-square divergence of trainer and engine", better="down")
 declare("mismatch/sequence_ess", "effective sample size of sequences, by the product of their ratios", better="up")
 declare("mismatch/sequence_ratio", "mean product of the ratios over a sequence")
-declare("mismatch/sequence_ratio_square", "mean of its square", better="down")
-declare("mismatch/sequence_chi2", "mean of its square, minus 1", better="down")
-declare("mismatch/log_perplexity", "mean over sequences of the trainer's mean surprise at a token", unit="nats")
+declare("mismatch/sequence_ratio_square", "mean square of this product", better="down")
+declare("mismatch/sequence_chi2", "mean square of this product, minus 1", better="down")
+declare(
+    "mismatch/log_perplexity",
+    "mean over sequences of the trainer's mean negative log-probability of a token",
+    unit="nats",
+)
 declare("mismatch/log_perplexity_engine", "the same for the engine", unit="nats")
 declare("mismatch/perplexity", "mean over sequences of the trainer's perplexity")
 declare("mismatch/perplexity_engine", "the same for the engine")
 declare("mismatch/perplexity_ratio", "mean over sequences of the trainer's perplexity divided by the engine's")
 declare("mismatch/log_perplexity_gap", "mean over sequences of trainer minus engine log-perplexity", unit="nats")
-declare("mismatch/log_perplexity_gap_abs", "mean over sequences of its absolute value", unit="nats", better="down")
+declare(
+    "mismatch/log_perplexity_gap_abs",
+    "mean over sequences of the absolute difference of trainer and engine log-perplexity",
+    unit="nats",
+    better="down",
+)
 declare(
     "mismatch/log_perplexity_gap_above",
-    "how far the trainer's is above the engine's at most",
+    "largest difference of a sequence, trainer minus engine log-perplexity",
     unit="nats",
     aggregation="max",
     better="down",
 )
 declare(
     "mismatch/log_perplexity_gap_below",
-    "how far the trainer's is below the engine's at most",
+    "largest difference of a sequence, engine minus trainer log-perplexity",
     unit="nats",
     aggregation="max",
     better="down",
@@ -296,13 +318,17 @@ declare("mismatch/weight/min", "smallest weight", aggregation="min")
 declare("mismatch/weight/ess", "effective sample size of the weights over tokens, as a fraction", better="up")
 declare("mismatch/weight/outside", "fraction of tokens whose weight was truncated or set to zero", better="down")
 declare(
-    "mismatch/weight/above", "fraction of tokens (sequences, for sequence weights) with a ratio above", better="down"
+    "mismatch/weight/above",
+    "fraction of tokens (sequences, for sequence weights) with a ratio above the bounds",
+    better="down",
 )
 declare(
-    "mismatch/weight/below", "fraction of tokens (sequences, for sequence weights) with a ratio below", better="down"
+    "mismatch/weight/below",
+    "fraction of tokens (sequences, for sequence weights) with a ratio below the bounds",
+    better="down",
 )
-declare("mismatch/weight/ratio_max", "largest ratio that a weight was made of", aggregation="max", better="down")
-declare("mismatch/weight/ratio_min", "smallest ratio that a weight was made of", aggregation="min", better="up")
+declare("mismatch/weight/ratio_max", "largest ratio before truncation", aggregation="max", better="down")
+declare("mismatch/weight/ratio_min", "smallest ratio before truncation", aggregation="min", better="up")
 declare("mismatch/weight/sequence_mean", "mean over sequences of the mean weight of a sequence")
 declare("mismatch/weight/sequence_std", "standard deviation over sequences of the mean weight of a sequence")
 declare("mismatch/weight/sequence_max", "largest mean weight of a sequence", aggregation="max")
@@ -313,15 +339,20 @@ declare(
     aggregation="max",
     better="down",
 )
-declare("mismatch/weight/sequence_above", "fraction of sequences with a mean ratio above", better="down")
-declare("mismatch/weight/sequence_below", "fraction of sequences with a mean ratio below", better="down")
+declare("mismatch/weight/sequence_above", "fraction of sequences with a mean ratio above the bounds", better="down")
+declare("mismatch/weight/sequence_below", "fraction of sequences with a mean ratio below the bounds", better="down")
 declare("mismatch/rejected_tokens", "fraction of tokens that were rejected", better="down")
-declare("mismatch/rejected_sequences", "fraction of sequences that lost a token or all of them", better="down")
-declare("mismatch/rejected_length", "mean length of sequences rejected whole, relative to all; 1 is no length bias")
-declare("mismatch/rejection/*/tokens", "fraction of tokens that one option rejected", better="down")
-declare("mismatch/rejection/*/sequences", "fraction of sequences that lost a token to one option", better="down")
+declare("mismatch/rejected_sequences", "fraction of sequences with at least one rejected token", better="down")
+declare(
+    "mismatch/rejected_length",
+    "mean length of wholly rejected sequences, relative to all sequences; 1 means no length bias",
+)
+declare("mismatch/rejection/*/tokens", "fraction of tokens that one option of `rejection` rejected", better="down")
+declare("mismatch/rejection/*/sequences", "fraction of sequences with a token that one option rejected", better="down")
 declare("mismatch/rejection/*/mean", "mean of the option's statistic over tokens", unit="nats")
-declare("mismatch/rejection/*/std", "standard deviation of the statistic, cut to its bounds, over tokens", unit="nats")
+declare(
+    "mismatch/rejection/*/std", "standard deviation over tokens of the statistic, clipped to its bounds", unit="nats"
+)
 declare("mismatch/rejection/*/max", "largest value of the statistic", unit="nats", aggregation="max")
 declare("mismatch/rejection/*/min", "smallest value of the statistic", unit="nats", aggregation="min")
 declare(
@@ -348,42 +379,69 @@ declare("mismatch/rejection/*/sequence_below", "fraction of sequences whose mean
 declare("eval/*/accuracy", "mean over tasks of the fraction of samples that got the full reward", better="up")
 declare(
     "eval/*/partial",
-    "rollouts whose reward is not -1, 0 or 1, where evaluation.threshold is unset: accuracy says little about these",
+    "rollouts whose reward is not -1, 0 or 1, if evaluation.threshold is unset: accuracy is no good measure of these",
     aggregation="sum",
 )
 declare("eval/*/reward", "mean total reward", better="up")
 declare("eval/*/loss", "loss over rows that are not trained on (`evaluation.held_out`)", better="down")
-declare("eval/*/preference_accuracy", "fraction of those pairs whose preferred completion ranks higher", better="up")
-declare("eval/*/preference_accuracy/*", "the same fraction by one head of a reward model", better="up")
-declare("eval/*/preference_margin", "mean over those pairs of reward or score, preferred minus rejected", better="up")
-declare("eval/*/pass@*", "probability that k samples contain a right one (unbiased; Chen et al. 2021)", better="up")
+declare(
+    "eval/*/preference_accuracy",
+    "fraction of the pairs of `evaluation.held_out` whose preferred completion ranks higher",
+    better="up",
+)
+declare("eval/*/preference_accuracy/*", "the same fraction for one head of a reward model", better="up")
+declare(
+    "eval/*/preference_margin", "mean over the same pairs of reward or score, preferred minus rejected", better="up"
+)
+declare("eval/*/pass@*", "probability that k samples contain a correct one (unbiased; Chen et al. 2021)", better="up")
 declare("eval/*/best@*", "expected highest reward of k samples, failed ones left out", better="up")
 declare("eval/*/worst@*", "expected lowest reward of k samples, failed ones left out", better="up")
-declare("eval/*/maj@*", "probability that the most frequent answer of k samples is right", better="up")
+declare("eval/*/maj@*", "probability that the most frequent answer of k samples is correct", better="up")
 declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
 
 # Clock and machine: may differ between two runs of one config.
-declare("time/step", "a train step, from asking for groups to its row", unit="s", aggregation="sum")
+declare(
+    "time/step", "a train step, from the request for groups to the row in metrics.jsonl", unit="s", aggregation="sum"
+)
 declare("time/wait", "waiting for groups: rollouts and their rewards", unit="s", aggregation="sum", better="down")
-declare("time/train", "the train step proper: scores, advantages, updates", unit="s", aggregation="sum")
-declare("time/score/*", "one score of the batch, by `types.SCORES`", unit="s", aggregation="sum")
+declare("time/train", "scores, advantages and updates of a train step", unit="s", aggregation="sum")
+declare("time/score/*", "one score of the batch, such as `old`, `ref` or `values`", unit="s", aggregation="sum")
 declare("time/advantage", "shaping, advantages and corrections", unit="s", aggregation="sum")
 declare("time/update/*", "the updates of one role", unit="s", aggregation="sum")
-declare("time/sync", "offering weights, since the step before", unit="s", aggregation="sum")
-declare("time/checkpoint", "saving, since the step before: what training waited for", unit="s", aggregation="sum")
-declare("time/evaluate", "an evaluation, as the trainer waits for it", unit="s", aggregation="sum")
-declare("time/*", "seconds", unit="s", aggregation="sum")
-declare("perf/idle", "share of the step in which the trainer waited for groups", better="down")
-declare("perf/rollout_tokens_per_second", "tokens sampled for this step, over the step", unit="tokens/s", better="up")
+declare("time/sync", "publishing weights, since the previous step", unit="s", aggregation="sum")
 declare(
-    "perf/train_tokens_per_second",
-    "tokens trained on, context included, over scores, advantages and updates",
+    "time/checkpoint",
+    "the part of saving that training waited for, since the previous step",
+    unit="s",
+    aggregation="sum",
+)
+declare("time/evaluate", "the trainer's wait for an evaluation", unit="s", aggregation="sum")
+declare("time/*", "seconds", unit="s", aggregation="sum")
+declare("perf/idle", "fraction of the step in which the trainer waited for groups", better="down")
+declare(
+    "perf/rollout_tokens_per_second",
+    "tokens sampled for this step, per second of the step",
     unit="tokens/s",
     better="up",
 )
-declare("perf/mfu", "model FLOPs of scores and updates over the peak of all ranks (`train.peak_flops`)", better="up")
+declare(
+    "perf/train_tokens_per_second",
+    "tokens trained on, context included, per second of scores, advantages and updates",
+    unit="tokens/s",
+    better="up",
+)
+declare(
+    "perf/mfu",
+    "model FLOPs per second of scores and updates, as a fraction of the peak of all ranks (`train.peak_flops`)",
+    better="up",
+)
 declare("perf/mfu/*", "the same of `score` or `update` alone", better="up")
-declare("perf/model_flops_per_second", "model FLOPs of scores and updates over their time", unit="1/s", better="up")
+declare(
+    "perf/model_flops_per_second",
+    "model FLOPs of scores and updates, per second of their time",
+    unit="1/s",
+    better="up",
+)
 declare("perf/*", "a rate or a size that depends on the machine")
