@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
 from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
+from trivium.frontdoors.trinity.registries import MONITOR, REWARD_FUNCTIONS, SAMPLE_STRATEGY, WORKFLOWS
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.trainer import Trainer
 from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
+from trivium.frontdoors.trinity.workflow_api import (
+    MultiTurnWorkflow,
+    RewardPropagationWorkflow,
+    SimpleWorkflow,
+    StepWiseRewardWorkflow,
+    Task,
+    Workflow,
+)
+from trivium.frontdoors.trinity.workflow_model import ModelWrapper
 from trivium.types import RunningStatus, SaveStrategy, SyncMethod, SyncStyle
 
 __all__ = [
     "EID",
+    "MONITOR",
+    "REWARD_FUNCTIONS",
+    "SAMPLE_STRATEGY",
+    "WORKFLOWS",
     "CheckpointMonitor",
     "Experience",
     "Experiences",
+    "ModelWrapper",
+    "MultiTurnWorkflow",
+    "RewardPropagationWorkflow",
     "RunningStatus",
     "SaveStrategy",
+    "SimpleWorkflow",
+    "StepWiseRewardWorkflow",
     "SyncMethod",
     "SyncStyle",
     "Synchronizer",
+    "Task",
     "TrainEngineWrapper",
     "Trainer",
     "VerlPPOTrainerWrapper",
+    "Workflow",
     "get_trainer_wrapper",
 ]

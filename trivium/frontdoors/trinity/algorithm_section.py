@@ -11,6 +11,7 @@ from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.registry import suggest
 
 _NONE = "none"
+_TEXTS = "buffer.trainer_input.experience_buffer"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ ALGORITHMS: Mapping[str, Named] = {
     "cispo": Named(loss="cispo"),
     "gspo": Named(loss="gspo"),
     "sapo": Named(loss="sapo"),
+    "m2po": Named(loss="m2po", kl=_NONE),
     "mix": Named(loss="mix", entropy="mix", sample="mix"),
     "mix_chord": Named(loss="mix_chord", entropy="mix", sample="mix"),
     "raft": Named("accept", "reinforce", _NONE, _NONE),
@@ -96,6 +98,7 @@ _LOSSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "cispo": ("cispo", {}),
     "sapo": ("sapo", {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
     "sppo": ("sppo", {"epsilon": "epsilon"}),
+    "m2po": ("m2po", {"m2_threshold": "m2", "m2": "m2"}),
     "importance_sampling": ("importance_sampling", {}),
     "rec": ("rec", {}),
     "mix": ("mix", {"mu": "mu"}),
@@ -129,11 +132,14 @@ _WITHOUT_RATIO = ("opmd", "sft", "sft_is", "sft_phi", "reinforce")
 
 def named(trinity: TrinityConfig) -> Named:
     """Returns the defaults of the algorithm_type. For an unknown name, notes a problem and returns those of grpo."""
-    name = str(trinity["algorithm.algorithm_type"]).lower()
+    name = trinity.algorithm_type
+    if name == "cpt":
+        if not trinity.offline:
+            do = f"set {_TEXTS}: {{storage_type: file, path: ...}}; or use sft, on rows with a prompt and a completion"
+            trinity.problem("algorithm.algorithm_type", repr(name), "it learns texts, and no file has them", do)
+        return ALGORITHMS["sft"]
     if name not in ALGORITHMS:
-        found = "it learns every token of a text, prompts included" if name == "cpt" else "no such algorithm"
-        do = "use sft, on rows with a prompt and a completion" if name == "cpt" else suggest(name, ALGORITHMS)
-        trinity.problem("algorithm.algorithm_type", repr(name), found, do)
+        trinity.problem("algorithm.algorithm_type", repr(name), "no such algorithm", suggest(name, ALGORITHMS))
     return ALGORITHMS.get(name, Named())
 
 
@@ -396,8 +402,6 @@ def _teacher(trinity: TrinityConfig, advantage: str) -> dict[str, Any]:
     if distils:
         do = "name it: explorer.auxiliary_models: [{model_path: ...}]"
         trinity.problem("explorer.auxiliary_models", "a teacher", f"advantage_fn {advantage!r} reads one", do)
-    elif models:
-        found = f"no workflow here asks them, and advantage_fn {advantage!r} reads no teacher"
-        do = "leave it out; a reward model is rewards: [{kind: model, path: ...}] in the result"
-        trinity.problem("explorer.auxiliary_models", f"{len(models)} model(s)", found, do)
+    elif models and not judged_in_training(trinity).asks_models:
+        trinity.note("explorer.auxiliary_models: no effect: neither the workflow nor the advantage asks them")
     return {}

@@ -31,7 +31,7 @@ _TOP: dict[str, Entry] = {
     "ignore_validator_suggestions": Ignored("`trivium check` says what fits"),
     "stages": Mapped("stages", (), list),
     "log": Ignored("log.txt in the run directory has everything"),
-    "service": Restricted((None,), "Data-Juicer's service is not supported: prepare the data before the run"),
+    "service": Ignored("nothing asks Data-Juicer's service: run a task pipeline before the run"),
 }
 
 _OPTIMIZER: dict[str, Entry] = {
@@ -88,7 +88,7 @@ _MODEL: dict[str, Entry] = {
     "min_response_tokens": Mapped("engine.sampling.min_new_tokens", 0),
     "enable_prompt_truncation": Ignored("a prompt without room is a failed rollout: as there, nothing is learnt of it"),
     "repetition_penalty": Restricted((None, 1, 1.0), "it changes the sampled distribution: leave it out"),
-    "enable_thinking": Ignored("the chat template decides, with model.template_variables of a RunConfig"),
+    "enable_thinking": Mapped("model.template_variables.enable_thinking, if the chat template reads it", type=bool),
     "lora_configs": Mapped("train.lora (one adapter)", (), list),
     "rope_scaling": Restricted((None,), "write it into config.json of the model"),
     "rope_theta": Restricted((None,), "write it into config.json of the model"),
@@ -147,7 +147,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
     "external_model_config": Restricted((None,), "a model behind an endpoint cannot be trained: leave it out"),
     "enable_expert_parallel": Restricted(_OFF, "there are no experts to distribute in dense models"),
     "enable_return_routed_experts": Ignored("algorithm.enable_router_replay records experts and replays them"),
-    "enable_thinking": Ignored("the chat template decides, with model.template_variables of a RunConfig"),
+    "enable_thinking": Mapped("as model.enable_thinking, which it goes before", type=bool),
     "enable_prompt_truncation": Ignored("a prompt without room is a failed rollout"),
     "logprobs": Ignored("the log-probability of every token is recorded"),
     **ignored("every rollout is journaled", "enable_history"),
@@ -173,9 +173,13 @@ _EXPLORER: dict[str, Entry] = {
     "name": Mapped("run.explorer, in the modes explore and serve", "explorer"),
     "max_timeout": Mapped("workflow.deadline_s", 1800.0),
     "max_retry_times": Mapped("workflow.max_retries", 2),
-    "env_vars": Restricted((None,), "set them in the shell"),
+    "env_vars": Ignored("set them in the shell: they are inherited by every process of the run"),
     **under("rollout_model", _ROLLOUT_MODEL),
-    "auxiliary_models": Mapped("algorithm.teacher: the first one, where the algorithm distils", (), list),
+    "auxiliary_models": Mapped(
+        "algorithm.teacher: the first one, where the algorithm distils; else models that a workflow or a reward asks",
+        (),
+        list,
+    ),
     "eval_interval": Mapped("evaluation.every, made a multiple of the sync interval", 100),
     "eval_on_startup": Ignored("an evaluation at the start and at the end is what others are compared with"),
     "bench_on_latest_checkpoint": Restricted(_OFF, "use `trivium eval CONFIG --step N`"),
@@ -183,8 +187,8 @@ _EXPLORER: dict[str, Entry] = {
     "listen_address": Mapped("serve.host; 127.0.0.1 where it is not set", type=str),
     "over_rollout.ratio": Mapped("schedule.over_rollout: ratio / (1 - ratio)", 0.0),
     "over_rollout.wait_after_min": Ignored("the step takes the groups that finish first"),
-    "over_rollout.return_partial_tasks": Restricted(_OFF, "a group is trained on as a whole: leave it out"),
-    "dynamic_timeout": Restricted((None,), "workflow.deadline_s is the deadline of a rollout"),
+    "over_rollout.return_partial_tasks": Ignored("a group is trained on as a whole, as there"),
+    "dynamic_timeout": Ignored("workflow.deadline_s is the deadline of a rollout"),
     "max_inflight_batches": Mapped("schedule.max_staleness, where sync_style is fully_async", 2),
     "collect_experiences": Ignored("groups are always whole"),
     **ignored(
@@ -284,9 +288,10 @@ LORA = Table(
 """An item of model.lora_configs."""
 
 AUXILIARY_MODEL = Table(
-    {name: Ignored("a teacher is scored by the trainer") for name in _ROLLOUT_MODEL}
+    {name: Ignored("the trainer scores a teacher, and the user serves a judge") for name in _ROLLOUT_MODEL}
     | {"model_path": Mapped("algorithm.teacher.path", type=str)}
     | {"engine_num": Mapped("the GPUs that the trainer does not get", 1)}
+    | {"base_port": Mapped("the port of its endpoint, where a workflow or a reward asks it", type=int)}
 )
 """An item of explorer.auxiliary_models."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,14 @@ from trivium.config import build
 from trivium.config.schema import plugin
 from trivium.errors import TriviumError
 from trivium.frontdoors.tables import Settings
-from trivium.frontdoors.trinity.named_workflows import INPUT, judged, judged_in_training
+from trivium.frontdoors.trinity.named_workflows import INPUT, Judged, judged, judged_in_training
+from trivium.frontdoors.trinity.registries import path_of
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig, mixes
 from trivium.registry import suggest
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _DATABASES = ("sqlite", "postgresql", "mysql")
+_SOURCES = "trivium.frontdoors.trinity.tasksets"
 EVALUATED = "eval"
 """The name of the evaluation taskset."""
 
@@ -26,6 +27,7 @@ EVALUATED = "eval"
 def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
     """Returns the `tasks` section."""
     if trinity.offline:
+        _piped(trinity)
         return {"train": _rows(trinity, trinity.experiences, _BUFFER)}
     tasks: dict[str, Any] = {}
     if trinity.tasksets:
@@ -36,12 +38,29 @@ def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
         tasks["train"] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets")
     else:
         trinity.problem(f"{INPUT}.taskset", "tasks", "no taskset has a path", "name one: taskset: {path: ...}")
+    _piped(trinity)
     if trinity.eval_tasksets and trinity.mode != "serve":
         tasks[EVALUATED] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets")
     if mixes(trinity):
         name, expert = _expert(trinity)
         tasks[name] = _rows(trinity, expert, f"buffer.trainer_input.auxiliary_buffers.{name}")
     return tasks
+
+
+def _piped(trinity: TrinityConfig) -> None:
+    """Accepts a task pipeline whose output the run reads: its inputs are named, and the rows are others."""
+    where = "data_processor.task_pipeline"
+    pipeline = trinity[where] or {}
+    if not pipeline.get("operators"):
+        return
+    inputs = [given.get("path") if isinstance(given, Mapping) else given for given in pipeline.get("inputs") or ()]
+    read = [trinity.experiences] if trinity.offline else trinity.tasksets
+    if inputs and read and not {str(settings["path"]) for settings in read} & set(map(str, inputs)):
+        path = ", ".join(str(settings["path"]) for settings in read)
+        trinity.note(f"{where}: run it with Data-Juicer before the run, which reads the rows that it writes to {path}")
+        return
+    do = "run it before, and let taskset.path name the rows that it writes"
+    trinity.problem(where, "Data-Juicer's task pipeline", "the run reads no rows that it writes", do)
 
 
 def num_rows(source: Mapping[str, Any]) -> int | None:
@@ -79,10 +98,14 @@ def _taskset(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str
         trinity.problem(f"{where}.storage_type", repr(settings["storage_type"]), "tasks are read from files", do)
     source = {**_source(trinity, settings, where), "prompt": settings["format.prompt_key"], **_images(settings)}
     judge = judged(trinity, settings, where)
-    if settings.has("format.response_key") or judge.reads_answer:
-        source["answer"] = settings["format.response_key"]
+    key = settings["format.response_key"]
+    if (settings.has("format.response_key") or judge.reads_answer) and key != "reward_model.ground_truth":
+        source["answer"] = key
     system = settings["format.system_prompt"] or trinity[f"{INPUT}.system_prompt"] or judge.system
-    return source | ({"system": system} if system else {})
+    source |= {"system": system} if system else {}
+    if judge.needs_prompt:
+        return source
+    return {"kind": "python", "source": f"{_SOURCES}:rows_of_workflow", "args": {"tasks": source}}
 
 
 def _images(settings: Settings) -> dict[str, Any]:
@@ -100,20 +123,25 @@ def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dic
         return sources[0]
     names = [str(taskset["name"] or f"taskset_{number}") for number, taskset in enumerate(tasksets)]
     args = {"tasksets": [{"name": name, **source} for name, source in zip(names, sources, strict=True)]}
-    return {"kind": "python", "source": "trivium.frontdoors.trinity.tasksets:tasks_of_all", "args": args}
+    return {"kind": "python", "source": f"{_SOURCES}:tasks_of_all", "args": args}
 
 
 def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
     """Returns the task source of rows with an expert's text, or with pairs."""
     kind = str(settings["storage_type"]).lower()
     if not settings.has("path") or kind != "file":
+        if trinity.is_wrong(f"{where}.path"):
+            return {"kind": "jsonl", "path": "rows.jsonl"}
         found = f"storage_type {kind}, path {settings['path']!r}"
         trinity.problem(where, "rows to learn from", found, "name a file: storage_type: file, path: ...")
         return {"kind": "jsonl", "path": "rows.jsonl"}
     source, prompt_type = _source(trinity, settings, where), str(settings["format.prompt_type"]).lower()
     source |= _images(settings)
     system = {"system": settings["format.system_prompt"]} if settings.has("format.system_prompt") else {}
-    if str(trinity["algorithm.algorithm_type"]).lower() == "dpo":
+    if trinity.algorithm_type == "cpt":
+        source["prompt"] = settings["format.prompt_key"]
+        return {"kind": "python", "source": f"{_SOURCES}:texts", "args": {"tasks": source}}
+    if trinity.algorithm_type == "dpo":
         key = "format.messages_key" if prompt_type == "messages" else "format.prompt_key"
         return {**source, "prompt": settings[key], **system}
     if prompt_type == "messages":
@@ -140,7 +168,7 @@ def buffer_of(trinity: TrinityConfig) -> dict[str, Any]:
     settings = trinity.experiences
     if trinity.offline:
         pair = {name: settings[f"format.{name}_key"] for name in ("chosen", "rejected")}
-        return {"kind": "files", **(pair if str(trinity["algorithm.algorithm_type"]).lower() == "dpo" else {})}
+        return {"kind": "files", **(pair if trinity.algorithm_type == "dpo" else {})}
     kind, path = str(settings["storage_type"]).lower(), str(settings["path"] or "")
     if kind not in ("queue", "sql", "file"):
         trinity.problem(f"{_BUFFER}.storage_type", repr(kind), "no such storage", "use queue, sql or file")
@@ -219,8 +247,8 @@ def _operators(trinity: TrinityConfig) -> dict[str, Any]:
     for number, operator in enumerate(trinity[f"{where}.operators"]):
         name, args = operator.get("name", ""), operator.get("args") or {}
         place = f"{where}.operators[{number}]"
-        if ":" in name:
-            operators.append({"kind": name, **args})
+        if (path := path_of(name)) is not None:
+            operators.append({"kind": path, **args})
         elif name not in _OPERATORS:
             trinity.problem(place, repr(name), "no such operator", suggest(name, _OPERATORS) + "; or file.py:Name")
         elif unknown := set(args) - set(_OPERATORS[name]):
@@ -255,13 +283,26 @@ def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
     """Returns the sections `workflow` and `rewards`."""
     limits = {"deadline_s": trinity["explorer.max_timeout"], "max_retries": trinity["explorer.max_retry_times"]}
     judge = judged_in_training(trinity)
-    evaluated = {repr(judged(trinity, taskset, f"{INPUT}.eval_tasksets")) for taskset in trinity.eval_tasksets}
-    alike = {repr(judge), repr(replace(judge, shaping=()))}  # evaluation omits the penalties of training
-    if trinity.tasksets and not trinity.offline and evaluated - alike:
-        do = "set the workflow and reward of training in eval_tasksets as well, or leave default_eval_workflow_type out"
-        trinity.problem(f"{INPUT}.eval_tasksets", "another workflow or reward", "evaluation judges as training", do)
+    evaluated = [judged(trinity, taskset, f"{INPUT}.eval_tasksets") for taskset in trinity.eval_tasksets]
+    if trinity.tasksets and not trinity.offline:
+        _compare(trinity, judge, evaluated)
     rewards = {"rewards": [*judge.rewards]} if judge.rewards else {}
     return {"workflow": {**judge.workflow, **limits}, **rewards}
+
+
+def _compare(trinity: TrinityConfig, judge: Judged, evaluated: list[Judged]) -> None:
+    """Compares the workflow of evaluation with that of training, which is used for both."""
+    where = f"{INPUT}.eval_tasksets"
+    if any(each.shaping not in ((), judge.shaping) for each in evaluated):
+        do = "set reward_fn_args of training in eval_tasksets as well, or leave them out there"
+        trinity.problem(where, "another penalty than in training", "evaluation judges as training", do)
+    elif any((_flow(each), each.rewards) != (_flow(judge), judge.rewards) for each in evaluated):
+        trinity.note(f"{where}: another workflow or reward has no effect: evaluation judges as training")
+
+
+def _flow(judge: Judged) -> dict[str, Any]:
+    """Returns the workflow without the sampling parameters, which evaluation has of its own."""
+    return {name: value for name, value in judge.workflow.items() if name != "rollout_args"}
 
 
 def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, Any]:
@@ -317,15 +358,14 @@ def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | Non
     where, tasksets = f"{INPUT}.eval_tasksets", trinity.eval_tasksets
     samples = [max(1, taskset["repeat_times"]) for taskset in tasksets]
     sampled = [sampling_of(trinity, taskset) for taskset in tasksets]
-    for values, name in ((samples, "repeat_times"), (sampled, "rollout_args")):
+    for values, name, used in ((samples, "repeat_times", "the largest"), (sampled, "rollout_args", "the first")):
         if any(value != values[0] for value in values):
-            do = "give all of them the same, or evaluate the others with `trivium eval`"
-            trinity.problem(f"{where}.{name}", "several values", "the tasksets are evaluated as one", do)
+            trinity.note(f"{where}.{name}: the tasksets are evaluated as one, with {used} of several values")
     if trinity.mode == "explore":
         trinity.notes.append(
             f"{where}: evaluated when the trainer says so: its file names the same, and the same explorer.eval_interval"
         )
-    number, every = samples[0], trinity["explorer.eval_interval"]
+    number, every = max(samples), trinity["explorer.eval_interval"]
     powers = [2**power for power in range(number.bit_length())]
     return {
         "taskset": EVALUATED,

@@ -25,18 +25,19 @@ _FORMAT: dict[str, Entry] = {
     "enable_concatenated_multi_turn": Restricted(_OFF, "the last message is learnt: give each turn a row of its own"),
     "tools_key": Restricted((None, "tools"), "tools of rows are not rendered: leave it out"),
     "chat_template": Mapped("model.chat_template", type=str),
-    "enable_thinking": Ignored("the chat template decides, with model.template_variables of a RunConfig"),
+    "enable_thinking": Mapped("as model.enable_thinking, of rows that are learnt", type=bool),
     "label_key": Restricted((None,), "algorithm.kind kto reads labels: write it into the translated config"),
     **ignored("no reader of it is built", "solution_key reward_key"),
 }
 
 _SELECTOR: dict[str, Entry] = {
     "selector_type": Mapped(
-        "schedule.shuffle (shuffle, random) and schedule.curriculum (offline_easy2hard)", "sequential"
+        "schedule.shuffle (shuffle, random) and schedule.curriculum (offline_easy2hard, difficulty_based)",
+        "sequential",
     ),
     "seed": Ignored("run.seed is the seed of everything"),
-    "feature_keys": Mapped("schedule.curriculum.column, where selector_type is offline_easy2hard", ()),
-    "kwargs": Ignored("no selector here has further options"),
+    "feature_keys": Mapped("schedule.curriculum.column: the last one", ()),
+    "kwargs": Ignored("the order is fixed: rates that a run measures do not change it"),
 }
 
 _STORED: dict[str, Entry] = {
@@ -138,6 +139,6 @@ _PIPELINE: dict[str, Entry] = {
 
 DATA_PROCESSOR: dict[str, Entry] = {
     "data_processor_url": Restricted((None,), _JUICER),
-    "task_pipeline": Restricted((None,), _JUICER),
+    "task_pipeline": Mapped("the rows that it writes, which taskset.path names; Data-Juicer runs it before", type=dict),
     **under("experience_pipeline", _PIPELINE),
 }

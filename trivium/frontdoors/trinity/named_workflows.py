@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from trivium.errors import TriviumError
 from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.trinity.registries import PLUGIN_DIRS, path_of
+from trivium.frontdoors.trinity.reward_names import HERE, REWARDS, reward
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig
-from trivium.registry import suggest
+from trivium.registry import resolve, suggest
 
 INPUT = "buffer.explorer_input"
-_HERE = "trivium.frontdoors.trinity.reward_functions"
+_ADAPTER = "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity"
+_GAMES = "trivium.frontdoors.trinity.games"
 _THINK = (
     "Think about the question first, then answer it. Put your reasoning between <think> and </think>, and the final "
     "answer alone between <answer> and </answer>, like this: <think> reasoning </think> <answer> answer </answer>"
@@ -22,6 +25,12 @@ _THINK_BOXED = (
     "Solve the problem. Reason first, between <think> and </think>, then write your final answer in closed form "
     "in \\boxed{}."
 )
+_RUBRIC = (
+    "Judge the answer to the question by the rubric.\n\nQuestion:\n{prompt}\n\nRubric:\n{rubric}\n\n"
+    "Answer:\n{completion}\n\nExplain in a few words, then end with a line `Rating: n`, n a number from 0 (worst) to "
+    "10 (best)."
+)
+_RATING = r"(?i)\brating\s*[:=]\s*\**\s*(\d+(?:\.\d+)?)"
 
 
 @dataclass(frozen=True)
@@ -34,52 +43,211 @@ class Judged:
     """The system message of tasks without one."""
     reads_answer: bool = True
     """Whether the rewards read the column with the answer."""
+    needs_prompt: bool = True
+    """Whether a row has a prompt. False: the workflow makes one of the other columns."""
     masks_truncated: bool = False
     shaping: tuple[Mapping[str, Any], ...] = ()
+    plain_template: bool = False
+    """Whether prompts are plain text, without a chat template."""
+    asks_models: bool = False
+    """Whether it asks `explorer.auxiliary_models`."""
 
 
-def _reward(name: str, **options: Any) -> dict[str, Any]:
-    """Returns a reward of `reward_functions.py`, under the name of its metric in Trinity-RFT."""
-    labels = {"Accuracy": "accuracy", "Boxed": "accuracy", "Dapo": "accuracy", "Countdown": "score"}
-    return {"kind": f"{_HERE}:{name}", "name": labels.get(name, "format_score"), **options}
+@dataclass(frozen=True)
+class _Named:
+    """A taskset whose workflow is translated, and what the config says about it."""
+
+    trinity: TrinityConfig
+    settings: Settings
+    where: str
+    name: str
+    """The name of the workflow."""
+    reward: str
+    """The name of the reward function; empty if there is none."""
+
+    def problem(self, key: str, asked: str, found: str, do: str) -> None:
+        self.trinity.problem(f"{self.where}.{key}", asked, found, do)
+
+    def rewards(self) -> tuple[Mapping[str, Any], ...]:
+        """Returns the rewards that replace the reward function."""
+        args = {key: value for key, value in self.settings["reward_fn_args"].items() if key not in _OVERLONG}
+        if not self.reward:
+            return ()
+        if self.reward in REWARDS:
+            for key, value in args.items():
+                found = f"{self.reward} has no such option"
+                self.problem(f"reward_fn_args.{key}", f"{value!r:.80}", found, "leave it out")
+            return REWARDS[self.reward]
+        if (path := path_of(self.reward)) is not None or self.trinity.is_plugin(self.reward, [*REWARDS]):
+            return ({"kind": f"{HERE}:RewardOfTrinity", "function": path or self.reward, "args": args},)
+        do = suggest(self.reward, REWARDS) + "; your own is file.py:Name or package.module:Name"
+        self.problem("default_reward_fn_type", repr(self.reward), "no such reward here", do)
+        return ()
+
+    def overlong(self) -> tuple[Mapping[str, Any], ...]:
+        """Returns the penalty for completions near the length limit, as a shaping of the reward."""
+        args = self.settings["reward_fn_args"]
+        if not args.get("enable_overlong_penalty"):
+            return ()
+        longest, buffer = args.get("max_response_length") or 1, args.get("cache_length") or 1
+        factor = args.get("penalty_factor") or 1.0
+        return ({"kind": "overlong_penalty", "factor": factor, "buffer": buffer / longest, "limit": longest},)
+
+    def judge(self) -> str | None:
+        """Returns the path of the first auxiliary model. Notes a problem without one."""
+        models = [model["model_path"] for model in self.trinity.auxiliary_models if model.has("model_path")]
+        if not models:
+            do = "name it in explorer.auxiliary_models: [{model_path: ...}]; or add a reward to the result: kind: model"
+            self.problem("default_workflow_type", f"{self.name!r}", "it asks a model that judges", do)
+        return models[0] if models else None
 
 
-_FORMAT_OF_MATH = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
-_REWARDS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "math_reward": (_reward("Accuracy"), _reward("Format", pattern=_FORMAT_OF_MATH)),
-    "math_boxed_reward": (_reward("Boxed"),),
-    "format_reward": (_reward("Format"),),
-    "accuracy_reward": ({"kind": "math_verify", "name": "accuracy"},),
-    "countdown_reward": (_reward("Countdown"),),
-    "math_dapo_reward": (_reward("Dapo"),),
+_OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
+
+
+def _simple(taskset: _Named) -> Judged:
+    if not taskset.reward:
+        do = "set default_reward_fn_type, math_reward for example"
+        taskset.problem("default_reward_fn_type", "rewards", f"{taskset.name} has none of its own", do)
+    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
+
+
+def _distilled(taskset: _Named) -> Judged:
+    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
+
+
+def _math(taskset: _Named) -> Judged:
+    own = taskset.reward in ("", "math_reward")
+    rewards = taskset.rewards() or REWARDS["math_reward"]
+    return Judged(rewards, system=_THINK if own else None, shaping=taskset.overlong())
+
+
+def _boxed(taskset: _Named) -> Judged:
+    """Translates math_boxed_workflow, which excludes truncated completions from the loss."""
+    args, rewards = taskset.settings["workflow_args"], taskset.rewards()
+    thinks = bool(args.get("with_think"))
+    if not rewards:
+        coef = args.get("format_score_coef") or 0.1
+        rewards = (*REWARDS["math_boxed_reward"], *([reward("Thinks", coef=coef)] if thinks else ()))
+    return Judged(
+        rewards,
+        system=_THINK_BOXED if thinks else _BOXED,
+        masks_truncated=True,
+        shaping=taskset.overlong(),
+        plain_template=bool(args.get("use_base")),
+    )
+
+
+def _tool_call(taskset: _Named) -> Judged:
+    return Judged(taskset.rewards() or (reward("ToolCall"),), shaping=taskset.overlong())
+
+
+def _reward_model(taskset: _Named) -> Judged:
+    path = taskset.judge()
+    rewards = taskset.rewards() if path is None else ({"kind": "model", "path": path, "name": "rm_score"},)
+    return Judged(rewards, asks_models=True, reads_answer=False)
+
+
+def _ruler(taskset: _Named) -> Judged:
+    return _of_judge(taskset, {"kind": f"{HERE}:Ruler", "name": "ruler"})
+
+
+def _rubric(taskset: _Named) -> Judged:
+    judge = {"kind": "generative_judge", "name": "rubric", "template": _RUBRIC, "pattern": _RATING}
+    return _of_judge(taskset, judge)
+
+
+def _of_judge(taskset: _Named, section: dict[str, Any]) -> Judged:
+    """Translates a workflow that asks an auxiliary model behind an endpoint."""
+    if taskset.judge() is None:
+        return Judged()
+    (first, *_) = taskset.trinity.endpoints()
+    return Judged(({**section, **first},), asks_models=True)
+
+
+def _game(environment: str, turns: str, **defaults: Any) -> Callable[[_Named], Judged]:
+    """Returns the translation of a workflow over an environment of `games.py`. `turns` is the argument with the largest
+    number of turns, `defaults` those of the environment."""
+
+    def translated(taskset: _Named) -> Judged:
+        args = taskset.settings["workflow_args"]
+        options = {name: args.get(name, default) for name, default in defaults.items()}
+        workflow = {
+            "kind": "multi_turn",
+            "environment": f"{_GAMES}:{environment}",
+            "environment_args": {name: value for name, value in options.items() if name != turns},
+            "max_turns": options.get(turns) or 10,
+        }
+        return Judged((), workflow, reads_answer=False, needs_prompt=False)
+
+    return translated
+
+
+_BY_NAME: Mapping[str, Callable[[_Named], Judged]] = {
+    **dict.fromkeys(
+        ("simple_workflow", "async_simple_workflow", "simple_mm_workflow", "async_simple_mm_workflow"), _simple
+    ),
+    **dict.fromkeys(("math_workflow", "async_math_workflow", "on_policy_distill_math_workflow"), _math),
+    **dict.fromkeys(
+        ("math_boxed_workflow", "async_math_boxed_workflow", "math_eval_workflow", "async_math_eval_workflow"), _boxed
+    ),
+    **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _reward_model),
+    **dict.fromkeys(("math_ruler_workflow", "async_math_ruler_workflow"), _ruler),
+    **dict.fromkeys(("rubric_judge_workflow", "rubric_judge_openai_workflow"), _rubric),
+    "on_policy_distill_workflow": _distilled,
+    "tool_call_workflow": _tool_call,
+    "frozen_lake_workflow": _game(
+        "FrozenLake", "agent_max_steps", agent_max_steps=10, env_max_steps=8, is_slippery=False
+    ),
+    "sudoku_workflow": _game("Sudoku", "max_steps", max_steps=20),
 }
-"""Reward functions by name -> the rewards that sum up to them."""
-_SIMPLE = (
-    "simple_workflow",
-    "async_simple_workflow",
-    "simple_mm_workflow",
-    "async_simple_mm_workflow",
-    "on_policy_distill_workflow",
-)
-_MATH = ("math_workflow", "async_math_workflow", "on_policy_distill_math_workflow")
-_MATH_BOXED = ("math_boxed_workflow", "async_math_boxed_workflow", "math_eval_workflow", "async_math_eval_workflow")
-_ASKING = "an environment is workflow.kind multi_turn, a workflow of yours a class with `async run(task, policy)`"
-_INSTEAD = {
-    "math_rm": "a reward model is rewards: [{kind: model, path: ...}] in the result",
-    "ruler": "a judge is a reward of yours that asks it: default_reward_fn_type: file.py:Name",
-    "rubric": "a judge is a reward of yours that asks it: default_reward_fn_type: file.py:Name",
-    "tool_call": "tools are a workflow of yours: default_workflow_type: file.py:Name",
-    "agentscope": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
-    "as_react": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
+"""Workflows that need a reward, or an environment without further packages."""
+
+_AGENT = "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)"
+_WORLD = "workflow.kind: multi_turn over an environment of yours: a class with reset(task) and step(completion)"
+_MISSING: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        (
+            "agentscope_workflow_adapter",
+            "agentscope_workflow_adapter_v1",
+            "agentscope_react_workflow",
+            "as_react_workflow",
+            "agentscope_react_math_workflow",
+            "agentscope_v1_react_search_workflow",
+            "agentscopev0_react_math_workflow",
+        ),
+        ("AgentScope, which it calls, is not supported", _AGENT),
+    ),
+    "email_search_workflow": ("AgentScope and a database of e-mails, which it calls, are not supported", _AGENT),
+    **dict.fromkeys(
+        (
+            "alfworld_workflow",
+            "step_wise_alfworld_workflow",
+            "RAFT_alfworld_workflow",
+            "RAFT_reflect_alfworld_workflow",
+        ),
+        ("the package alfworld and its game files are not supported", _WORLD),
+    ),
+    "sciworld_workflow": ("the package scienceworld and its Java server are not supported", _WORLD),
+    "webshop_workflow": ("the package web_agent_site and its catalogue are not supported", _WORLD),
+    "intercode_sql_workflow": ("the package intercode and its MySQL containers are not supported", _WORLD),
+    "math_trainable_ruler_workflow": (
+        "the policy judges its own group there; a rollout here does not see the others",
+        "use math_ruler_workflow, with the judge in explorer.auxiliary_models",
+    ),
 }
-"""Part of the name of an unsupported workflow -> its replacement."""
+"""Workflows of Trinity-RFT that are not translated -> (what is missing, what to do instead)."""
+NAMES = (*_BY_NAME, *_MISSING)
 
 
 def judged_in_training(trinity: TrinityConfig) -> Judged:
     """Returns the workflow and rewards of the training taskset; those of the evaluation taskset if there is no training
     taskset."""
     tasksets = [*trinity.tasksets, *trinity.eval_tasksets]
-    return judged(trinity, tasksets[0], f"{INPUT}.taskset") if tasksets and not trinity.offline else Judged()
+    if not tasksets or trinity.offline:
+        return Judged()
+    where = f"{INPUT}.taskset" if trinity.tasksets else f"{INPUT}.eval_tasksets"
+    return judged(trinity, tasksets[0], where)
 
 
 def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
@@ -89,87 +257,57 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
     kinds += (
         [settings["default_eval_workflow_type"], trinity[f"{INPUT}.default_eval_workflow_type"]] if evaluated else []
     )
-    workflow = next((kind for kind in [*kinds, trinity[f"{INPUT}.default_workflow_type"]] if kind), None)
-    reward = settings["default_reward_fn_type"] or trinity[f"{INPUT}.default_reward_fn_type"]
-    if workflow is None:
+    name = next((kind for kind in [*kinds, trinity[f"{INPUT}.default_workflow_type"]] if kind), None)
+    reward_fn = settings["default_reward_fn_type"] or trinity[f"{INPUT}.default_reward_fn_type"]
+    taskset = _Named(trinity, settings, where, str(name), str(reward_fn or ""))
+    if name is None:
         do = "set default_workflow_type, math_workflow for example"
-        trinity.problem(f"{where}.default_workflow_type", "a workflow", "nothing names one", do)
-        return Judged()
-    workflow = of_user(str(workflow))
-    rewards = _rewards(trinity, of_user(str(reward)), settings, where) if reward else ()
-    if workflow in _SIMPLE:
-        if not reward and workflow != "on_policy_distill_workflow":
-            do = "set default_reward_fn_type, math_reward for example"
-            trinity.problem(f"{where}.default_reward_fn_type", "rewards", f"{workflow} has none of its own", do)
-        return Judged(rewards, reads_answer=bool(reward), shaping=_overlong(settings))
-    if workflow in _MATH:
-        math = reward in (None, "math_reward")
-        return Judged(rewards or _REWARDS["math_reward"], system=_THINK if math else None, shaping=_overlong(settings))
-    if workflow in _MATH_BOXED:
-        return _math_boxed(trinity, settings, where, rewards)
-    if ":" in workflow:
-        return Judged(rewards, {"kind": workflow, **settings["workflow_args"]}, reads_answer=bool(reward))
-    do = next((text for part, text in _INSTEAD.items() if part in workflow), _ASKING)
-    known = suggest(workflow, (*_SIMPLE, *_MATH, *_MATH_BOXED)) if do is _ASKING else ""
-    trinity.problem(
-        f"{where}.default_workflow_type", repr(workflow), "no such workflow here", f"{known}; {do}".strip("; ")
-    )
+        taskset.problem("default_workflow_type", "a workflow", "nothing names one", do)
+    elif taskset.name in _BY_NAME:
+        return _BY_NAME[taskset.name](taskset)
+    elif taskset.name in _MISSING:
+        taskset.problem("default_workflow_type", repr(name), *_MISSING[taskset.name])
+    elif path_of(taskset.name) is not None or trinity.is_plugin(taskset.name, NAMES):
+        return _of_user(taskset)
+    else:
+        taskset.problem("default_workflow_type", repr(name), "no such workflow", suggest(taskset.name, NAMES))
     return Judged()
 
 
-def of_user(name: str) -> str:
-    """Converts the name of a user's class or function to Trivium's form: `package.module.Name` becomes
-    `package.module:Name`, and a file of the working directory gets its full path. Other names stay unchanged."""
-    module, dot, last = name.rpartition(".")
-    name = f"{module}:{last}" if dot and ":" not in name else name
-    file, is_file, attribute = name.rpartition(".py:")
-    path = Path(f"{file}.py").expanduser()
-    return f"{path.resolve()}:{attribute}" if is_file and path.is_file() else name
+def _of_user(taskset: _Named) -> Judged:
+    """Translates a workflow of the user: a class of Trivium's form, or of Trinity-RFT's."""
+    settings, path = taskset.settings, path_of(taskset.name)
+    if path is not None and _is_of_trivium(path):
+        return Judged(taskset.rewards(), {"kind": path, **settings["workflow_args"]}, reads_answer=bool(taskset.reward))
+    own = ("temperature", "top_p", "top_k", "max_tokens")
+    rollout_args = {name: settings[f"rollout_args.{name}"] for name in own if settings.has(f"rollout_args.{name}")}
+    keys = ("prompt_key", "response_key", "system_prompt")
+    rewards = taskset.reward and (path_of(taskset.reward) or taskset.reward)
+    section: dict[str, Any] = {
+        "kind": _ADAPTER,
+        "workflow": path or taskset.name,
+        "workflow_args": settings["workflow_args"],
+        "reward_fn": rewards,
+        "reward_fn_args": settings["reward_fn_args"],
+        "rollout_args": rollout_args,
+        "format": {key: settings[f"format.{key}"] for key in keys if settings[f"format.{key}"] is not None},
+        "auxiliary_models": [{"model": e["model"], "urls": e["urls"]} for e in taskset.trinity.endpoints()],
+    }
+    if path is None:
+        taskset.trinity.notes.append(
+            f"{taskset.where}.default_workflow_type: {taskset.name!r} is looked up when the run starts: set "
+            f"{PLUGIN_DIRS} to the folder of the module that registers it"
+        )
+    workflow = {name: value for name, value in section.items() if value not in ("", {}, [])}
+    return Judged((), workflow, reads_answer=False, needs_prompt=False, asks_models=True)
 
 
-def _rewards(trinity: TrinityConfig, name: str, settings: Settings, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Returns the rewards that replace a reward function."""
-    args = {key: value for key, value in settings["reward_fn_args"].items() if key not in _OVERLONG}
-    if name in _REWARDS:
-        for key, value in args.items():
-            found = f"{name} has no such option"
-            trinity.problem(f"{where}.reward_fn_args.{key}", f"{value!r:.80}", found, "leave it out")
-        return _REWARDS[name]
-    if ":" in name:
-        return ({"kind": f"{_HERE}:RewardOfTrinity", "function": name, "args": args},)
-    do = suggest(name, _REWARDS) + "; your own is file.py:Name or package.module:Name"
-    trinity.problem(f"{where}.default_reward_fn_type", repr(name), "no such reward here", do)
-    return ()
+def _is_of_trivium(path: str) -> bool:
+    """Whether a class can be imported here and is not derived from the Workflow of this API."""
+    from trivium.frontdoors.trinity.workflow_api import Workflow
 
-
-_OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
-
-
-def _overlong(settings: Settings) -> tuple[Mapping[str, Any], ...]:
-    """Returns the penalty for completions near the length limit, as a shaping of the reward."""
-    args = settings["reward_fn_args"]
-    if not args.get("enable_overlong_penalty"):
-        return ()
-    longest, buffer = args.get("max_response_length") or 1, args.get("cache_length") or 1
-    factor = args.get("penalty_factor") or 1.0
-    return ({"kind": "overlong_penalty", "factor": factor, "buffer": buffer / longest, "limit": longest},)
-
-
-def _math_boxed(
-    trinity: TrinityConfig, settings: Settings, where: str, rewards: tuple[Mapping[str, Any], ...]
-) -> Judged:
-    """Translates math_boxed_workflow, which excludes truncated completions from the loss."""
-    args = settings["workflow_args"]
-    thinks = bool(args.get("with_think"))
-    if args.get("use_base"):
-        do = "leave it out, and set model.chat_template: plain in the result"
-        trinity.problem(f"{where}.workflow_args.use_base", "true", "prompts go through the chat template", do)
-    if not rewards:
-        coef = args.get("format_score_coef") or 0.1
-        rewards = (*_REWARDS["math_boxed_reward"], *([_reward("Thinks", coef=coef)] if thinks else ()))
-    return Judged(
-        rewards,
-        system=_THINK_BOXED if thinks else _BOXED,
-        masks_truncated=True,
-        shaping=_overlong(settings),
-    )
+    try:
+        target = resolve("workflows", path)
+    except (TriviumError, ImportError):
+        return False
+    return not (isinstance(target, type) and issubclass(target, Workflow))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trivium.errors import TriviumError
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.trinity.algorithm_section import algorithm_of
 from trivium.frontdoors.trinity.data_section import (
@@ -23,8 +24,10 @@ from trivium.frontdoors.trinity.data_section import (
     tasks_of,
     workflow_of,
 )
+from trivium.frontdoors.trinity.named_workflows import judged_in_training
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.registry import suggest
+from trivium.text import hf_tokenizer
 
 _KEEP_ALL = 1_000_000
 _MONITORS = ("tensorboard", "wandb", "mlflow")
@@ -158,7 +161,32 @@ def _model(trinity: TrinityConfig) -> dict[str, Any]:
             template = file.read_text()
         else:
             trinity.problem("model.chat_template_path", str(file), "no such file", "correct the path")
-    return model | ({"chat_template": template} if template else {})
+    if trinity.algorithm_type == "cpt" or judged_in_training(trinity).plain_template:
+        template = "plain"
+    return model | ({"chat_template": template} if template else {}) | _variables(trinity, here, template)
+
+
+def _variables(trinity: TrinityConfig, model: Path, template: str | None) -> dict[str, Any]:
+    """Returns model.template_variables. A template that does not read a variable is rendered without it, as there."""
+    key = "explorer.rollout_model.enable_thinking"
+    thinks = trinity[key] if trinity.has(key) else trinity["model.enable_thinking"]
+    if trinity.offline and trinity.experiences.has("format.enable_thinking"):
+        thinks = trinity.experiences["format.enable_thinking"]
+    if thinks is None:
+        return {}
+    if template is None:
+        path = str(model) if model.exists() else str(trinity["model.model_path"])
+        try:
+            template = str(hf_tokenizer(path).chat_template)
+        except (OSError, ValueError, TriviumError):
+            trinity.note(
+                "model.enable_thinking: the chat template is not on this machine: set model.template_variables"
+            )
+            return {}
+    if "enable_thinking" not in template:
+        trinity.note("model.enable_thinking: no effect: the chat template does not read it")
+        return {}
+    return {"template_variables": {"enable_thinking": thinks}}
 
 
 def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
@@ -334,13 +362,20 @@ def _order(trinity: TrinityConfig) -> dict[str, Any]:
         if len(keys) == 1:  # the feature is a pass rate, highest first
             return {"shuffle": True, "curriculum": {"column": keys[0], "easy_first": False, "spread": 0}}
         trinity.problem(f"{where}.feature_keys", repr(keys), "a curriculum has one column", "name one")
+    elif kind == "difficulty_based" and (keys := settings[0].first(*(f"{name}.feature_keys" for name in _SELECTORS))):
+        trinity.note(
+            f"{where}: tasks come by their rate in {keys[-1]!r}, highest first: rates that the run measures do not "
+            "change the order"
+        )
+        return {"shuffle": True, "curriculum": {"column": keys[-1], "easy_first": False, "spread": 0}}
     elif kind != "sequential":
-        do = suggest(kind, ("sequential", "shuffle", "random", "offline_easy2hard"))
+        do = suggest(kind, ("sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"))
         trinity.problem(f"{where}.selector_type", repr(kind), "no such selector here", do)
     return {}
 
 
 _SELECTOR = "data_selector.selector_type"
+_SELECTORS = ("data_selector", "task_selector")
 
 
 def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:

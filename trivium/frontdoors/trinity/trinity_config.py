@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,11 @@ from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Table
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.trinity.registries import PLUGIN_DIRS
 
 _NOT_SAMPLED = ("sft", "dpo")
+_FIRST_PORT = 8001
+"""The port of the first auxiliary model, unless its `base_port` is set."""
 
 
 class TrinityConfig:
@@ -36,12 +40,12 @@ class TrinityConfig:
         several = self[f"{explorer_input}.tasksets"]
         read = self._read_items(TASKSET, several, f"{explorer_input}.tasksets")
         read += [self._read(TASKSET, one, f"{explorer_input}.taskset")] if one else []
-        self.tasksets = [taskset for taskset in read if taskset.has("path")]
+        self.tasksets = [taskset for taskset in read if _has_path(taskset)]
         evaluated = self._read_items(
             TASKSET, self[f"{explorer_input}.eval_tasksets"], f"{explorer_input}.eval_tasksets"
         )
-        self.eval_tasksets = [taskset for taskset in evaluated if taskset.has("path")]
-        if one and several and read[-1].has("path"):
+        self.eval_tasksets = [taskset for taskset in evaluated if _has_path(taskset)]
+        if one and several and _has_path(read[-1]):
             self.problem(f"{explorer_input}.taskset", "one taskset", "tasksets lists others", "set one of the two keys")
         experiences = self["buffer.trainer_input.experience_buffer"] or {}
         self.experiences = self._read(EXPERIENCE_BUFFER, experiences, "buffer.trainer_input.experience_buffer")
@@ -76,6 +80,32 @@ class TrinityConfig:
     def is_wrong(self, key: str) -> bool:
         """Whether a problem of this key is known."""
         return any(problem.where == key for problem in self.problems)
+
+    def is_plugin(self, name: str, known: Sequence[str]) -> bool:
+        """Whether a module of the user registers a name: the modules are named, or it does not look like a misspelling
+        of a known name."""
+        words = name.split("_")
+        adds_words = any(set(other.split("_")) < set(words) for other in known)
+        alike = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+        alike += difflib.get_close_matches(_core(name), {_core(other) for other in known}, n=1, cutoff=0.75)
+        return bool(os.environ.get(PLUGIN_DIRS)) or adds_words or not alike
+
+    def endpoints(self) -> list[dict[str, Any]]:
+        """Returns `model` and `urls` of each auxiliary model, which the user serves behind endpoints."""
+        served: list[dict[str, Any]] = []
+        for number, model in enumerate(self.auxiliary_models):
+            path, port = str(model["model_path"]), model["base_port"] or _FIRST_PORT + number
+            served.append({"model": path, "urls": [f"http://127.0.0.1:{port}/v1"]})
+            self.note(
+                f"explorer.auxiliary_models[{number}]: {path} is asked at http://127.0.0.1:{port}/v1: start it before "
+                f"the run, with `vllm serve {path} --port {port}` for example"
+            )
+        return served
+
+    def note(self, text: str) -> None:
+        """Adds a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def all_notes(self) -> Iterator[str]:
         """Yields notes on keys that have no effect and on work left to the user."""
@@ -141,9 +171,14 @@ class TrinityConfig:
     # ------------------------------------------------------------------ shared by several sections
 
     @cached_property
+    def algorithm_type(self) -> str:
+        """The algorithm_type in lower case."""
+        return str(self["algorithm.algorithm_type"]).lower()
+
+    @cached_property
     def offline(self) -> bool:
         """Whether the config learns from rows, without generating rollouts."""
-        return str(self["algorithm.algorithm_type"]).lower() in _NOT_SAMPLED
+        return self.algorithm_type in _NOT_SAMPLED or (self.algorithm_type == "cpt" and self.experiences.has("path"))
 
     @cached_property
     def mode(self) -> str:
@@ -187,6 +222,16 @@ class TrinityConfig:
         return self.text("ray_namespace") or "/".join(part for part in parts if part)
 
 
+def _has_path(taskset: Settings) -> bool:
+    """Whether a taskset names its rows. A path that leads to no value is a problem of its own."""
+    return taskset.has("path") or any(problem.where == "path" for problem in taskset.problems)
+
+
+def _core(name: str) -> str:
+    """Returns a name without the ending that all names of its kind have."""
+    return name.removesuffix("_workflow").removesuffix("_reward")
+
+
 @dataclass(frozen=True)
 class Batches:
     """The sizes of a step. Trinity-RFT counts experiences: a group is `group_size` of them, an expert's group is
@@ -211,7 +256,7 @@ def _batches(trinity: TrinityConfig) -> Batches:
         experiences = experiences or tasks * size
         tasks = trinity["buffer.batch_size"] if trinity.has("buffer.batch_size") and not trinity.offline else 0
     if trinity.offline:
-        size = 2 if str(trinity["algorithm.algorithm_type"]).lower() == "dpo" else 1
+        size = 2 if trinity.algorithm_type == "dpo" else 1
         return Batches(size, experiences, 0, experiences)
     expert = 0
     if mixes(trinity):
@@ -232,5 +277,5 @@ def _batches(trinity: TrinityConfig) -> Batches:
 
 def mixes(trinity: TrinityConfig) -> bool:
     """Whether a step has completions of an expert beside those of the policy."""
-    by_type = str(trinity["algorithm.algorithm_type"]).lower() in ("mix", "mix_chord")
+    by_type = trinity.algorithm_type in ("mix", "mix_chord")
     return (trinity.text("algorithm.sample_strategy") or ("mix" if by_type else "default")) == "mix"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trivium.config import RunConfig, config_from_mapping
+from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
@@ -269,6 +269,45 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
         1.5,
     ),
     ({f"{EXPERIENCES}.replay_buffer.enable": True}, "buffer.strategy.kind", "default"),
+    ({"algorithm.algorithm_type": "m2po", "algorithm.policy_loss_fn_args": {"m2": 0.1}}, "algorithm.kl.coef", 0.0),
+    (
+        {f"{WHERE}.task_selector": {"selector_type": "difficulty_based", "feature_keys": ["answer", "rate"]}},
+        "schedule.curriculum.column",
+        "rate",
+    ),
+    (
+        {f"{WHERE}.default_workflow_type": "math_boxed_workflow", f"{WHERE}.workflow_args": {"use_base": True}},
+        "model.chat_template",
+        "plain",
+    ),
+    (
+        {
+            "model.enable_thinking": False,
+            "model.custom_chat_template": "{{ enable_thinking }}{{ messages[0].content }}",
+        },
+        "model.template_variables",
+        {"enable_thinking": False},
+    ),
+    ({"model.enable_thinking": False}, "model.template_variables", {}),
+    ({"explorer.env_vars": {"A": "b"}, "explorer.dynamic_timeout": {"enable": True}}, "schedule.steps", 5),
+    (
+        {
+            f"{WHERE}.default_workflow_type": "rubric_judge_workflow",
+            "explorer.auxiliary_models": [{"model_path": "owner/judge", "base_port": 9000}],
+        },
+        "rewards.0.urls",
+        ("http://127.0.0.1:9000/v1",),
+    ),
+    (
+        {
+            f"{WHERE}.default_workflow_type": "math_ruler_workflow",
+            "explorer.auxiliary_models": [{"model_path": "owner/judge"}],
+        },
+        "rewards.0.model",
+        "owner/judge",
+    ),
+    ({f"{WHERE}.default_workflow_type": "tool_call_workflow"}, "rewards.0.name", "reward"),
+    ({f"{WHERE}.default_workflow_type": "frozen_lake_workflow"}, "workflow.environment_args.env_max_steps", 8),
 ]
 
 
@@ -391,6 +430,11 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({"model.tinker.enable": True}, "model.tinker", "Tinker"),
     ({"algorithm.algorithm_type": "grppo"}, "algorithm.algorithm_type", "did you mean 'grpo'"),
     ({"algorithm.algorithm_type": "cpt"}, "algorithm.algorithm_type", "use sft"),
+    (
+        {f"{WHERE}.default_workflow_type": "math_trainable_ruler_workflow"},
+        f"{WHERE}.default_workflow_type",
+        "math_ruler_workflow",
+    ),
     ({"algorithm.advantage_fn": "grpoo"}, "algorithm.advantage_fn", "did you mean 'grpo'"),
     ({"algorithm.policy_loss_fn_args": {"clip": 1}}, "algorithm.policy_loss_fn_args.clip", "clip_range"),
     ({"algorithm.kl_penalty_fn": "k1"}, "algorithm.kl_penalty_fn", "set algorithm.kl_loss_fn: none"),
@@ -434,6 +478,61 @@ def test_what_cannot_be_had_is_refused_by_name(folder: Path, changes: Overrides,
     problems = problems_of(folder, changes)
     assert text in problems[where]
     assert len(problems) == 1
+
+
+def test_a_model_that_judges_is_a_reward(folder: Path) -> None:
+    models = {"explorer.auxiliary_models": [{"model_path": "owner/judge"}]}
+    config = mapping_of(folder, {f"{WHERE}.default_workflow_type": "math_rm_workflow", **models})
+    assert config["rewards"] == [{"kind": "model", "path": "owner/judge", "name": "rm_score"}]
+
+
+OWN_WORKFLOW = """
+from trivium.frontdoors.trinity import Workflow
+
+class Theirs(Workflow): ...
+
+class Ours:
+    from trivium.config import WorkflowConfig as Config
+    async def run(self, task, policy): ...
+"""
+
+
+def test_workflows_of_users_are_adapted_by_their_form(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "flows.py").write_text(OWN_WORKFLOW)
+    kinds = {
+        f"{tmp_path / 'flows.py'}:Theirs": "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity",
+        f"{tmp_path / 'flows.py'}:Ours": f"{tmp_path / 'flows.py'}:Ours",
+        "not_here.workflow.Theirs": "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity",
+        "my_math_boxed_workflow": "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity",
+    }
+    for name, kind in kinds.items():
+        judge = {"explorer.auxiliary_models": [{"model_path": "owner/judge"}]}
+        args = {f"{WHERE}.workflow_args": {"a": 1}} if kind != name else {}
+        workflow = mapping_of(folder, {f"{WHERE}.default_workflow_type": name, **judge, **args})["workflow"]
+        assert workflow["kind"] == kind
+        if kind != name:
+            assert workflow["workflow_args"] == {"a": 1}
+            assert workflow["auxiliary_models"] == [{"model": "owner/judge", "urls": ["http://127.0.0.1:8001/v1"]}]
+    assert (
+        "did you mean 'math_workflow'"
+        in problems_of(folder, {f"{WHERE}.default_workflow_type": "math_workflw"})[f"{WHERE}.default_workflow_type"]
+    )
+
+
+def test_a_task_pipeline_is_run_before_if_the_run_reads_what_it_writes(folder: Path) -> None:
+    pipeline = {"operators": [{"name": "x"}], "inputs": ["raw.jsonl"]}
+    notes = translate(original_of(folder, {"data_processor.task_pipeline": pipeline}), device="cpu").notes
+    assert any("run it with Data-Juicer before the run" in note for note in notes)
+    read = {**pipeline, "inputs": [str(folder / "rows.jsonl")]}
+    assert "data_processor.task_pipeline" in problems_of(folder, {"data_processor.task_pipeline": read})
+
+
+def test_texts_are_learnt_as_a_whole(folder: Path) -> None:
+    changes = rows_of(folder, "cpt", format={"prompt_type": "plaintext", "prompt_key": "prompt"})
+    config = config_of(folder, changes)
+    assert (config.algorithm.kind, at(config.model, "chat_template"), config.buffer.kind) == ("sft", "plain", "files")
+    tasks = build("tasks", config.tasks["train"], name="train", seed=0)
+    assert (tasks[0].prompt[0].content, tasks[0].columns["completion"]) == ("", "0+1=")
 
 
 def test_everything_wrong_is_reported_at_once(folder: Path) -> None:
