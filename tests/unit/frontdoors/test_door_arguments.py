@@ -25,7 +25,6 @@ CHANGES_NOTHING = {
     "lightrft/rollout_engine.py compare": "the engine that a script calls judges nothing",
     "lightrft/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine, which is logged",
     "lightrft/strategy.py prepare": "is_rlhf: models are prepared alike",
-    "lightrft/trainer.py evaluate": "global_step: the current weights are evaluated",
     "trinity/registries.py register_module": "lazy: modules of plugins are imported with their folder",
     "trinity/workflow_adapter.py problems": "run: the workflow is found without it",
     "trinity/workflow_model.py generate": "kwargs: texts are refused",
@@ -89,7 +88,7 @@ def test_lightrft_announces_what_its_datasets_do_not_use(caplog: pytest.LogCaptu
     assert not caplog.records
     with caplog.at_level(logging.WARNING, logger="trivium"):
         PromptDatasetVL([], None, None, 32, Namespace(args=args))
-        SFTDatasetVL([], None, object())
+        SFTDatasetVL([], None, Namespace(image_processor=object()))
     assert [record.getMessage().partition("\n  ")[2] for record in caplog.records] == [
         "max_length=32 of PromptDatasetVL: the trainer's prompt_max_len limits prompts",
         "processor of SFTDatasetVL: supervised rows are text here, images are not read",

@@ -14,6 +14,11 @@ from trivium.frontdoors.lightrft.data import (
 )
 from trivium.frontdoors.lightrft.experience import ExperienceVL, SamplesVL
 from trivium.frontdoors.lightrft.namespace import namespace_of
+from trivium.frontdoors.lightrft.script_calls import (
+    add_arguments,
+    ensure_video_input_available,
+    get_current_device,
+)
 from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL, SPMDPPOTrainerVL
 
@@ -32,7 +37,10 @@ __all__ = [
     "SPMDPPOTrainerVL",
     "SamplesVL",
     "Strategy",
+    "add_arguments",
     "blending_datasets",
+    "ensure_video_input_available",
+    "get_current_device",
     "get_scheduler",
     "get_strategy",
     "get_tokenizer_processor_vl",

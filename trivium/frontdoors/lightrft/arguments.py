@@ -79,6 +79,11 @@ GENERATE = frozenset(
 """Keyword arguments of the constructor for sampling and discounting."""
 _AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem"}
 """Options that the original's scripts also pass to the constructor. They override `args`."""
+_OF_SCRIPTS = (
+    *("normalize_advantages", "use_sequence_rewards", "packing_samples", "print_replay_buffer_stats"),
+    "reward_tokenizers",
+)
+"""Arguments without effect that the original's scripts pass to the constructor."""
 MAX_NEW_TOKENS = 1024
 
 
@@ -148,7 +153,7 @@ class GenerateArguments:
 def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
     """Sorts keyword arguments by purpose. Raises a ConfigError that lists all unknown keywords with suggestions."""
     known = GENERATE | _AS_ARGS
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(given) - known - {*_OF_SCRIPTS})
     if unknown:
         problems = [Problem(name, "a keyword argument", "no such argument", suggest(name, known)) for name in unknown]
         raise ConfigError(
@@ -157,6 +162,9 @@ def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
             "correct them, or leave them out",
             problems,
         )
+    announce(TABLE.read({name: given[name] for name in _OF_SCRIPTS if name in given and name in TABLE.entries}).notes())
+    if given.get("reward_tokenizers"):
+        announce(["reward_tokenizers: no effect: reward models get the tokens of the rollouts, and texts"])
     return GenerateArguments(
         {name: value for name, value in given.items() if name in GENERATE},
         {name: value for name, value in given.items() if name in _AS_ARGS},

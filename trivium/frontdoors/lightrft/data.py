@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
+from trivium.frontdoors.lightrft.data_section import system_prompt
 from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.lightrft.rule_rewards import label_of, reference_of
 from trivium.frontdoors.tables import announce
@@ -74,8 +76,6 @@ def blending_datasets(
 
 def probabilities_of(value: object, count: int) -> list[float] | None:
     """Returns the sampling probability of each set, or None for a single set and without a value."""
-    from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
-
     if value is None or count < 2:
         return None
     problems: list[Any] = []
@@ -118,11 +118,13 @@ class PromptDatasetVL(Dataset[PromptItem]):
         strategy: Any,
         input_template: str | None = None,
     ) -> None:
-        """`dataset` is a Hugging Face dataset or a sequence of mappings. Without a processor, images are not read.
+        """`dataset` is a Hugging Face dataset or a sequence of mappings. Images are read if `processor` has an image
+        processor.
 
-        Reads `input_key`, `images_key`, `reference_key`, `label_key`, `system_prompt`, `apply_chat_template` and
-        `limit_mm_image_per_prompt` of `args`, with the launcher's defaults. The trainer limits the length of prompts
-        (`prompt_max_len`). Raises ConfigError for a template without a placeholder for the prompt.
+        Reads `input_key`, `images_key`, `reference_key`, `label_key`, `system_prompt`, `system_prompt_path`,
+        `apply_chat_template` and `limit_mm_image_per_prompt` of `args`, with the launcher's defaults. The trainer
+        limits the length of prompts (`prompt_max_len`). Raises ConfigError for a template without a placeholder for
+        the prompt.
         """
         super().__init__()
         args = getattr(strategy, "args", strategy)
@@ -132,11 +134,13 @@ class PromptDatasetVL(Dataset[PromptItem]):
         self._template = None if _option(args, "apply_chat_template") else input_template
         if self._template is not None and self._template.count("{}") != 1:
             raise ConfigError("input_template", repr(input_template), "write {} once, where the prompt goes")
-        self._sees = processor is not None and not _option(args, "text_only")
-        self._videos = getattr(args, "videos_key", None)
+        self._sees = reads_images(processor) and not _option(args, "text_only")
+        self._videos = getattr(args, "videos_key", None) or "videos"
         self._renderer: ChatRenderer | None = None
+        self._system: str | None = None
         if _option(args, "apply_chat_template"):
             self._renderer = ChatRenderer(tokenizer, images=_images_of(tokenizer) if self._sees else None)
+            self._system = system_prompt(_option(args, "system_prompt"), _option(args, "system_prompt_path"))
         self._limit = int(_option(args, "limit_mm_image_per_prompt"))
 
     def __len__(self) -> int:
@@ -148,7 +152,7 @@ class PromptDatasetVL(Dataset[PromptItem]):
         Raises DataError for a row without a prompt, with too many images, or whose image marks do not match its images.
         """
         row, where = self._dataset[index], f"row {index}"
-        if self._videos and row.get(self._videos):
+        if row.get(self._videos):
             raise DataError(f"text and images at {where}", f"videos in {self._videos!r}", "leave the row out")
         messages, images = self._messages(row, where)
         if 0 <= self._limit < len(images):
@@ -162,7 +166,7 @@ class PromptDatasetVL(Dataset[PromptItem]):
         """Returns lists of (prompts, images, references, labels), or of (prompts, images, videos, references, labels)
         if `args.videos_key` is set."""
         prompts, images, references, labels = (list(column) for column in zip(*items, strict=True))
-        if self._videos:
+        if getattr(self._args, "videos_key", None):
             return prompts, images, [None] * len(prompts), references, labels
         return prompts, images, references, labels
 
@@ -179,15 +183,16 @@ class PromptDatasetVL(Dataset[PromptItem]):
         media = [item for message in task.prompt for item in message.media]
         return task.prompt, given if len(media) == len(given) else media
 
-    @property
-    def _system(self) -> str | None:
-        return _option(self._args, "system_prompt") if self._renderer is not None else None
-
     def _text(self, messages: Sequence[Message], where: str) -> str:
         if self._renderer is not None:
             return self._renderer.text(messages)
         text = "".join(_marked(message) for message in messages)
         return text if self._template is None else self._template.replace("{}", text)
+
+
+def reads_images(processor: Any) -> bool:
+    """Whether this is a processor of a vision-language model. Text models have a tokenizer in its place."""
+    return getattr(processor, "image_processor", None) is not None
 
 
 def _marked(message: Message) -> str:
@@ -238,7 +243,9 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
         `max_length` tokens.
         """
         super().__init__()
-        if processor is not None:
+        if isinstance(processor, int):  # the original's scripts pass (dataset, tokenizer, max_length, strategy)
+            processor, max_length, strategy = None, processor, max_length
+        if reads_images(processor):
             announce(["processor of SFTDatasetVL: supervised rows are text here, images are not read"])
         if not pretrain_mode:
             do = "use a Trivium config with algorithm.kind sft"
@@ -294,8 +301,8 @@ def get_tokenizer_processor_vl(
 ) -> tuple[Any, Any]:
     """Returns (tokenizer, processor) of a model directory.
 
-    The processor is None for a text-only model and with `strategy.args.text_only`. A missing pad token is set to the
-    end-of-sequence token. The config of `model` gets the pad token.
+    For a text-only model and with `strategy.args.text_only`, the tokenizer takes the place of the processor. A missing
+    pad token is set to the end-of-sequence token. The config of `model` gets the pad token.
     """
     if not use_fast:
         announce(["use_fast=False: a tokenizer that has a fast form is opened in that form"])
@@ -308,4 +315,4 @@ def get_tokenizer_processor_vl(
     config = getattr(getattr(model, "model", model), "config", None)
     if config is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return tokenizer, processor
+    return tokenizer, processor or tokenizer

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivium.errors import Problem, TriviumError
+import yaml
+
+from trivium.config.reading import read_bounded
+from trivium.errors import ConfigError, Problem, TriviumError, described
 from trivium.frontdoors.lightrft.prompt_sets import is_here, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.tables import Settings
 
@@ -48,6 +51,26 @@ def has_split(name: str, split: str) -> bool | None:
         return split in json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", ())
     files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return any(split in re.split(r"[^A-Za-z0-9]+", file) for file in files)
+
+
+def system_prompt(text: str | None, path: str | None) -> str | None:
+    """Returns the system prompt: `text`, or the content of the file `path`, which is text or YAML with one prompt.
+
+    Raises ConfigError for an unreadable file, and for a file of several prompts.
+    """
+    if text or not path:
+        return text
+    file = Path(path).expanduser()
+    try:
+        content = read_bounded(file)
+        prompts: Any = yaml.safe_load(content) if file.suffix in (".yaml", ".yml") else content
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"system_prompt_path {path}", str(error), "name a file of text, or of YAML") from error
+    named = list(prompts.values()) if isinstance(prompts, Mapping) else [prompts]
+    if len(named) != 1 or not isinstance(named[0], str):
+        content = f"{len(named)} prompts: {', '.join(map(str, prompts))}" if len(named) != 1 else described(named[0])
+        raise ConfigError(f"one system prompt in {path}", content, "write the one to use into a file, or system_prompt")
+    return named[0].strip()
 
 
 def tasks_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
@@ -104,8 +127,8 @@ def _columns(lightrft: Settings, source: Mapping[str, Any]) -> dict[str, Any]:
         columns["images"] = images
     if images != "" and source["kind"] == "datasets":
         columns["image_root"] = source["path"]
-    if lightrft["system_prompt"]:
-        columns["system"] = lightrft["system_prompt"]
+    if system := system_prompt(lightrft["system_prompt"], lightrft["system_prompt_path"]):
+        columns["system"] = system
     return columns
 
 

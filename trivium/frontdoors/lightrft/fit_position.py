@@ -26,7 +26,7 @@ class Position:
 
 def rollouts_per_episode(args: Any, max_epochs: int, num_update_steps: int, loader: Any) -> int:
     """Returns the number of rollouts in a pass over the prompts: the loader's length, or, for a loader without a
-    length, the number of rollouts for `num_update_steps` optimizer steps."""
+    length, `rollouts_for` the optimizer steps of an episode."""
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
     if set_epoch is not None and consumed_argument(set_epoch):
         set_epoch(0, 0)  # else its length would be that of the remaining pass
@@ -34,8 +34,11 @@ def rollouts_per_episode(args: Any, max_epochs: int, num_update_steps: int, load
         length = len(loader)
     except TypeError:
         length = 0
-    if length:
-        return length
+    return length or rollouts_for(args, max_epochs, num_update_steps)
+
+
+def rollouts_for(args: Any, max_epochs: int, num_update_steps: int) -> int:
+    """Returns the number of rollouts that this number of optimizer steps trains on, at least 1."""
     total = num_update_steps * args.train_batch_size
     whole = total // max_epochs // args.rollout_batch_size // args.n_samples_per_prompt
     return whole or max(1, math.ceil(total / max_epochs / args.rollout_batch_size / args.n_samples_per_prompt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
 DATA: dict[str, Entry] = {
     "prompt_data": Mapped(
@@ -29,10 +29,15 @@ DATA: dict[str, Entry] = {
     ),
     "apply_chat_template": Mapped("false: model.chat_template plain", False),
     "system_prompt": Mapped("tasks.train.system", type=str),
+    "system_prompt_path": Mapped(
+        "tasks.train.system: the text of this file, or the one prompt of a YAML file", type=str
+    ),
     "max_samples": Mapped("tasks.train.limit", 1_000_000),
     "prompt_max_len": Mapped("with text_only: engine.max_context is the sum of this and generate_max_len", 1024),
     "generate_max_len": Mapped("engine.sampling.max_new_tokens", 1024),
     "max_len": Restricted((None,), "set prompt_max_len and generate_max_len"),
     "limit_mm_image_per_prompt": Mapped("maximum number of images in a prompt; -1: no limit", -1),
+    **ignored("videos are not supported: a row with one is an error", "videos_key limit_mm_video_per_prompt fps"),
+    "max_pixels": Restricted((None,), "set it in preprocessor_config.json of the model, which engine and trainer read"),
     "dataloader_num_workers": Ignored("all rows are read at the start"),
 }

@@ -10,7 +10,7 @@ ALGORITHM: dict[str, Entry] = {
     "num_episodes": Mapped("schedule.steps is the number of full batches in an episode, times num_episodes", 1),
     "rollout_batch_size": Mapped("schedule.groups_per_step", 512),
     "micro_rollout_batch_size": Mapped(
-        "sequences in a scoring batch of PPOTrainerVL; `trivium run` batches by tokens", 8
+        "completions that PPOTrainerVL samples, or scores, at a time; `trivium run` batches by tokens", 8
     ),
     "train_batch_size": Mapped("algorithm.mini_batches is the number of sequences in a step, divided by this", 128),
     "micro_train_batch_size": Mapped(

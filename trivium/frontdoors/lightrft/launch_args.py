@@ -25,6 +25,8 @@ _LAUNCHERS = ("torchrun", "python", "python3", "deepspeed", "accelerate", "env",
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_OUTPUT = "${command_output}"
+"""An unset variable that stands for the output of a command, because commands are not run."""
 _DO = "write the flags of train_colocate.py: --pretrain MODEL --prompt_data DATA ..."
 
 
@@ -80,6 +82,8 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.removeprefix("--").partition("=")
             flags[name] = [value] if equals else []
+        elif word == _OUTPUT and (name is None or flags[name] or _is_switch(name)):
+            raise ConfigError("flags that a command prints, `$(...)`", "commands are not run", "write the flags")
         elif name is None or (word.startswith("-") and word[1:2].isalpha()):
             raise ConfigError(f"the argument {word!r}", "it is no flag, and belongs to none", _DO)
         else:
@@ -87,6 +91,11 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
     values = {flag: _value(flag, given) for flag, given in flags.items()}
     processes = _processes(launcher)
     return values | ({PROCESSES: processes} if processes > 1 else {})
+
+
+def _is_switch(flag: str) -> bool:
+    """Whether a flag takes no value."""
+    return isinstance(TABLE.default_of(flag), bool) if TABLE.entry_of(flag) is not None else False
 
 
 def _separated(words: list[str]) -> tuple[list[str], list[str]]:
@@ -136,8 +145,7 @@ def _command(text: str, path: Path) -> list[str]:
     for statement in _statements(text, path):
         words = [expanded(word, variables) for word in statement if word not in ("export", "local", "readonly")]
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            if "$(" not in match.group(2) and "`" not in match.group(2):
-                variables[match.group(1)] = match.group(2)
+            variables[match.group(1)] = match.group(2)
             words.pop(0)
         if any(word.startswith("--") for word in words):
             commands.append(words)
@@ -154,7 +162,7 @@ def _command(text: str, path: Path) -> list[str]:
 def _statements(text: str, path: Path) -> Iterator[list[str]]:
     """Yields the words of each command, without redirections."""
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
-    lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars=";<>|&\n")
+    lexer = shlex.shlex(without_commands("\n".join(lines)), posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     statement: list[str] = []
     try:
@@ -168,6 +176,38 @@ def _statements(text: str, path: Path) -> Iterator[list[str]]:
     except ValueError as error:
         raise ConfigError(f"the shell script {path}", str(error), "close its quotes") from error
     yield [word for word in statement if not word.startswith("#")]
+
+
+def without_commands(text: str) -> str:
+    """Replaces `$(...)` and backquoted commands by `_OUTPUT`."""
+    result, quote, place = "", "", 0
+    while place < len(text):
+        letter = text[place]
+        end = -1
+        if quote != "'" and text.startswith("$(", place):
+            end = _closing(text, place + 2)
+        elif quote != "'" and letter == "`":
+            end = text.find("`", place + 1)
+        if end > 0:
+            result, place = result + _OUTPUT, end + 1
+            continue
+        if letter == "\\" and quote != "'":
+            result, place = result + text[place : place + 2], place + 2
+            continue
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        result, place = result + letter, place + 1
+    return result
+
+
+def _closing(text: str, place: int) -> int:
+    """Returns the place of the parenthesis that closes one opened before `place`, or -1."""
+    depth = 1
+    for at in range(place, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    return -1
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:

@@ -83,7 +83,7 @@ def train(config: object) -> PPOTrainerVL:
         **{name: getattr(args, name) for name in _OF_THE_SAME_NAME},
     )
     trainer.fit(args, loaders.prompts, loaders.pretraining, loaders.evaluation, 0, steps)
-    strategy.save_model(average or actor, processor or tokenizer, args.save_path)
+    strategy.save_model(average or actor, processor, args.save_path)
     return trainer
 
 

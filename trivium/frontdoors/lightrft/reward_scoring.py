@@ -22,7 +22,6 @@ __all__ = ["RewardScorer", "Sample", "Scored"]
 
 _MODEL = "model"
 """The type of a recipe's component that refers to a score in `model_reward_list`."""
-_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,11 @@ class _Component(NamedTuple):
 class RewardScorer:
     """Computes rewards from LightRFT's reward arguments.
 
-    `reward_fn(model_reward_list, labels, queries, refs, label_map)` takes precedence. `queries` are the whole sequences
-    with prompt and special tokens, as in the original. Otherwise `reward_recipe` applies: {label: [(type, key, weight),
-    ...]}. The type `model` refers to `model_reward_list[label_map[key]]`. Any other type is a rule on the completion: a
-    name in `reward_rules.RULES`, a function, or `package.module:name`. Without both, the only reward model is used.
+    `reward_fn(model_reward_list, labels, queries, refs, label_map)` takes precedence; a function of one parameter gets
+    `model_reward_list` alone. `queries` are the whole sequences with prompt and special tokens. Otherwise
+    `reward_recipe` applies: {label: [(type, key, weight), ...]}. The type `model` refers to
+    `model_reward_list[label_map[key]]`. Any other type is a rule on the completion: a name in `reward_rules.RULES`, a
+    function, or `package.module:name`. Without both, the only reward model is used.
 
     `model_reward_list` holds the scores of the reward models in order, then those of `remote_rm_url`. A model scores
     the samples whose recipe gives it a nonzero weight, and all samples whose label has no recipe.
@@ -65,16 +65,14 @@ class RewardScorer:
         reward_recipe: Mapping[Any, Sequence[Any]] | None = None,
         remote_rm_url: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
         *,
-        strategy: Any = None,
         tokenizer: Any = None,
-        processor: Any = None,
+        batch_size: int = 8,
     ) -> None:
-        """Raises ConfigError for an invalid recipe, and for several models without a function or recipe."""
-        if tokenizer is None and processor is not None:
-            tokenizer = processor.tokenizer
-        batch_size = getattr(getattr(strategy, "args", None), "micro_rollout_batch_size", None) or _BATCH_SIZE
-        self._sources = sources_of(reward_model, remote_rm_url, tokenizer=tokenizer, batch_size=int(batch_size))
+        """`batch_size` is the number of samples in a call of a reward model. Raises ConfigError for an invalid recipe
+        or signature, and for several models without a function or recipe."""
+        self._sources = sources_of(reward_model, remote_rm_url, tokenizer=tokenizer, batch_size=batch_size)
         self._reward_fn, self._label_map = reward_fn, reward_fn_label_map
+        self._reads_models_only = reward_fn is not None and _reads_models_only(reward_fn)
         parsed = _components if reward_fn is None else _models_of  # reward_fn interprets the other components
         self._recipes = {
             label: parsed(f"the recipe of {label!r}", entries, self._label_map or {}, len(self._sources))
@@ -133,7 +131,8 @@ class RewardScorer:
     def _combined(self, reward_fn: Callable[..., Any], samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
         columns = {name: [getattr(sample, name) for sample in samples] for name in ("label", "query", "reference")}
         models = [torch.from_numpy(each).float() for each in numbers]
-        result = _called("reward_fn", reward_fn, models, *columns.values(), self._label_map)
+        further = () if self._reads_models_only else (*columns.values(), self._label_map)
+        result = _called("reward_fn", reward_fn, models, *further)
         rewards, metrics = result, dict[str, Any]()
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NoneType):
             rewards, metrics = result[0], dict(result[1] or {})
@@ -274,6 +273,23 @@ def _by_rule(kind: str, rule: Rule, sample: Sample) -> tuple[float, Mapping[str,
         raise RewardError(f"the reward of {kind}", f"a mapping of {', '.join(parts)}", "return it as `reward`")
     numbers = {str(name): float(numbers_in([part], 1, f"{kind}, {name}")[0]) for name, part in parts.items()}
     return numbers.pop("reward"), numbers
+
+
+def _reads_models_only(reward_fn: Callable[..., Any]) -> bool:
+    """Whether a reward function takes the scores of the models alone. Raises ConfigError for a signature that takes
+    neither one argument nor five."""
+    signature = inspect.signature(reward_fn)
+    for count in (5, 1):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 1
+    raise ConfigError(
+        "reward_fn(model_reward_list, labels, queries, refs, label_map), or reward_fn(model_reward_list)",
+        f"{getattr(reward_fn, '__name__', type(reward_fn).__name__)}{signature}",
+        "let it take five positional arguments, or one",
+    )
 
 
 def _called(label: str, function: Callable[..., Any], /, *args: Any, **columns: Any) -> Any:

@@ -89,9 +89,11 @@ class Rollouts:
         bfloat16: bool,
         deadline_s: float,
         max_failed_fraction: float,
+        max_concurrent: int,
     ) -> None:
         """`model_dir` is the actor's model directory. If it is None, `save_model` writes the actor to a temporary
-        directory. `weights` yields the current weights, gathered by all ranks."""
+        directory. `weights` yields the current weights, gathered by all ranks. At most `max_concurrent` completions
+        are sampled at a time."""
         self._own_dir = Path(tempfile.mkdtemp(prefix="trivium-actor-")) if model_dir is None else None
         if self._own_dir is not None:
             save_model(self._own_dir)
@@ -100,6 +102,7 @@ class Rollouts:
         self.images: Images | None = images_of(self._model_dir)
         self._weights, self._seed = weights, seed
         self._deadline_s, self._max_failed_fraction = deadline_s, max_failed_fraction
+        self._max_concurrent = max_concurrent
         self._renderer = PromptRenderer(tokenizer, self.images, prompt_max_len)
         self._eos = self._renderer.eos_token_ids | eos_token_ids
         cuda = device.type == "cuda"
@@ -134,7 +137,7 @@ class Rollouts:
             sampling,
             engine.max_context,
             self._deadline_s,
-            max(1, len(names) * samples),
+            self._max_concurrent,
             must_judge=False,
         )
         tasks = [task_of(batch, row, name, self.images) for row, name in enumerate(names)]

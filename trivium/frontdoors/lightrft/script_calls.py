@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import resource
 from collections.abc import Generator
@@ -11,6 +12,31 @@ from typing import Any
 import torch
 
 _log = logging.getLogger("trivium")
+_SWITCHES = {
+    **dict.fromkeys(("packing_samples", "fsdp", "use_mp_opt", "fsdp_cpu_offload", "rm_engine_cudagraph"), False),
+    **dict.fromkeys(("mixed_mm_data", "fused_linear_logprob"), False),
+    **dict.fromkeys(("enable_engine_sleep", "rm_use_engine"), True),
+}
+_NUMBERS = {"engine_tp_size": 1, "engine_mem_util": 0.5, "sp_size": 1, "plot_every": 10, "chunk_size": 4096}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags about the engine, the ranks and the logs that the original's function of this name adds."""
+    for name, default in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", default=default)
+    for name, default in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--disable_engine_sleep", action="store_false", dest="enable_engine_sleep")
+    parser.add_argument("--log_dir", default=None)
+
+
+def ensure_video_input_available() -> None:
+    """Does nothing: processors are not patched, and videos are refused."""
+
+
+def get_current_device() -> torch.device:
+    """Returns the GPU of this process, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class ScriptCalls:

@@ -196,13 +196,19 @@ class Strategy(ScriptCalls):
         return self.prepare_model(entry)
 
     def prepare_model(
-        self, model: Any, is_training: bool = False, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: Any,
+        is_training: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        shard_size: int | None = None,
     ) -> Any:
-        """Moves one model to its device and shards it over the ranks.
+        """Moves one model to its device and shards it over all ranks, for any `shard_size`.
 
         An existing `optimizer` gets the sharded parameters. A model that is neither ActorVL nor CriticVL (a reward
         model) moves to the device unsharded.
         """
+        if shard_size not in (None, -1, self.world_size) and self.world_size > 1:
+            announce([f"shard_size={shard_size} of prepare_model: a model is sharded over all ranks"])
         if not isinstance(model, Wrapped):
             return model.to(self.ranks.device).eval() if isinstance(model, nn.Module) else model
         if model.ranks.size > 1:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, che
 from trivium.frontdoors.lightrft.evaluation import evaluated
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
-from trivium.frontdoors.lightrft.fit_position import Position, position, rollouts_per_episode
+from trivium.frontdoors.lightrft.fit_position import Position, position, rollouts_for, rollouts_per_episode
 from trivium.frontdoors.lightrft.ppo_objective import (
     Settings,
     WithPretraining,
@@ -39,7 +40,7 @@ from trivium.frontdoors.lightrft.rollout_engine import Rollouts, sampling_of
 from trivium.frontdoors.lightrft.rollout_steps import RolloutStep, rollout_steps
 from trivium.frontdoors.lightrft.saving import latest_position, resume, save
 from trivium.frontdoors.lightrft.strategy import core_of
-from trivium.frontdoors.lightrft.trainer_logs import Logs
+from trivium.frontdoors.lightrft.trainer_logs import Logs, row_of
 from trivium.frontdoors.lightrft.updates import (
     ACTOR_NAMES,
     CRITIC_NAMES,
@@ -58,7 +59,7 @@ from trivium.training.learner import Learner
 from trivium.types import Batch, Group, Metrics
 
 
-class PPOTrainerVL:
+class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
     """Trains an actor, and optionally a critic, by PPO or a related algorithm. Also trains text-only models.
 
     Under torchrun every rank runs the same script. `rollout_batch_size` and `train_batch_size` count over all ranks.
@@ -128,7 +129,7 @@ class PPOTrainerVL:
         self.ema_beta, self.ptx_coef, self.max_norm, self.max_epochs = ema_beta, ptx_coef, max_norm, max_epochs
         self.eps_clip, self.value_clip, self.prompt_max_len = eps_clip, value_clip, prompt_max_len
         self.micro_train_batch_size, self.micro_rollout_batch_size = micro_train_batch_size, micro_rollout_batch_size
-        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", processor)
         self.processor, self.gradient_checkpointing = processor, gradient_checkpointing
         self.save_hf_ckpt, self.disable_ds_ckpt = save_hf_ckpt, disable_ds_ckpt
         self.generate_kwargs, self._overrides = dict(given.sampling), dict(given.overrides)
@@ -149,9 +150,8 @@ class PPOTrainerVL:
             reward_fn_label_map,
             reward_recipe,
             remote_rm_url,
-            strategy=strategy,
             tokenizer=self.tokenizer,
-            processor=processor,
+            batch_size=micro_rollout_batch_size,
         )
         self.policy_version = 0
         """Number of updates of the actor's weights in this process."""
@@ -244,7 +244,7 @@ class PPOTrainerVL:
             ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
             self._rollouts = Rollouts(
                 self.actor.model_dir,
-                lambda path: self.strategy.save_model(self.actor, self.processor or self.tokenizer, str(path)),
+                lambda path: self.strategy.save_model(self.actor, self.processor or self.tokenizer, path),
                 self.actor.export_weights,
                 self.tokenizer,  # pyright: ignore[reportArgumentType]
                 prompt_max_len=self.prompt_max_len,
@@ -254,6 +254,7 @@ class PPOTrainerVL:
                 bfloat16=bool(getattr(self.args, "bf16", False)),
                 deadline_s=float(option(self.args, "rollout_deadline_s")),
                 max_failed_fraction=float(option(self.args, "max_failed_fraction")),
+                max_concurrent=self.micro_rollout_batch_size,
             )
         return self._rollouts
 
@@ -271,7 +272,9 @@ class PPOTrainerVL:
         """Runs rollouts and updates for `args.num_episodes` passes over the prompts.
 
         `args` must have the attributes in `arguments.REQUIRED` and may have those in `arguments.OPTIONAL`. Training
-        continues after `consumed_samples` prompts; after `strategy.load_ckpt`, it continues bit for bit.
+        continues after `consumed_samples` prompts; after `strategy.load_ckpt`, it continues bit for bit. With
+        `args.eval_steps` -1, an evaluation follows every `num_update_steps_per_episodes` optimizer steps; for the
+        default of 1, it follows every pass over the prompts.
         """
         check_args(args)
         self._read_args(args)
@@ -279,8 +282,9 @@ class PPOTrainerVL:
         self._check_sizes(args)
         per_episode = rollouts_per_episode(args, self.max_epochs, num_update_steps_per_episodes, prompts_dataloader)
         start = self._continue(args, consumed_samples, per_episode)
-        if args.eval_steps == -1:
-            args.eval_steps = per_episode
+        if args.eval_steps == -1:  # the default of 1 update step does not describe an episode
+            updates = num_update_steps_per_episodes
+            args.eval_steps = per_episode if updates == 1 else rollouts_for(args, self.max_epochs, updates)
         seed = int(option(args, "seed"))
         self.pretrain_dataloader = None
         if pretrain_dataloader is not None:
@@ -434,18 +438,26 @@ class PPOTrainerVL:
 
     def evaluate(self, eval_dataloader: Any, global_step: int) -> dict[str, float]:
         """Returns `reward_mean`, `format_reward_mean`, `accuracy_reward_mean`, `response_length_mean` and `num_samples`
-        over the held-out prompts of all ranks; {} without a loader. Does not affect training.
+        over the held-out prompts of all ranks, and logs them at `global_step` under `eval/`; {} without a loader. Does
+        not affect training.
 
         Samples `args.eval_n_samples` completions of each prompt at `args.eval_temperature` (unset: as in training).
         """
-        del global_step  # the evaluation always uses the current weights
         if eval_dataloader is None:
             return {}
         temperature = option(self.args, "eval_temperature")
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=float(temperature))
         samples = int(option(self.args, "eval_n_samples"))
         how: dict[str, Any] = {"version": self.policy_version, "samples": samples, "sampling": sampling}
-        return evaluated(self.experience_maker, eval_dataloader, **how)
+        measured = evaluated(self.experience_maker, eval_dataloader, **how)
+        self._logs_from(global_step).log(global_step, {f"eval/{name}": value for name, value in measured.items()})
+        return measured
+
+    def _logs_from(self, global_step: int) -> Logs:
+        """Returns the logs, which are opened at this step if `fit` has not opened them. `close` closes them."""
+        if self._logs is None:
+            self._logs = Logs(self.args, self.strategy, max(0, global_step - 1))
+        return self._logs
 
     def save_logs_and_checkpoints(
         self,
@@ -464,13 +476,11 @@ class PPOTrainerVL:
         if step_bar is not None and hasattr(step_bar, "set_postfix"):
             shown = ("reward", "policy_loss", "kl", "response_length")
             step_bar.set_postfix({name: round(logs_dict[name], 4) for name in shown if name in logs_dict})
-        evaluation: dict[str, float] = {}
+        if global_step % args.logging_steps == 0:
+            row = {**row_of(logs_dict), "train/episode": float(episode)}
+            self._logs_from(global_step).log(global_step, row)
         if self._eval_dataloader is not None and args.eval_steps > 0 and global_step % args.eval_steps == 0:
-            evaluation = self.evaluate(self._eval_dataloader, global_step)
-        if self._logs is None:  # called outside `fit`: `close` closes the logs
-            self._logs = Logs(args, self.strategy, global_step - 1)
-        wanted = global_step % args.logging_steps == 0
-        self._logs.log(global_step, logs_dict if wanted else {}, evaluation, episode)
+            self.evaluate(self._eval_dataloader, global_step)
         if args.save_steps > 0 and global_step % args.save_steps == 0:
             save(self, args, f"global_step{global_step}", dict(client_states))
 

@@ -16,15 +16,15 @@ _UNLOGGED = ("reward", "response_length", "total_length", "num_actions", "return
 """Entries of a status that are already logged under `rollout/`."""
 
 
-def rows_of(status: Mapping[str, float], evaluation: Mapping[str, float]) -> dict[str, float]:
-    """Merges a status and an evaluation, with names under `rollout/`, `train/` and `eval/`."""
+def row_of(status: Mapping[str, float]) -> dict[str, float]:
+    """Returns a status with its names under `rollout/` and `train/`."""
     row: dict[str, float] = {}
     for name, value in status.items():
         if name.startswith("rollout_"):
             row[f"rollout/{name.removeprefix('rollout_')}"] = value
         elif name not in _UNLOGGED and not name.startswith("reward_metrics/"):
             row[f"train/{name}"] = value
-    return row | {f"eval/{name}": value for name, value in evaluation.items()}
+    return row
 
 
 class Logs:
@@ -41,11 +41,10 @@ class Logs:
             folder = Path(args.ckpt_path) if directory is True else Path(directory)
             self._monitor = TensorBoardMonitor(TensorBoardMonitor.Config(), run_dir=folder, resume_step=step)
 
-    def log(self, step: int, status: Mapping[str, float], evaluation: Mapping[str, float], episode: int) -> None:
-        """Logs one row, unless it is empty."""
-        row = rows_of(status, evaluation)
-        if row and self._monitor is not None:
-            self._monitor.log(step, {**row, "train/episode": float(episode)})
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Logs one row."""
+        if self._monitor is not None:
+            self._monitor.log(step, row)
 
     def close(self) -> None:
         """Closes the monitor."""

@@ -271,7 +271,7 @@ def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[s
     flags = flags_of(list(config)) if isinstance(config, list | tuple) else plain(config)
     for flag, value in flags.items():
         if isinstance(value, str) and _VARIABLE.search(os.path.expandvars(value)):
-            yield f"{flag}: {value}: a variable that is not set here is left out"
+            yield f"{flag}: {value}: commands are not run, and a variable that is not set here is left out"
     if rows is None:
         yield (
             "schedule.steps: prompt_data is not on this machine, so an episode counts as one step; multiply "

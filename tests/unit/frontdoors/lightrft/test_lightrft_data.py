@@ -39,7 +39,7 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Tokenizer of a model that reads text."""
     model = TinyModel(TinyModel.Config(**SIZES), seed=0).materialize(tmp_path_factory.mktemp("t") / "m")
     tokenizer, processor = get_tokenizer_processor_vl(model, padding_side="left")
-    assert (processor, tokenizer.padding_side) == (None, "left")
+    assert (processor is tokenizer, tokenizer.padding_side) == (True, "left")
     return tokenizer
 
 

@@ -70,12 +70,35 @@ def test_a_shell_script_is_read_with_its_variables(tmp_path: Path, monkeypatch: 
     assert flags == {
         "pretrain": "/models/qwen",
         "prompt_data": "rows.jsonl",
-        "save_path": "out/${NOW}",
+        "save_path": "out/${command_output}",
         "system_prompt": "Answer in \\\\boxed{}; it costs $5",
         "kl_target": "-1",
         "bf16": True,
         "torchrun": 8,
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (
+            'T=$(date +"%m%d")\npython t.py --pretrain m --save_path "out/$T" --bf16',
+            {"save_path": "out/${command_output}"},
+        ),
+        ("python t.py --pretrain m --save_path out-`date +%s` --bf16", {"save_path": "out-${command_output}"}),
+        ("python t.py --pretrain m --bf16 --seed $(( (1 + 2) * 3 ))", {"seed": "${command_output}"}),
+        ("python t.py --pretrain m --save_path 'a$(b)' --bf16", {"save_path": "a$(b)"}),
+    ],
+)
+def test_commands_of_a_script_are_not_run(text: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert read([str(tmp_path / "run.sh")]) == {"pretrain": "m", "bf16": True, **flags}
+
+
+def test_flags_that_a_command_prints_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text('python t.py --pretrain m --bf16 $([ "$A" = 1 ] && echo "--text_only")')
+    with pytest.raises(ConfigError, match=r"flags that a command prints"):
+        read([str(tmp_path / "run.sh")])
 
 
 def test_files_of_words_and_of_flags_say_the_same_and_later_flags_count(tmp_path: Path) -> None:
@@ -262,6 +285,17 @@ def test_data_rewards_and_monitors(given: dict[str, Any]) -> None:
     assert model == [{"kind": "model", "path": given["pretrain"]}]
     (remote,) = made(given, remote_rm_url="http://localhost:5000/get_reward").rewards
     assert (remote.kind, getattr(remote, "protocol", None)) == ("remote", "lightrft")
+
+
+def test_a_system_prompt_is_read_from_a_file(given: dict[str, Any], tmp_path: Path) -> None:
+    for name, text in (("a.txt", "Think.\n"), ("b.yaml", "math: Think."), ("c.yml", '"Think."')):
+        (tmp_path / name).write_text(text)
+        tasks = translate({**given, "system_prompt_path": str(tmp_path / name)}).config["tasks"]
+        assert tasks["train"]["system"] == "Think."
+    (tmp_path / "two.yaml").write_text("math: Think.\ntext: Write.")
+    for path, found in ((tmp_path / "two.yaml", "2 prompts: math, text"), (tmp_path / "none.txt", "none.txt")):
+        with pytest.raises(ConfigError, match=found):
+            translate({**given, "system_prompt_path": str(path)})
 
 
 def test_a_rule_reads_the_completion_and_the_reference_of_a_row() -> None:

@@ -195,6 +195,16 @@ def test_a_function_without_models_or_metrics_is_enough() -> None:
     assert rewards(scorer, []) == []
 
 
+def test_a_function_of_one_argument_gets_the_scores_of_the_models() -> None:
+    def total(model_reward_list: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(model_reward_list).sum(0)
+
+    models = [lambda labels: torch.ones(len(labels)), lambda labels: torch.full((len(labels),), 0.5)]
+    assert rewards(RewardScorer(models, total), [sample("a"), sample("b")]) == [1.5, 1.5]
+    with pytest.raises(ConfigError, match=r"five positional arguments, or one"):
+        RewardScorer(models, lambda one, two: one)
+
+
 def test_a_function_with_recipes_of_its_own_still_saves_the_models_the_samples_they_do_not_need() -> None:
     seen: list[int] = []
 
@@ -282,8 +292,7 @@ def of_tokens(tokens: Sequence[int], response: int, **fields: Any) -> Sample:
 
 def test_a_module_is_called_as_in_the_original_in_micro_batches() -> None:
     model = LastToken().train()
-    strategy = SimpleNamespace(args=SimpleNamespace(micro_rollout_batch_size=2))
-    scorer = RewardScorer(model, strategy=strategy, tokenizer=SimpleNamespace(pad_token_id=0))
+    scorer = RewardScorer(model, tokenizer=SimpleNamespace(pad_token_id=0), batch_size=2)
     samples = [of_tokens([3, 4, 5], 1), of_tokens([3, 4, 5, 6, 7], 4), of_tokens([9, 8], 1)]
     assert rewards(scorer, samples) == [10, 14, 16]
     assert model.shapes == [(2, 6), (1, 2)]

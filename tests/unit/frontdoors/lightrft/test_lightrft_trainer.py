@@ -31,6 +31,7 @@ from PIL import Image
 from tests.rank_processes import run_ranks
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
+from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.arguments import REQUIRED
@@ -581,8 +582,8 @@ def test_attributes_of_args_without_effect_are_announced_and_unsupported_ones_re
     model: Path, args: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "trivium"):
-        make_trainer(model, Namespace(**vars(args), zero_stage=3, mine=object()))
-    assert "zero_stage: no effect: DeepSpeed is not supported" in caplog.text
+        make_trainer(model, Namespace(**vars(args), bucket_cap_mb=3, mine=object()))
+    assert "bucket_cap_mb: no effect: DeepSpeed is not supported" in caplog.text
     assert "mine" not in caplog.text
     with pytest.raises(ConfigError, match="FIRE sampling is not supported"):
         make_trainer(model, Namespace(**vars(args), use_fire=True))
@@ -806,6 +807,60 @@ def test_evaluation_reads_all_and_does_not_disturb(model: Path, args: Namespace)
     assert measured["accuracy_reward_mean"] == measured["reward_mean"]
     assert trainer.evaluate(loader(5, 2), 1) == measured
     trainer.close()
+
+
+def test_an_evaluation_is_logged_at_its_step(model: Path, args: Namespace, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args.use_tensorboard = str(tmp_path / "logs")
+    trainer = make_trainer(model, args)
+    measured = trainer.evaluate(loader(4), 3)
+    trainer.close()
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    events.Reload()
+    (event,) = events.Scalars("eval/response_length_mean")
+    assert (event.step, event.value) == (3, measured["response_length_mean"])
+
+
+def test_evaluations_follow_the_update_steps_of_an_episode(model: Path, args: Namespace) -> None:
+    seen: list[int] = []
+
+    class Seen(PPOTrainerVL):
+        def evaluate(self, eval_dataloader: Any, global_step: int) -> dict[str, float]:
+            seen.append(global_step)
+            return super().evaluate(eval_dataloader, global_step)
+
+    args.train_batch_size = 8  # two optimizer steps for each rollout
+    for updates, steps in ((1, [4]), (4, [2, 4])):
+        seen.clear()
+        make_trainer(model, args, cls=Seen).fit(args, loader(16), None, loader(4), 0, updates)
+        assert seen == steps
+
+
+def test_completions_are_sampled_in_micro_batches(
+    model: Path, args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`micro_rollout_batch_size` bounds the completions that the engine samples at a time."""
+    running, most = 0, 0
+    generate = TorchEngine.generate
+
+    async def counted(engine: TorchEngine, request: Any, *given: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await generate(engine, request, *given)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(TorchEngine, "generate", counted)
+    for size in (1, 3):
+        most = 0
+        trainer = make_trainer(model, args, micro_rollout_batch_size=size)
+        trainer.evaluate(loader(4), 0)
+        trainer.close()
+        assert most == size
 
 
 def test_resume_is_exact(model: Path, args: Namespace, tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Scripts and argument files of LightRFT's users, cut to tiny models: a training script whose import lines are changed,
+and argument sets of its examples, through the script and through the launcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.e2e import lightrft_user
+from tests.peers import peer_file
+from trivium.frontdoors.lightrft.launcher import train
+from trivium.text.tiny import TinyModel
+from trivium.text.tiny_vision import TinyVisionModel
+
+EXAMPLES = ("run_grpo_geo3k_qwen2.5_vl_7b", "run_grpo_gsm8k_qwen2.5_0.5b", "run_ppo_geo3k_qwen2.5_vl_7b")
+VARIATIONS: dict[str, tuple[str, ...]] = {
+    "rloo": ("--advantage_estimator", "rloo", "--advantages_norm"),
+    "reinforce": ("--advantage_estimator", "reinforce++", "--kl_target", "0.1", "--reward_clip", "2"),
+    "cpgd": ("--advantage_estimator", "cpgd", "--use_cpg_loss", "--max_epochs", "2"),
+    "gspo": ("--use_gspo", "--loss_agg_mode", "token-mean", "--enable_ema", "--save_hf_ckpt"),
+    "dapo": (
+        "--dynamic_sampling",
+        "--overlong_buffer",
+        "--overlong_buffer_len",
+        "2",
+        "--high_entropy_token_ratio",
+        "0.5",
+    ),
+    "lora": ("--lora_rank", "2", "--lora_alpha", "4", "--reward_running_norm"),
+    "cut": (
+        "--top_p",
+        "0.9",
+        "--temperature",
+        "0.8",
+        "--micro_train_batch_size",
+        "1",
+        "--micro_rollout_batch_size",
+        "1",
+    ),
+}
+SMALL = (
+    *("--rollout_batch_size", "2", "--train_batch_size", "4", "--n_samples_per_prompt", "2", "--num_episodes", "1"),
+    *("--prompt_max_len", "900", "--generate_max_len", "4", "--max_eval_samples", "2", "--eval_steps", "2"),
+    *("--save_steps", "2", "--actor_learning_rate", "1e-3", "--save_path", "out", "--ckpt_path", "ckpt"),
+)
+REWARD = """
+def reward_func(queries, prompts, **columns):
+    return [float(sum(map(ord, query)) % 7) for query in queries]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model that reads text, one that reads images, and prompts for each."""
+    torch.set_num_threads(1)
+    sizes: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "mlp": 16, "max_position": 1024}
+    TinyModel(TinyModel.Config(**sizes), seed=0).materialize(tmp_path / "reading")
+    seeing = TinyVisionModel.Config(**sizes, vision_layers=1, vision_hidden=8, vision_heads=1, image_size=28)
+    TinyVisionModel(seeing, seed=0).materialize(tmp_path / "seeing")
+    for name, images in (("texts", False), ("pictures", True)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            rows = "".join(json.dumps(_row(tmp_path / name, number, images)) + "\n" for number in range(4))
+            (tmp_path / name / f"{split}.jsonl").write_text(rows)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _row(folder: Path, number: int, images: bool) -> dict[str, Any]:
+    row = {"label": "gsm8k_rule", "reward_model": {"ground_truth": str(number + 1)}}
+    if not images:
+        return {**row, "prompt": [{"role": "user", "content": f"{number}+1?"}]}
+    path = folder / f"picture-{number}.png"
+    Image.fromarray(np.full((28, 28, 3), 50 * number, np.uint8)).save(path)
+    prompt = [{"role": "user", "content": "<image>How bright?"}]
+    return {**row, "prompt": prompt, "label": "geo3k_rule", "images": [str(path)]}
+
+
+def words_of(folder: Path, name: str) -> list[str]:
+    """The flags of an example on a tiny model, two steps long."""
+    words = [str(word) for word in json.loads(peer_file("lightrft", f"{name}.json").read_text())]
+    words = words[next(place for place, word in enumerate(words) if word.endswith(".py")) + 1 :]
+    kinds = ("seeing", "pictures") if "geo3k" in name else ("reading", "texts")
+    paths = {"--pretrain": kinds[0], "--critic_pretrain": kinds[0], "--prompt_data": kinds[1]}
+    for flag in {*paths} & {*words}:
+        words[words.index(flag) + 1] = str(folder / paths[flag])
+    for flag in {"--use_wandb", "--wandb_project", "--wandb_run_name"} & {*words}:
+        del words[words.index(flag) : words.index(flag) + 2]
+    return [*words, *SMALL]
+
+
+def _check(folder: Path, trainer: Any, words: Sequence[str]) -> None:
+    assert trainer.policy_version >= 2
+    assert (folder / "ckpt" / "_actor" / "global_step2" / "manifest.json").is_file()
+    assert (folder / "ckpt" / "_critic").is_dir() == ("gae" in words)
+    sees = str(folder / "seeing") in words
+    (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(folder / "out")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_script_with_other_import_lines_takes_two_steps(folder: Path, name: str) -> None:
+    words = words_of(folder, name)
+    _check(folder, lightrft_user.train(lightrft_user.arguments(words)), words)
+
+
+def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> None:
+    words = [*words_of(folder, EXAMPLES[1]), "--pretrain_data", "supervised.jsonl", "--input_key", "prompt"]
+    rows = [json.dumps({"prompt": "1+1?", "output": "2"}) + "\n"] * 8
+    (folder / "supervised.jsonl").write_text("".join(rows))
+    trainer = lightrft_user.train(lightrft_user.arguments(words))
+    assert trainer.pretrain_dataloader is not None
+    assert trainer.pretrain_dataloader.given == 2  # pyright: ignore[reportAttributeAccessIssue]
+    longer = [*words, "--num_episodes", "2", "--load_checkpoint"]
+    assert lightrft_user.train(lightrft_user.arguments(longer)).policy_version == 2, "two further steps"
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_variations_of_the_examples_take_two_steps(folder: Path, name: str) -> None:
+    (folder / "reward.py").write_text(REWARD)
+    words = [*words_of(folder, EXAMPLES[1]), "--remote_rm_url", "reward.py", *VARIATIONS[name]]
+    if name in ("reinforce", "cpgd", "rloo"):
+        words.remove("--use_kl_loss")
+    _check(folder, train(words), words)
