@@ -172,8 +172,8 @@ class Session:
             return ""  # another conversation, with messages that the policy did not write
         at = max(_num_equal(conversation, node.conversation) for node in self.completions)
         return (
-            f"message {at - hidden} ({conversation[at].role}) was another or is gone; agents that summarise, drop turns "
-            "or put the time into a prompt do this"
+            f"message {at - hidden} ({conversation[at].role}) was another or is gone; agents that summarise or "
+            "drop turns, or put the time into a prompt, do this"
         )
 
     def record(self, node: CompletionNode) -> None:
