@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from trivium.buffers.step_log import read_steps
-from trivium.runtime.replay_step import replay
+from trivium.inspection.replay_step import replay
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ TITLES = {
     "Rollouts": {"policy", "randomness", "engines", "text", "tasks"},
     "Rewards": {"rewards"},
     "Training": {"loops", "training", "sync", "metrics"},
-    "A run directory": {"buffers", "runtime", "viewer"},
+    "A run directory": {"buffers", "inspection"},
     "Errors": {"errors"},
 }
 """The parts of the list of `trivium.api`, by the packages where the names live."""

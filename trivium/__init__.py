@@ -35,9 +35,10 @@ def run(
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of a failure of the run.
     """
-    from trivium.runtime.python_api import run_given  # imports torch and all packages
+    from trivium.inspection.report import send_report  # imports torch and all packages
+    from trivium.runtime.python_api import run_given
 
-    return run_given(config, rewards, tasks)
+    return run_given(config, rewards, tasks, send_report)
 
 
 def __getattr__(name: str) -> Any:

@@ -72,9 +72,11 @@ def demo(
 
     with unbreakable_output(), Outcome(debug) as outcome:
         outcome.log_dir = dir
+        from trivium.inspection.report import write_report
         from trivium.runtime.demo import demo as run_demo
 
-        show_demo(run_demo(dir, seed))
+        summary = run_demo(dir, seed)
+        show_demo({**summary, "report": write_report(dir, dir / "report.html")})
 
 
 @app.command(context_settings=_CONFIGURED)
@@ -114,9 +116,10 @@ def run(
         values += ["run.change=true"] if change else []
         loaded = load(config, values)
         outcome.log_dir = Path(loaded.run.dir)
+        from trivium.inspection.report import send_report
         from trivium.runtime.launch import run as run_all
 
-        show(run_all(loaded))
+        show(run_all(loaded, report=send_report))
 
 
 @app.command(context_settings=_CONFIGURED)
@@ -279,7 +282,7 @@ def rollouts(
 ) -> None:
     """Shows recorded rollouts of RUN: prompts, turns, rewards, failures, tokens."""
     with Outcome(debug):
-        from trivium.runtime.rollout_view import decoder, json_of, rollouts_of, text_of
+        from trivium.inspection.rollout_view import decoder, json_of, rollouts_of, text_of
 
         decode = decoder(run)
         try:
@@ -309,8 +312,8 @@ def replay(
 ) -> None:
     """Computes recorded rollouts and their train step again; exits with 1 where something differs, and names it."""
     with Outcome(debug):
-        from trivium.runtime.bundle import opened, write_bundle
-        from trivium.runtime.replay_step import replay as replay_step
+        from trivium.inspection.bundle import opened, write_bundle
+        from trivium.inspection.replay_step import replay as replay_step
 
         with opened(run) as source:
             number, chosen = step or source.step, task or source.task
@@ -337,8 +340,8 @@ def view(
 ) -> None:
     """Shows runs in a browser, until Ctrl-C: curves, rollouts token by token, timeline; reads files alone."""
     with Outcome(debug):
-        from trivium.viewer.view import view as serve
-        from trivium.viewer.view import write_trace
+        from trivium.inspection.viewer.view import view as serve
+        from trivium.inspection.viewer.view import write_trace
 
         if trace is not None:
             write_trace(runs, trace)
@@ -356,7 +359,7 @@ def doctor(
 ) -> None:
     """Says what is wrong with RUN, or with this machine, and what to change; exits with 1 where something is."""
     with Outcome(debug):
-        from trivium.runtime.doctor import diagnose, examine_machine
+        from trivium.inspection.doctor import diagnose, examine_machine
 
         report = examine_machine(Path.cwd()) if run is None else diagnose(run)
         print("\n".join([*report.facts, *map(str, report.findings)]))
@@ -376,7 +379,7 @@ def report(
 ) -> None:
     """Writes RUN as one HTML file to send: curves, what is wrong, rollouts with their tokens, config, machine."""
     with Outcome(debug):
-        from trivium.viewer.report import write_report
+        from trivium.inspection.report import write_report
 
         print(f"wrote {write_report(run, out or run / 'report.html')}")
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tests.processes import Forked, trivium
-from trivium.runtime.recorded_run import RecordedRun
+from trivium.inspection.run import RecordedRun
 
 TINY = Path(__file__).parent / "tiny.yaml"
 SHORT = ("stages.0.schedule.steps=1", "stages.1.schedule.group_size=16", "evaluation.every=0")

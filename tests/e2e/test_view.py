@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Generator
+from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from browser import Page, browser, chromium
 
 from tests.processes import Forked, commands, eventually
 from trivium.buffers.journal import write_groups
-from trivium.buffers.rollouts import read_rollouts
 from trivium.config import load_config
+from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
 from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
@@ -272,7 +273,7 @@ def nearest_two(colours: list[str]) -> float:
 def test_colours_of_curves_differ_for_the_colour_blind_as_well(url: str, page: Page) -> None:
     assert nearest_two(["#c2410c", "#b45309"]) < 2  # two kinds of orange are one
     source = httpx.get(f"{url}pages/lib.js", timeout=60).text
-    report = httpx.get(f"{url}pages/report.css", timeout=60).text
+    report = (files("trivium.inspection") / "report.css").read_text()
     palettes = re.findall(r'(?:light|dark): \["(#[^\]]+)"\]', source)
     assert len(palettes) == 2
     for number, palette in enumerate(palettes):

@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trivium.buffers.journal import write_groups as write_groups
-    from trivium.buffers.rollouts import Rollout as Rollout
-    from trivium.buffers.rollouts import TokenSequence as TokenSequence
-    from trivium.buffers.rollouts import planned_steps as planned_steps
-    from trivium.buffers.rollouts import read_rollouts as read_rollouts
     from trivium.config import BufferConfig as BufferConfig
     from trivium.config import EngineConfig as EngineConfig
     from trivium.config import Plugin as Plugin
@@ -27,6 +23,14 @@ if TYPE_CHECKING:
     from trivium.config import WorkflowConfig as WorkflowConfig
     from trivium.engines.torch import TorchEngine as TorchEngine
     from trivium.errors import RolloutError as RolloutError
+    from trivium.inspection.replay_step import replay as replay
+    from trivium.inspection.report import write_report as write_report
+    from trivium.inspection.rollout_view import decoder as decoder
+    from trivium.inspection.rollout_view import json_of as json_of
+    from trivium.inspection.rollouts import Rollout as Rollout
+    from trivium.inspection.rollouts import TokenSequence as TokenSequence
+    from trivium.inspection.rollouts import planned_steps as planned_steps
+    from trivium.inspection.rollouts import read_rollouts as read_rollouts
     from trivium.loops import train_step as train_step
     from trivium.metrics import declare as declare
     from trivium.policy import EngineFailure as EngineFailure
@@ -50,9 +54,6 @@ if TYPE_CHECKING:
     from trivium.rewards.remote_forms import RemoteSample as RemoteSample
     from trivium.rewards.remote_forms import RemoteScore as RemoteScore
     from trivium.rewards.sandbox import Sandbox as Sandbox
-    from trivium.runtime.replay_step import replay as replay
-    from trivium.runtime.rollout_view import decoder as decoder
-    from trivium.runtime.rollout_view import json_of as json_of
     from trivium.sync.memory import MemoryChannel as MemoryChannel
     from trivium.tasks.drawings import DrawnTasks as DrawnTasks
     from trivium.text.renderer import ChatRenderer as ChatRenderer
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from trivium.types import Task as Task
     from trivium.types import Trajectory as Trajectory
     from trivium.types import Turn as Turn
-    from trivium.viewer.report import write_report as write_report
 
 
 @cache

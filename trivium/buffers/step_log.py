@@ -99,6 +99,19 @@ def recorded_hash(run_dir: Path) -> str | None:
     return next((row["weights"] for row in reversed([*_rows(run_dir)]) if row.get("weights")), None)
 
 
+def resumed_after(run_dir: Path) -> list[int]:
+    """The steps after which a session continued an earlier one of the same stage."""
+    steps, last, began = list[int](), None, False
+    for row in _rows(run_dir):
+        began = began or "machine" in row
+        if "step" not in row:
+            continue
+        if began and last is not None and last["stage"] == row["stage"]:
+            steps.append(row["step"] - ("taken" in row))
+        last, began = row, False
+    return steps
+
+
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     path = run_dir / STEPS
     return map(_row, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())

@@ -16,6 +16,7 @@ from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.ranks import RayRanks
 from trivium.cluster.shared_actors import SharedActors
 from trivium.config import RunConfig
+from trivium.inspection.report import send_report
 from trivium.loops import run
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.runtime.build import (
@@ -31,7 +32,6 @@ from trivium.runtime.build import (
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import distributed_engine
-from trivium.viewer.report import send_report
 
 
 def make_buffer(spec: StageSpec) -> Buffer:

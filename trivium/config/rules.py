@@ -1,7 +1,7 @@
 """Rules find problems of a config, of the data and devices of a run, of a run in progress or finished, of a machine.
 
 `trivium.config.checks` has the rules for configs, `trivium.runtime.preflight` those before a run,
-`trivium.monitors.health` those during and after it, and `trivium.runtime.doctor` those for a machine.
+`trivium.monitors.health` those during and after it, and `trivium.inspection.doctor` those for a machine.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
-from trivium.buffers.rollouts import keep_step, keep_updates
 from trivium.buffers.step_log import StepLog
+from trivium.buffers.step_tokens import keep_step, keep_updates
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore

@@ -1,4 +1,4 @@
-"""`trivium demo`: runs the arithmetic recipe and writes a report."""
+"""`trivium demo`: runs the arithmetic recipe."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 from trivium.config import load_config
 from trivium.runtime.launch import run
-from trivium.viewer.report import write_report
 
 
 def demo(directory: Path, seed: int) -> dict[str, Any]:
-    """Runs recipes/arithmetic.yaml in `directory`; returns its summary and the path of its report."""
+    """Runs recipes/arithmetic.yaml in `directory`; returns its summary."""
     with as_file(files("trivium.runtime") / "arithmetic.yaml") as recipe:
         config = load_config(recipe, [f"run.dir={directory}", f"run.seed={seed}"])
-    summary = run(config)
-    return {**summary, "report": str(write_report(directory, directory / "report.html"))}
+    return run(config)

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
-from trivium.protocols import RestingEngine
+from trivium.protocols import Monitor, RestingEngine
 from trivium.registry import is_unnamed, resolve
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
@@ -48,7 +49,6 @@ from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
-from trivium.viewer.report import send_report
 
 _log = logging.getLogger("trivium")
 _CARRIED = (
@@ -65,9 +65,9 @@ _CARRIED = (
 """Keys of the record that are carried from stage to stage and shown in the summary."""
 
 
-def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str, Any]:
+def run(config: RunConfig, open_session: OpenSession | None = None, report: SendReport | None = None) -> dict[str, Any]:
     """Runs the mode `run.mode` and returns a summary; for training, the one written to `summary.json`. `open_session`
-    replaces the session of the config.
+    replaces the session of the config. A session in this process calls `report` after the last stage.
 
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of an error that stops the run.
@@ -81,7 +81,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
     if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config)):
         return explore(config)
     kind = config.cluster.kind
-    session = open_session or (_local_session if kind == "local" else resolve("sessions", kind))
+    session = open_session or (partial(_local_session, report) if kind == "local" else resolve("sessions", kind))
     config = as_saved(config)
     findings = ready(config)
     with open_run_dir(config, findings.rows) as run_dir:
@@ -162,11 +162,13 @@ def train_as_rank(config: RunConfig) -> dict[str, Any]:
 OpenSession = Callable[[RunConfig, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[TrainStage]]
 """(config, run directory, its checkpoints, the latest checkpoint) -> a context manager of the function that trains a
 stage."""
+SendReport = Callable[[Monitor, Path], None]
+"""(monitor, run directory): sends a report of the run to the monitor."""
 
 
 @contextmanager
 def _local_session(
-    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+    report: SendReport | None, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
 ) -> Generator[TrainStage]:
     """Trains stages in this process, with an explorer beside the trainer unless other processes explore (`run.mode:
     train`)."""
@@ -192,7 +194,8 @@ def _local_session(
 
     try:
         yield train_stage
-        send_report(monitor, run_dir)
+        if report is not None:
+            report(monitor, run_dir)
     finally:
         monitor.close()
 

@@ -17,7 +17,7 @@ from trivium.config import RunConfig, config_from_mapping, read_yaml
 from trivium.config.merging import is_mapping
 from trivium.errors import ConfigError, first_cause
 from trivium.registry import name_of
-from trivium.runtime.launch import run
+from trivium.runtime.launch import SendReport, run
 from trivium.tasks.given import as_lines, digest_of
 
 T = TypeVar("T")
@@ -29,16 +29,19 @@ Rows = Iterable[object] | Callable[..., object] | str | Mapping[str, Any]
 
 
 def run_given(
-    config: ConfigSource, rewards: Sequence[Reward] | None = None, tasks: Rows | Mapping[str, Rows] | None = None
+    config: ConfigSource,
+    rewards: Sequence[Reward] | None = None,
+    tasks: Rows | Mapping[str, Rows] | None = None,
+    report: SendReport | None = None,
 ) -> dict[str, Any]:
-    """Runs the config with these rewards and tasks in place of its own; see `trivium.run`."""
+    """Runs the config with these rewards and tasks in place of its own; see `trivium.run` and `launch.run`."""
     complete, files = configured(config, rewards, tasks)
 
     def work() -> dict[str, Any]:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, text)
-        return run(complete)
+        return run(complete, report=report)
 
     try:
         return beside_a_loop(work)

@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trivium.errors import TriviumError
-from trivium.viewer.group_list import Query
-from trivium.viewer.timeline import chrome_trace, lanes
-from trivium.viewer.watched_run import WatchedRun
+from trivium.inspection.viewer.group_list import Query
+from trivium.inspection.viewer.timeline import chrome_trace, lanes
+from trivium.inspection.viewer.watched_run import WatchedRun
 
-_PAGES = files("trivium.viewer") / "pages"
+_PAGES = files("trivium.inspection.viewer") / "pages"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 _HEADERS = {
@@ -140,7 +140,7 @@ def _add_values(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
 
     @app.get("/api/steps")
     def _(run: int) -> Any:
-        return of(run).recorded.steps()
+        return of(run).run.groups.steps()
 
     @app.get("/api/tasks")
     def _(run: int, step: int) -> Any:

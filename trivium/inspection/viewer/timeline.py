@@ -3,13 +3,13 @@ and Perfetto."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trivium.inspection.changing_files import Stamp, json_value, stamp
 from trivium.phases import SPANS
 
 _PARTS = 1500
@@ -32,32 +32,23 @@ def read_spans(run_dir: Path) -> list[Span]:
     """Returns the spans that the processes of a run recorded, by start time; empty if there are none."""
     spans: list[Span] = []
     for path in sorted((run_dir / SPANS).glob("*.jsonl")):
-        about = path.stat()
-        spans += _of_process(path, about.st_size, about.st_mtime_ns)
+        spans += _of_process(path, stamp(path))
     spans.reverse()  # an enclosing span is written after the enclosed ones, and may have the same start time
     return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
 @lru_cache(maxsize=32)
-def _of_process(path: Path, size: int, written_ns: int) -> tuple[Span, ...]:
-    del size, written_ns
+def _of_process(path: Path, stamp: Stamp) -> tuple[Span, ...]:
+    del stamp
     began, spans = 0.0, list[Span]()
     for line in path.read_text(encoding="utf-8").splitlines():
-        row = _row(line)
+        row = json_value(line)
         if isinstance(row, dict):
             began = float(row["session"])
         elif row:
             lane, name, start, stop, *about = row
             spans.append(Span(path.stem, lane, name, began + start, began + stop, *about))
     return tuple(spans)
-
-
-def _row(line: str) -> Any:
-    """Parses a line; returns None if it is incomplete."""
-    try:
-        return json.loads(line) if line else None
-    except ValueError:
-        return None
 
 
 def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, Any]:

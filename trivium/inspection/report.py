@@ -18,22 +18,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import Problem, RunDirError, TriviumError
+from trivium.inspection.charts import CHARTS, curves, keys_of, line_chart, marks, matching, shown
+from trivium.inspection.doctor import diagnose
+from trivium.inspection.rollout_values import TITLES, rollout_values
+from trivium.inspection.rollout_view import decoder, piecewise
+from trivium.inspection.rollouts import Place
+from trivium.inspection.run import RecordedRun
 from trivium.metrics import graded_accuracies
 from trivium.monitors.fanout import file_monitors
 from trivium.monitors.identity import settings_of
 from trivium.protocols import Monitor
 from trivium.runtime.build import explain
-from trivium.runtime.doctor import diagnose
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.runtime.rollout_view import decoder
 from trivium.types import Group, Trajectory
-from trivium.viewer.line_chart import line_chart, shown
-from trivium.viewer.rollout_data import TITLES, Place, RecordedGroups, piecewise, rollout_values
-from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, run_verdict
 
 _log = logging.getLogger("trivium")
 _EXAMPLES = 3
@@ -73,9 +71,8 @@ def send_report(monitor: Monitor, run_dir: Path) -> None:
 def report_of(run_dir: Path) -> str:
     """Returns the HTML of the report."""
     run = RecordedRun.open(run_dir)
-    style, script = (
-        files("trivium.viewer").joinpath(f"pages/report.{kind}").read_text("utf-8") for kind in ("css", "js")
-    )
+    parts = files("trivium.inspection")
+    style, script = ((parts / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
     title = escape(run_dir.resolve().name)
@@ -97,9 +94,7 @@ def report_of(run_dir: Path) -> str:
 
 def _summary(run: RecordedRun) -> str:
     """Returns the results of the run as a row of figures."""
-    path = run.path / "summary.json"
-    summary: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
-    rows = run.rows()
+    summary, rows = run.summary, run.rows()
     stages = run.config.stage_configs()
     facts = {"model": _model(run), "algorithm": " → ".join(stage.algorithm.kind for stage in stages)}
     for name in ("accuracy", "reward", "held_out"):
@@ -107,8 +102,7 @@ def _summary(run: RecordedRun) -> str:
         if before is not None and after is not None:
             both = [f"{value:.1%}" if name == "accuracy" else shown(value) for value in (before, after)]
             facts[{"held_out": "held-out loss"}.get(name, name)] = " → ".join(both)
-    done = max((int(row["step"]) for row in rows), default=0)
-    facts["steps"] = f"{done} of {sum(stage.schedule.steps for stage in stages)}"
+    facts["steps"] = f"{run.last_step} of {run.stage_bounds[-1]}"
     measured = sum(row.get("time/step", 0.0) + row.get("time/evaluate", 0.0) for row in rows)
     facts["time"] = _duration(summary.get("seconds", measured))
     facts["seed"] = str(run.config.run.seed)
@@ -137,11 +131,9 @@ def _duration(seconds: float) -> str:
 
 
 def _verdict(run: RecordedRun) -> str:
-    rows = run.rows()
-    findings = diagnose(run.path).findings if rows else []
+    findings = diagnose(run.path).findings if run.rows() else []
     items = "".join(map(_finding, findings)) or '<li class="fine">doctor found nothing wrong</li>'
-    bound = escape(run_verdict(run.path, rows))
-    return f'<section><h2>Verdict</h2><p>{bound}</p><ul class="findings">{items}</ul></section>'
+    return f'<section><h2>Verdict</h2><p>{escape(run.verdict)}</p><ul class="findings">{items}</ul></section>'
 
 
 def _finding(finding: Problem) -> str:
@@ -202,11 +194,10 @@ class _Example:
 
 
 def _examples(run: RecordedRun) -> str:
-    recorded = RecordedGroups(run.path)
-    steps = recorded.steps()
+    steps = run.groups.steps()
     if not steps:
         return '<section><h2>Rollouts</h2><p class="dim">None are recorded.</p></section>'
-    alive = [each for each, rollout in _members(recorded, steps[-1]) if rollout.failure is None]
+    alive = [each for each, rollout in _members(run, steps[-1]) if rollout.failure is None]
     # At equal rewards, prefer the rollouts that the step learned most from.
     alive.sort(key=lambda each: (-each.reward, -each.weight))
     best = list(islice(_of_different_tasks(alive), _EXAMPLES))
@@ -216,12 +207,12 @@ def _examples(run: RecordedRun) -> str:
     failed = (
         each
         for step in reversed(steps[-_FAILED_STEPS:])
-        for each, rollout in _members(recorded, step)
+        for each, rollout in _members(run, step)
         if rollout.failure is not None
     )
     kinds = (("best", best), ("worst", worst), ("failed", list(islice(failed, _EXAMPLES))))
     pieces = _pieces(run.path)
-    articles = [_example(kind, each, recorded, pieces, run) for kind, examples in kinds for each in examples]
+    articles = [_example(kind, each, run, pieces) for kind, examples in kinds for each in examples]
     number = f"{len(alive)} rollouts of step {steps[-1]}"
     return (
         f'<section><h2>Rollouts</h2><p class="dim">Of the {number}: the best, the worst, and those that failed lately. '
@@ -231,11 +222,11 @@ def _examples(run: RecordedRun) -> str:
     )
 
 
-def _members(recorded: RecordedGroups, step: int) -> Iterator[tuple[_Example, Trajectory]]:
+def _members(run: RecordedRun, step: int) -> Iterator[tuple[_Example, Trajectory]]:
     """Yields the rollouts of a step, group by group."""
-    advantages = recorded.advantages(step)
-    for place in recorded.of_step(step):
-        group = recorded.group(place)
+    advantages = run.advantages(step)
+    for place in run.groups.of_step(step):
+        group = run.groups.group(place)
         for index, rollout in enumerate(group.rollouts):
             weight = abs(advantages.get((group.slot, group.attempt, rollout.index), 0.0))
             yield _Example(step, place, index, group.task.task_id, rollout.reward, weight), rollout
@@ -257,16 +248,10 @@ def _pieces(run_dir: Path) -> Callable[[Sequence[int]], list[str]]:
         return lambda tokens: [f"[{token}]" for token in tokens]
 
 
-def _example(
-    kind: str,
-    example: _Example,
-    recorded: RecordedGroups,
-    pieces: Callable[[Sequence[int]], list[str]],
-    run: RecordedRun,
-) -> str:
-    group = recorded.group(example.place)
+def _example(kind: str, example: _Example, run: RecordedRun, pieces: Callable[[Sequence[int]], list[str]]) -> str:
+    group = run.groups.group(example.place)
     rollout = group.rollouts[example.index]
-    values = rollout_values(recorded.rollout(example.place, group, rollout, example.step), pieces)
+    values = rollout_values(run.rollout(example.place, group, rollout, example.step), pieces)
     body = "".join(_sequence(each, run) for each in values["sequences"])
     if not values["sequences"]:
         body = f'<p class="tokens">{escape(chr(10).join(each["content"] for each in values["messages"]))}</p>'

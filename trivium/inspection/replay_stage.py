@@ -13,13 +13,14 @@ import torch
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.rollouts import kept_steps, read_groups, read_rollouts
 from trivium.buffers.step_log import StepRecord, Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.sections import EvaluationSection
 from trivium.errors import DataError, RunDirError
+from trivium.inspection.rollouts import read_groups, read_rollouts, taken_groups
+from trivium.inspection.run import RecordedRun
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.registry import resolve
 from trivium.rewards.recipe import Recipe, parts_of
@@ -32,7 +33,6 @@ from trivium.runtime.build import (
     build_synchronizer,
     build_trainer,
 )
-from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule
 from trivium.sync.hashes import hash_of
@@ -116,12 +116,8 @@ def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ..
     `steps.jsonl` or, with `run.keep: tokens`, the files of the computed columns record them; a run in slot order needs
     neither. Raises RunDirError if they cannot be determined.
     """
-    record = run.steps.get(step)
-    if record is not None and record.taken is not None:
-        return record.taken
-    kept = kept_steps(run.path)
-    if step in kept:
-        return kept[step][1]
+    if taken := taken_groups(run.path, step):
+        return taken
     if not schedule.ordered or algorithm_of(run.stage_config(step)).refill:
         raise RunDirError(
             f"the groups that train step {step} took",

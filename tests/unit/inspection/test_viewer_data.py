@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.unit.buffers.test_rollouts import CONFIG, GROUPS, SIZE, STEPS
+from tests.unit.inspection.test_rollouts import CONFIG, GROUPS, SIZE, STEPS
 from trivium.buffers.journal import read_recorded, write_groups
-from trivium.buffers.rollouts import Rollout, read_rollouts
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
+from trivium.inspection.charts import CHARTS, Mark, curves, keys_of, marks, matching
+from trivium.inspection.rollout_values import group_row, rollout_values, token_values
+from trivium.inspection.rollout_view import decoder, piecewise
+from trivium.inspection.rollouts import Rollout, read_rollouts
+from trivium.inspection.run import RecordedRun
+from trivium.inspection.viewer.group_list import GroupList, Query
+from trivium.inspection.viewer.task_table import TaskTable
+from trivium.inspection.viewer.timeline import chrome_trace, lanes, read_spans
 from trivium.phases import SPANS, Busy, span, spans_to
 from trivium.runtime.launch import run
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.runtime.rollout_view import decoder
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
-from trivium.viewer.group_list import GroupList, Query
-from trivium.viewer.rollout_data import RecordedGroups, group_row, piecewise, rollout_values, token_values
-from trivium.viewer.run_data import CHARTS, Mark, curves, keys_of, marks, matching, run_verdict
-from trivium.viewer.task_table import TaskTable
-from trivium.viewer.timeline import chrome_trace, lanes, read_spans
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_groups_of_a_step_and_their_tokens_are_those_that_the_reader_reads(run_dir: Path) -> None:
-    recorded, pieces = RecordedGroups(run_dir), piecewise(decoder(run_dir))
-    assert recorded.steps() == [1, 2, 3]
+    recorded, pieces = RecordedRun(run_dir), piecewise(decoder(run_dir))
+    assert recorded.groups.steps() == [1, 2, 3]
     expected = {identity(each): each for each in read_rollouts(run_dir, step=2)}
-    places, means = recorded.of_step(2), recorded.advantages(2)
+    places, means = recorded.groups.of_step(2), recorded.advantages(2)
     assert len(places) == GROUPS
     for place in places:
-        group = recorded.group(place)
+        group = recorded.groups.group(place)
         row = group_row(place, group, means)
         assert (row["size"], row["steps"], row["planned"]) == (SIZE, [2], 2)
         for trajectory, member in zip(group.trajectories, row["members"], strict=True):
@@ -62,9 +62,9 @@ def test_the_groups_of_a_step_and_their_tokens_are_those_that_the_reader_reads(r
             assert member["advantage"] == pytest.approx(advantages.mean(), rel=1e-6)
             assert member["reward"] == rollout.trajectory.reward
             assert [each is None for each in sequence["values"]["log_prob"]] == (~mask).tolist()
-    json.dumps([group_row(place, recorded.group(place), means) for place in places], allow_nan=False)
+    json.dumps([group_row(place, recorded.groups.group(place), means) for place in places], allow_nan=False)
     with pytest.raises(RunDirError, match="step 9"):
-        recorded.of_step(9)
+        recorded.groups.of_step(9)
 
 
 def without_tokens(run_dir: Path, path: Path, **changes: Any) -> Path:
@@ -78,12 +78,12 @@ def without_tokens(run_dir: Path, path: Path, **changes: Any) -> Path:
 
 
 def test_advantages_that_follow_from_the_rewards_are_those_that_the_step_kept(run_dir: Path, tmp_path: Path) -> None:
-    recorded, kept = RecordedGroups(without_tokens(run_dir, tmp_path / "run")), RecordedGroups(run_dir)
+    recorded, kept = RecordedRun(without_tokens(run_dir, tmp_path / "run")), RecordedRun(run_dir)
     pieces = piecewise(decoder(run_dir))
     for step in (1, 2, 3):
         assert recorded.advantages(step) == pytest.approx(kept.advantages(step), abs=1e-6)
-        for place, original in zip(recorded.of_step(step), kept.of_step(step), strict=True):
-            group = recorded.group(place)
+        for place, original in zip(recorded.groups.of_step(step), kept.groups.of_step(step), strict=True):
+            group = recorded.groups.group(place)
             for trajectory in group.trajectories:
                 values, expected = (
                     rollout_values(source.rollout(at, group, trajectory, step), pieces)
@@ -97,15 +97,15 @@ def test_advantages_that_follow_from_the_rewards_are_those_that_the_step_kept(ru
 
 def test_advantages_that_need_a_model_are_not_guessed(run_dir: Path, tmp_path: Path) -> None:
     penalised = {"algorithm": {"kl": {"coef": 0.01, "place": "reward"}}}
-    recorded = RecordedGroups(without_tokens(run_dir, tmp_path / "penalised", **penalised))
+    recorded = RecordedRun(without_tokens(run_dir, tmp_path / "penalised", **penalised))
     assert recorded.advantages(1) == {}
     lost = without_tokens(run_dir, tmp_path / "lost")  # a group of the step is not recorded
     journal = lost / "rollouts" / "stage-0" / "step-000001.msgpack"
     groups = [group for _, group in read_recorded(journal)]
     journal.unlink()
     write_groups(journal, groups[:-1])
-    assert RecordedGroups(lost).advantages(1) == {}
-    assert RecordedGroups(lost).advantages(2) != {}
+    assert RecordedRun(lost).advantages(1) == {}
+    assert RecordedRun(lost).advantages(2) != {}
 
 
 def test_every_task_has_its_success_rate_at_each_step(run_dir: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_every_task_has_its_success_rate_at_each_step(run_dir: Path, tmp_path: P
         for rollout in read_rollouts(path):
             by_step = rewards.setdefault(rollout.group.task.task_id, {})
             by_step.setdefault(rollout.steps[0], []).append(rollout.trajectory.reward)
-        table = TaskTable(RecordedGroups(path))
+        table = TaskTable(RecordedRun(path))
         page = table.page("change", True, "", 0, 100)
         assert (page["total"], page["graded"]) == (len(rewards), least is None)
         for row in page["rows"]:
@@ -149,7 +149,7 @@ def test_ten_thousand_rollouts_of_a_step_are_listed_without_delay(tmp_path: Path
         replace(made(slot), trajectories=tuple(member(slot, index) for index in range(8))) for slot in range(1250)
     ]
     write_groups(tmp_path / "rollouts" / "stage-0" / "step-000001.msgpack", groups)
-    listed = GroupList(RecordedGroups(tmp_path))
+    listed = GroupList(RecordedRun(tmp_path))
     began = time.process_time()
     page = listed.page(1, Query(sort="reward"))
     assert time.process_time() - began < 5
@@ -220,7 +220,7 @@ def test_curves_and_where_stages_begin_and_sessions_resume(run_dir: Path) -> Non
     chart = next(chart for chart in CHARTS if chart.title == "Gradient norm")
     assert matching(keys_of(rows), chart) == ["train/grad_norm/policy"]
     assert marks(recorded) == [Mark(2, "resume", "resumed after step 2")]
-    assert run_verdict(run_dir, rows).startswith("bound by ")
+    assert recorded.verdict.startswith("bound by ")
 
 
 def test_what_is_not_a_number_is_no_point_of_a_curve() -> None:
@@ -234,10 +234,10 @@ def test_a_list_of_groups_reads_no_record_and_skips_a_torn_one(tmp_path: Path) -
     write_groups(path, [made(slot) for slot in range(3)])
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: len(whole) // 6])
-    recorded = RecordedGroups(tmp_path)
-    assert [place.slot for place in recorded.of_step(1)] == [0, 1, 2]
+    recorded = RecordedRun(tmp_path)
+    assert [place.slot for place in recorded.groups.of_step(1)] == [0, 1, 2]
     path.write_bytes(whole + whole)  # appended, as by a run in progress
-    assert len(recorded.of_step(1)) == 3  # an attempt that is recorded twice is one
+    assert len(recorded.groups.of_step(1)) == 3  # an attempt that is recorded twice is one
     assert recorded.advantages(1) == {}
 
 

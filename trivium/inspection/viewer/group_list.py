@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from trivium.viewer.rollout_data import Means, Place, RecordedGroups, group_row
+from trivium.inspection.rollout_values import Means, group_row
+from trivium.inspection.rollouts import Place
+from trivium.inspection.run import RecordedRun
 
 Row = Mapping[str, Any]
 _CACHED_ROWS = 20_000
@@ -49,40 +52,39 @@ class Query:
 class GroupList:
     """Lists the groups of a run. Caches the rows."""
 
-    def __init__(self, recorded: RecordedGroups) -> None:
-        self._recorded = recorded
-        self._rows: OrderedDict[tuple[Any, ...], Row] = OrderedDict()
+    def __init__(self, run: RecordedRun) -> None:
+        self._run = run
+        self._rows: OrderedDict[tuple[Path, int, int], Row] = OrderedDict()
         self._lock = Lock()
 
     def page(self, step: int, query: Query) -> dict[str, Any]:
         """Returns the rows of a query, with the numbers of groups in the step (`total`) and of groups that match
         (`matching`)."""
-        places = self._recorded.of_step(step)
+        places = self._run.groups.of_step(step)
         total = len(places)
         if query.text:
             wanted = query.text.casefold()
             places = [place for place in places if self._holds(place, wanted)]
         if query.sort in SORTS or query.show in FILTERS or query.least is not None or query.most is not None:
-            means = self._recorded.advantages(step) if query.sort == "advantage" else {}
+            means = self._run.advantages(step) if query.sort == "advantage" else {}
             rows = [(self.row(place, means), place) for place in places]
             rows = [(row, place) for row, place in rows if _matches(row, query)]
             if query.sort in SORTS:
                 rows.sort(key=lambda each: SORTS[query.sort](each[0]), reverse=query.descending)
             places = [place for _, place in rows]
         shown = places[query.first : query.first + query.count]
-        means = self._recorded.advantages(step, shown)
+        means = self._run.advantages(step, shown)
         rows = [self.row(place, means) for place in shown]
         return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
 
     def row(self, place: Place, means: Means) -> dict[str, Any]:
         """Returns the row of a group, with the advantages that a step computed."""
-        key = place.path, place.offset, place.checksum
         with self._lock:
-            known = self._rows.get(key)
+            known = self._rows.get(place.record)
         if known is None:
-            known = group_row(place, self._recorded.group(place), {})
+            known = group_row(place, self._run.groups.group(place), {})
             with self._lock:
-                self._rows[key] = known
+                self._rows[place.record] = known
                 while len(self._rows) > _CACHED_ROWS:
                     self._rows.popitem(last=False)
         members = [
@@ -94,10 +96,10 @@ class GroupList:
 
     def tasks(self, step: int) -> list[str]:
         """Returns the ids of the tasks of a step, sorted."""
-        return sorted({self.row(place, {})["task"] for place in self._recorded.of_step(step)})
+        return sorted({self.row(place, {})["task"] for place in self._run.groups.of_step(step)})
 
     def _holds(self, place: Place, wanted: str) -> bool:
-        group = self._recorded.group(place)
+        group = self._run.groups.group(place)
         texts = [group.task.task_id, *(message.content for message in group.task.prompt)]
         texts += [turn.text for turn in group.turns()]
         return any(wanted in text.casefold() for text in texts)

@@ -22,17 +22,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from trivium.buffers.rollouts import kept_columns
+from trivium.buffers.step_tokens import kept_columns, tokens_file
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import RunDirError
 from trivium.explorer import Explorer
-from trivium.loops import prepare_mini_batch
-from trivium.protocols import RolloutEngine
-from trivium.rewards.judge import Judge
-from trivium.runtime.build import build_explorer
-from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.runtime.replay_compare import (
+from trivium.inspection.replay_compare import (
     Compared,
     Comparison,
     StageName,
@@ -42,7 +36,7 @@ from trivium.runtime.replay_compare import (
     lines_of,
     title_of,
 )
-from trivium.runtime.replay_stage import (
+from trivium.inspection.replay_stage import (
     EngineOfVersions,
     ReplayedTrainer,
     engines_of,
@@ -50,6 +44,12 @@ from trivium.runtime.replay_stage import (
     remote_rewards,
     replayed_stage,
 )
+from trivium.inspection.run import RecordedRun
+from trivium.loops import prepare_mini_batch
+from trivium.protocols import RolloutEngine
+from trivium.rewards.judge import Judge
+from trivium.runtime.build import build_explorer
+from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.schedule import Assignment, Schedule
 from trivium.training.engine import TorchTrainEngine
@@ -291,7 +291,7 @@ def _compare_columns(
                 for name, array in columns.items():
                     who = f"{title_of(group, rollout)}, {name}, token"
                     comparison.arrays("advantage", who, array, computed.get(name, array[:0]))
-    if not (run.path / "tokens" / f"step-{step:06d}.safetensors").is_file():
+    if not tokens_file(run.path, step).is_file():
         comparison.note("advantage", "values of single tokens were not kept: run.keep tokens does")
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from trivium.buffers.journal import write_groups
-from trivium.buffers.rollouts import Rollout, keep_tokens, planned_steps, read_rollouts
+from trivium.buffers.step_tokens import keep_tokens
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, DataError, RunDirError
+from trivium.inspection.rollout_view import decoder, json_of, rollouts_of, text_of
+from trivium.inspection.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.runtime.launch import run
-from trivium.runtime.rollout_view import decoder, json_of, rollouts_of, text_of
 from trivium.schedule import Schedule
 from trivium.types import Batch, Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn, experiences_of
 

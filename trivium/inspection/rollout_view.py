@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from trivium.buffers.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.errors import RunDirError
+from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
 from trivium.types import EXPERT_VERSION, IntArray, Media, Turn, continues
 
@@ -51,6 +52,31 @@ def decoder(run_dir: Path) -> Decode:
         )
     tokenizer: Any = hf_tokenizer(path, correct_pad_token=False)
     return lambda tokens: tokenizer.decode(np.asarray(tokens, np.int64).tolist(), clean_up_tokenization_spaces=False)
+
+
+def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], list[str]]:
+    """Returns a function that decodes each token in its context. If several tokens form one character, the first one
+    gets it."""
+
+    @lru_cache(maxsize=65536)
+    def after(before: int | None, token: int) -> str:
+        if before is None:
+            return decode([token])
+        known, both = decode([before]), decode([before, token])
+        return both[len(known) :] if both.startswith(known) else decode([token])
+
+    def pieces(tokens: Sequence[int]) -> list[str]:
+        texts, position = list[str](), 0
+        while position < len(tokens):
+            alone = after(tokens[position - 1] if position else None, tokens[position])
+            ends = range(position + 2, min(position + 8, len(tokens)) + 1) if "\ufffd" in alone else ()
+            joined = ((stop, text) for stop in ends if "\ufffd" not in (text := decode(tokens[position:stop])))
+            stop, text = next(joined, (position + 1, alone))
+            texts += [text, *[""] * (stop - position - 1)]
+            position = stop
+        return texts
+
+    return pieces
 
 
 # --------------------------------------------------------------------------- as JSON values
@@ -111,10 +137,14 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 
 
 def _media(items: Iterable[Media]) -> dict[str, Any]:
-    """Returns media as JSON values, empty if there are none. `rollouts/media` of the run stores each file under its
-    hash."""
-    media = [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
+    """Returns media as an entry of a JSON object, empty if there are none."""
+    media = media_values(items)
     return {"media": media} if media else {}
+
+
+def media_values(items: Iterable[Media]) -> list[dict[str, Any]]:
+    """Returns media by their hashes; `rollouts/media` of the run stores each file under its hash."""
+    return [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
 
 
 def _sequence(sequence: TokenSequence, decode: Decode) -> dict[str, Any]:

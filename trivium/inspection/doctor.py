@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trivium.buffers.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
 from trivium.errors import Problem, RunDirError
+from trivium.inspection.rollout_view import decoder
+from trivium.inspection.rollouts import Rollout, journal_bytes, planned_steps, read_rollouts
+from trivium.inspection.run import RecordedRun, bound
 from trivium.monitors.health import RULES, earlier_problems, evidence_of
-from trivium.runtime.logs import BEGINS, ENDED
-from trivium.runtime.recorded_run import bound, rows_of
-from trivium.runtime.rollout_view import decoder
 from trivium.training.device import processor_name
 
 _GIB = 2**30
@@ -30,8 +29,6 @@ _ROLLOUT_BYTES = 4 * 2**20
 """Most bytes of recorded rollouts to read: of all train steps or, beyond this size, of evenly spread ones."""
 _PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
 """Default ports of the servers."""
-_LOG_BYTES = 65536
-"""Bytes read from the end of log.txt."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,8 @@ class Report:
 
 def diagnose(run_dir: Path) -> Report:
     """Applies the rules to the directory of a finished or running run. Raises RunDirError if it holds no run."""
-    rows, error = rows_of(run_dir), _error(run_dir / "log.txt")
+    run = RecordedRun(run_dir)
+    rows, error = run.rows(), run.error
     if not rows and not error:
         found = "no rows in metrics.jsonl" if (run_dir / "config.yaml").is_file() else "no run there"
         raise RunDirError(
@@ -63,20 +61,9 @@ def diagnose(run_dir: Path) -> Report:
     return Report(facts, [*current, *earlier_problems(rows, current)])
 
 
-def _error(log: Path) -> str:
-    """Returns the error that ended the newest session, in one line; empty if no error ended it."""
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    ended, started = (max((n for n, line in enumerate(lines) if text in line), default=-1) for text in (ENDED, BEGINS))
-    return lines[ended].partition(ENDED)[2] if ended > started else ""
-
-
 def _steps_to_read(run_dir: Path) -> list[int]:
     """Returns the train steps whose rollouts are read, including the newest; empty if none are recorded."""
-    size = sum(path.stat().st_size for path in (run_dir / "rollouts").glob("stage-*/*.msgpack"))
+    size = journal_bytes(run_dir)
     steps = planned_steps(run_dir) if size else []
     number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
     return [steps[(at + 1) * len(steps) // number - 1] for at in range(number)]

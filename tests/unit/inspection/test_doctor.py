@@ -17,8 +17,8 @@ import pytest
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
+from trivium.inspection.doctor import diagnose, examine_machine
 from trivium.monitors.health import RULES, Row, earlier_problems, evidence_of
-from trivium.runtime.doctor import diagnose, examine_machine
 from trivium.runtime.launch import run
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
 

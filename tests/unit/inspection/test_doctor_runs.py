@@ -15,8 +15,8 @@ from trivium.algorithms import PerToken, PolicyInputs, policy_loss
 from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.errors import TriviumError
+from trivium.inspection.doctor import diagnose
 from trivium.monitors.health import RULES
-from trivium.runtime.doctor import diagnose
 from trivium.runtime.launch import run
 
 # --------------------------------------------------------------------------- parts that spoil a run

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import ConfigError, MissingPackage, RunDirError
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.viewer.timeline import chrome_trace
+from trivium.inspection.run import RecordedRun
+from trivium.inspection.viewer.timeline import chrome_trace
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,9 +35,9 @@ def view(paths: Sequence[Path], port: int, announce: Callable[[str], object]) ->
 
 
 async def _serve(paths: Sequence[Path], port: int, token: str, announce: Callable[[str], object]) -> None:
+    from trivium.inspection.viewer.page_server import Guarded, page_app
+    from trivium.inspection.viewer.watched_run import WatchedRun
     from trivium.serving.connections import serve_app
-    from trivium.viewer.page_server import Guarded, page_app
-    from trivium.viewer.watched_run import WatchedRun
 
     runs = [WatchedRun(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

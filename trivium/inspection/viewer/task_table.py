@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from trivium.config import RunConfig
 from trivium.evaluate import is_partial, is_right
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.viewer.rollout_data import Place, RecordedGroups
+from trivium.inspection.rollouts import Place
+from trivium.inspection.run import RecordedRun
 
 _PROMPT = 200
 """Characters of a prompt in a row."""
@@ -40,10 +40,10 @@ class _Result(NamedTuple):
 class TaskTable:
     """Lists the tasks of a finished or running run. Reads every recorded group once."""
 
-    def __init__(self, recorded: RecordedGroups) -> None:
-        self._recorded = recorded
+    def __init__(self, run: RecordedRun) -> None:
+        self._run = run
         self._results: dict[tuple[Path, int, int], _Result] = {}
-        """(file, offset, checksum) of a group -> its result."""
+        """Record of a group (`Place.record`) -> its result."""
         self._lock = Lock()
 
     def page(self, sort: str, descending: bool, text: str, first: int, count: int) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class TaskTable:
         return {"total": len(rows), "matching": len(matching), "first": first, "graded": graded, "rows": shown}
 
     def _rows(self) -> tuple[list[dict[str, Any]], bool]:
-        stages = RecordedRun.open(self._recorded.run_dir).config.stage_configs()
+        stages = self._run.config.stage_configs()
         with self._lock:  # one request reads the groups, concurrent ones wait
-            results = [(self._result(each, stages[each.stage]), each) for each in self._recorded.of_run()]
+            results = [(self._result(each, stages[each.stage]), each) for each in self._run.groups.of_run()]
         graded, rows = any(result.partial for result, _ in results), dict[tuple[str, str], dict[str, Any]]()
         for result, place in results:
             value = result.reward if graded else result.success
@@ -79,9 +79,9 @@ class TaskTable:
         return list(rows.values()), graded
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
-        key, threshold = (place.path, place.offset, place.checksum), config.evaluation.threshold
+        key, threshold = place.record, config.evaluation.threshold
         if key not in self._results:
-            group = self._recorded.group(place)
+            group = self._run.groups.group(place)
             members, alive, task = group.trajectories, group.alive, group.task
             self._results[key] = _Result(
                 taskset=task.taskset,

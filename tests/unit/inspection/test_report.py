@@ -18,12 +18,11 @@ from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
+from trivium.inspection.charts import Curve, Mark, keys_of, line_chart
+from trivium.inspection.report import report_of, send_report
+from trivium.inspection.viewer.watched_run import WatchedRun
 from trivium.metrics import graded_accuracies
 from trivium.runtime.launch import run
-from trivium.viewer.line_chart import line_chart
-from trivium.viewer.report import report_of
-from trivium.viewer.run_data import Curve, Mark, keys_of
-from trivium.viewer.watched_run import WatchedRun
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -190,7 +189,7 @@ def test_wandb_and_mlflow_get_the_rollouts_of_each_step_and_the_report(
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monitors = [{"kind": "jsonl"}, {"kind": "wandb", "mode": "offline"}, {"kind": "mlflow"}]
     path = tmp_path / "run"
-    run(config_from_mapping({**config_of(path), "monitors": monitors}))
+    run(config_from_mapping({**config_of(path), "monitors": monitors}), report=send_report)
     report = (path / "report.html").read_text(encoding="utf-8")
     assert "3 of 3" in report
     (kept,) = path.glob("wandb/**/*.html")

@@ -26,16 +26,16 @@ from typing import Any
 import yaml
 
 from trivium.buffers.media import MediaFiles
-from trivium.buffers.rollouts import read_groups
 from trivium.buffers.step_log import STEPS
+from trivium.buffers.step_tokens import tokens_file
 from trivium.checkpoint.atomic import writing
-from trivium.config import build
 from trivium.config.merging import is_mapping
 from trivium.errors import RunDirError
+from trivium.inspection.replay_stage import machine_of, replayed_stage, taken_by
+from trivium.inspection.rollouts import read_groups
+from trivium.inspection.run import RecordedRun
 from trivium.registry import resolve
 from trivium.runtime.build import build_schedule
-from trivium.runtime.recorded_run import RecordedRun
-from trivium.runtime.replay_stage import machine_of, replayed_stage, taken_by
 from trivium.runtime.stage_models import stage_ends
 from trivium.schedule import Schedule
 from trivium.training.device import described_machine
@@ -95,10 +95,9 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
         for end in stage_ends(run.store)[: stage.number]:  # weights and reward models of earlier stages
             path = run.store.open(end).path
             writer.tree(path, f"checkpoints/{path.name}")
-        model = build("models", run.config.model, seed=run.config.run.seed).materialize(run.path / "model")
-        writer.tree(model, "base-model")
-        for name in (*_WHOLE, f"tokens/step-{step:06d}.safetensors"):
-            writer.file(run.path / name, name)
+        writer.tree(run.base_model(), "base-model")
+        for path in (*(run.path / name for name in _WHOLE), tokens_file(run.path, step)):
+            writer.file(path, str(path.relative_to(run.path)))
         values = writer.with_code(run.config.model_dump(mode="json"))
         values["model"] = {"kind": "hf", "path": "base-model"}
         writer.text("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

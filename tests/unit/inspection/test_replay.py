@@ -18,14 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
-from trivium.buffers.rollouts import read_rollouts
 from trivium.buffers.step_log import STEPS, StepLog, read_steps
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import config_from_mapping
 from trivium.errors import DataError, RunDirError
-from trivium.runtime.bundle import opened, write_bundle
+from trivium.inspection.bundle import opened, write_bundle
+from trivium.inspection.replay_step import Replay, replay
+from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
-from trivium.runtime.replay_step import Replay, replay
 from trivium.schedule import Schedule
 from trivium.tasks.served import ServedTasks
 from trivium.types import Group, Trajectory

@@ -1,0 +1,171 @@
+"""Writes and reads `tokens/`, the values that train steps computed for their tokens (`run.keep: tokens`).
+
+`step-NNNNNN.safetensors` has the batch of a train step with its columns, written before the update;
+`update-NNNNNN.safetensors` has the columns of each token in the first pass of the step's updates.
+
+Legend: L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from trivium.buffers.step_log import StepLog, Taken
+from trivium.checkpoint.atomic import atomic_write
+from trivium.errors import DataError
+from trivium.schedule import Schedule
+from trivium.types import AnyArray, Batch, Group
+
+TOKENS = "tokens"
+_FORMAT = "trivium-tokens-1"
+MASK = "response_mask"
+Columns = Mapping[str, AnyArray]
+"""Arrays of one sequence by name, leading axis L."""
+
+
+def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], batch: Batch, *, tokens: bool) -> None:
+    """Records the groups that a train step took. With `tokens`, also writes their computed values (`keep_tokens`)."""
+    if tokens:
+        keep_tokens(run_dir, log.schedule, step, groups, batch)
+    log.took(step, groups)
+
+
+def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    """Writes `tokens/step-NNNNNN.safetensors`: the batch of a train step with its columns. `groups` are all groups that
+    the step took."""
+    _keep(tokens_file(run_dir, step), schedule, groups, batch)
+
+
+def keep_updates(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    """Writes `tokens/update-NNNNNN.safetensors`: the columns of each token in the first pass of a step's updates."""
+    _keep(tokens_file(run_dir, step, "update"), schedule, groups, batch)
+
+
+def _keep(path: Path, schedule: Schedule, groups: Sequence[Group], batch: Batch) -> None:
+    by_id = {group.group_id: group for group in groups}
+    rows: list[list[int]] = []
+    for e in batch.experiences:
+        group = by_id[e.group_id]
+        rows.append([group.slot, group.attempt, e.index, len(e)])
+    arrays: dict[str, Sequence[AnyArray]] = {MASK: [e.response_mask for e in batch.experiences], **batch.columns}
+    tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if len(parts)}
+    taken = [[group.slot, group.attempt, schedule.step_of(group.slot)] for group in groups]
+    about = {"stage": str(schedule.stage), "groups": json.dumps(taken), "sequences": json.dumps(rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, save(tensors, {"format": _FORMAT, **about}))
+
+
+def tokens_file(run_dir: Path, step: int, when: str = "step") -> Path:
+    """The file of the kept columns of a train step; with `when="update"`, of the first pass of its updates."""
+    return run_dir / TOKENS / f"{when}-{step:06d}.safetensors"
+
+
+def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
+    """The values that a train step computed for a member of a group, before its updates (`kept_columns`) and in their
+    first pass (`types.AT_UPDATE`)."""
+    before = kept_columns(run_dir, step, group, index)
+    seen = kept_columns(run_dir, step, group, index, when="update")
+    seen = seen if len(seen) == len(before) else ({},) * len(before)
+    return tuple({**later, **columns} for columns, later in zip(before, seen, strict=True))
+
+
+def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: str = "step") -> tuple[Columns, ...]:
+    """The values that a train step computed for a member of a group before its updates. Empty if the step left the
+    member out, or nothing was kept."""
+    kept = _kept(tokens_file(run_dir, step, when))
+    places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
+    return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
+
+
+def kept_means(
+    run_dir: Path, step: int, name: str, groups: Collection[tuple[int, int]] | None = None
+) -> Mapping[tuple[int, int, int], float]:
+    """(slot, attempt, index) -> the mean of a column over the trained tokens, for each rollout in a train step's batch.
+    Empty if the column was not kept. With `groups`, (slot, attempt) pairs, reads only the values of these groups."""
+    path = tokens_file(run_dir, step)
+    kept = _kept(path)
+    if kept is None or name not in kept.names:
+        return {}
+    if groups is None:
+        return _all_means(path, path.stat().st_mtime_ns, name)
+    wanted = frozenset(groups)
+    return {place: kept.mean(name, spans) for place, spans in kept.places.items() if place[:2] in wanted}
+
+
+@lru_cache(maxsize=8)
+def _all_means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int, int], float]:
+    kept = _opened(path, written_ns)
+    mask = kept.file.get_tensor(MASK)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(mask, kept.file.get_tensor(name), 0.0), dtype=np.float64)])
+    counts = np.concatenate([[0], np.cumsum(mask)])
+    means: dict[tuple[int, int, int], float] = {}
+    for place, spans in kept.places.items():
+        count = sum(int(counts[stop] - counts[start]) for start, stop in spans)
+        means[place] = sum(float(sums[stop] - sums[start]) for start, stop in spans) / max(1, count)
+    return means
+
+
+def kept_steps(run_dir: Path) -> list[int]:
+    """The train steps whose tokens were kept, in order."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / TOKENS).glob("step-*.safetensors"))
+
+
+def groups_of_kept(run_dir: Path, step: int) -> tuple[int, tuple[Taken, ...]]:
+    """(stage, the groups that it took) of a train step whose tokens were kept."""
+    metadata = _metadata(tokens_file(run_dir, step))
+    return int(metadata["stage"]), tuple(Taken(*each) for each in json.loads(metadata["groups"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An open file of kept tokens."""
+
+    file: Any
+    names: frozenset[str]
+    places: Mapping[tuple[int, int, int], tuple[tuple[int, int], ...]]
+    """(slot, attempt, index) -> [start, stop) of each of its sequences."""
+
+    def mean(self, name: str, spans: Sequence[tuple[int, int]]) -> float:
+        """The mean of a column over the trained tokens of some sequences."""
+        numbers, masks = (
+            np.concatenate([self.file.get_slice(each)[start:stop] for start, stop in spans]) for each in (name, MASK)
+        )
+        return float(np.where(masks, numbers, 0.0).sum(dtype=np.float64)) / max(1, int(masks.sum()))
+
+    def columns(self, start: int, stop: int) -> Columns:
+        return {name: self.file.get_slice(name)[start:stop] for name in sorted(self.names)}
+
+
+def _kept(path: Path) -> _Kept | None:
+    """The open file, or None if nothing was kept."""
+    return _opened(path, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, written_ns: int) -> _Kept:
+    """Opens the file. `written_ns` is part of the cache key, because a resumed run may write the file again."""
+    del written_ns
+    places, start = defaultdict[tuple[int, int, int], tuple[tuple[int, int], ...]](tuple), 0
+    for slot, attempt, index, length in json.loads(_metadata(path)["sequences"]):
+        places[slot, attempt, index] += ((start, start + length),)
+        start += length
+    file: Any = safe_open(path, framework="numpy")
+    return _Kept(file, frozenset(file.keys()), dict(places))
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    with safe_open(path, framework="numpy") as file:
+        metadata: Mapping[str, str] = file.metadata() or {}
+    if metadata.get("format") != _FORMAT:
+        raise DataError(f"the tokens of a train step in {path}", f"the format {metadata.get('format')!r}", "remove it")
+    return metadata

@@ -1,0 +1,357 @@
+"""Reads the recorded rollouts of a run directory: prompts, completions and rewards, token by token.
+
+    for rollout in read_rollouts(Path("runs/sums"), step=12):
+        print(rollout.group.task.task_id, rollout.trajectory.completion, rollout.trajectory.rewards)
+        for sequence in rollout.sequences:
+            print(sequence.tokens, sequence.log_prob, sequence.columns.get("advantages"))
+
+`read_rollouts` reads whole journal files. `RecordedGroups` finds groups by the headers of their records and reads them
+one by one, for pages that show a few. Reading changes no file, and the run may be in progress.
+
+Legend: L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import msgpack
+
+from trivium.buffers.journal import read_record, read_recorded
+from trivium.buffers.step_log import STEPS, Taken, read_steps
+from trivium.buffers.step_tokens import (
+    MASK,
+    TOKENS,
+    Columns,
+    groups_of_kept,
+    kept_steps,
+    kept_values,
+)
+from trivium.errors import DataError, RunDirError
+from trivium.inspection.changing_files import Stamp, stamp
+from trivium.types import (
+    AnyArray,
+    BoolArray,
+    Experience,
+    FloatArray,
+    Group,
+    IntArray,
+    Trajectory,
+    TurnSpan,
+    experiences_of,
+)
+
+_HEADER = struct.Struct("<II")
+_PEEK = 96
+"""Bytes of a record that contain its slot and its attempt."""
+Attempt = tuple[int, int, int]
+"""(stage, slot, attempt): identifies a group of a run."""
+Member = tuple[int, int, int]
+"""(slot, attempt, index): identifies a rollout of a train step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A trainable sequence of L tokens; index t of every array is about `tokens[t]`."""
+
+    tokens: IntArray
+    response_mask: BoolArray
+    """True for tokens that the policy sampled. If the step's tokens were kept, only for those that were trained on."""
+    log_prob: FloatArray
+    """Log-probability under the distribution that the token was sampled from; 0 for tokens that were not sampled."""
+    policy_version: IntArray
+    """The version of the weights that sampled the token; -1 for context."""
+    turns: tuple[TurnSpan, ...]
+    """The spans of the turns' completion tokens."""
+    columns: Columns = field(default_factory=dict[str, AnyArray])
+    """Values that the train step computed, if they were kept: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`,
+    `values`, ... Leading axis L."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One recorded attempt at a task."""
+
+    stage: int
+    planned_step: int | None
+    """The train step that its slot was issued for. None if its failure ended the run, and the resumed run replaced
+    it."""
+    group: Group
+    trajectory: Trajectory
+    kept: Mapping[int, tuple[Columns, ...]] = field(default_factory=dict[int, tuple[Columns, ...]])
+    """Train step that took its group -> the values that it computed for each sequence; no values if the step left the
+    rollout out. Empty if nothing was kept."""
+    taken_by: tuple[int, ...] = ()
+    """The train steps that took its group; empty if that was not recorded, or no step took it."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The train steps that took it. If none is known, the step that it was planned for."""
+        return self.taken_by or (() if self.planned_step is None else (self.planned_step,))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it is the group's greedy rollout, which is never trained on."""
+        return self.trajectory is self.group.greedy
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Its tokens as the trainer sees them, with the values from the first train step that computed any."""
+        parts = experiences_of(self.group, self.trajectory)
+        columns = next((each for each in self.kept.values() if each), ({},) * len(parts))
+        return tuple(_sequence(part, dict(each)) for part, each in zip(parts, columns, strict=True))
+
+
+def _sequence(part: Experience, columns: dict[str, AnyArray]) -> TokenSequence:
+    mask = columns.pop(MASK, part.response_mask)
+    return TokenSequence(part.tokens, mask, part.rollout_log_prob, part.policy_version, part.turns, columns)
+
+
+# --------------------------------------------------------------------------- whole files
+
+
+def read_rollouts(
+    run_dir: Path, *, step: int | Collection[int] | None = None, task: str | None = None, failed: bool = False
+) -> Iterator[Rollout]:
+    """The rollouts of a run in the order in which their groups were finished, stage by stage.
+
+    With `step`, only those that this train step (or one of several) took, and those planned for it that no other step
+    took. `task` selects one task by id; `failed` selects failed rollouts. Raises RunDirError for a directory without
+    recorded rollouts, DataError for a damaged file.
+    """
+    wanted = {step} if isinstance(step, int) else None if step is None else set(step)
+    takers, kept = _takers(run_dir, taken_stamps(run_dir)), {*kept_steps(run_dir)}
+    for stage, planned, path in _journals_of(run_dir, _recorded_journals(run_dir), wanted):
+        for _, group in read_recorded(path):
+            by = () if planned is None else takers.get((stage, group.slot, group.attempt), ())
+            if task not in (None, group.task.task_id):
+                continue
+            if wanted is not None and wanted.isdisjoint(by or (planned,)):
+                continue
+            for each in group.rollouts:
+                if failed and each.failure is None:
+                    continue
+                trained = () if each is group.greedy else by
+                columns = {taker: kept_values(run_dir, taker, group, each.index) for taker in trained if taker in kept}
+                yield Rollout(stage, planned, group, each, columns, trained)
+
+
+def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Group]:
+    """Recorded groups of a stage, in the order of `groups`, with the bytes of their media. Raises DataError if one is
+    missing."""
+    wanted = list(groups)
+    recorded: dict[tuple[int, int], Group] = {}
+    for planned in sorted({each.planned_step for each in wanted}):
+        path = run_dir / "rollouts" / f"stage-{stage}" / f"step-{planned:06d}.msgpack"
+        slots = {(each.slot, each.attempt) for each in wanted if each.planned_step == planned}
+        for offset, group in read_recorded(path) if path.is_file() else ():
+            if (place := (group.slot, group.attempt)) in slots:
+                recorded[place] = read_record(path, offset)
+    lost = [each for each in wanted if (each.slot, each.attempt) not in recorded]
+    if lost:
+        raise DataError(
+            f"{len(wanted)} group(s) of stage {stage} that a train step took",
+            f"rollouts/stage-{stage} of {run_dir} lacks {len(lost)} of them, the first one of slot {lost[0].slot}, "
+            f"attempt {lost[0].attempt}, in step-{lost[0].planned_step:06d}.msgpack",
+            "put the file back: without it neither the step nor what follows from it can be computed again",
+        )
+    return [recorded[each.slot, each.attempt] for each in wanted]
+
+
+def planned_steps(run_dir: Path) -> list[int]:
+    """The train steps that have recorded rollouts, in order. Raises RunDirError for a directory without any."""
+    return sorted({planned for _, planned, _ in _recorded_journals(run_dir) if planned is not None})
+
+
+def journal_bytes(run_dir: Path) -> int:
+    """The size of all recorded rollouts, without their media."""
+    return sum(path.stat().st_size for _, _, path in _journals(run_dir))
+
+
+# --------------------------------------------------------------------------- one group at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The location of a recorded group."""
+
+    stage: int
+    planned_step: int | None
+    path: Path
+    offset: int
+    slot: int
+    attempt: int
+    checksum: int
+    takers: tuple[int, ...] = ()
+    """The train steps that took it."""
+
+    @property
+    def record(self) -> tuple[Path, int, int]:
+        """(file, offset, checksum): identifies the content of the group."""
+        return self.path, self.offset, self.checksum
+
+
+class RecordedGroups:
+    """The recorded groups of a run directory, by train step. A run may be in progress."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def steps(self) -> list[int]:
+        """Returns the train steps that took groups or for which groups were planned, in order."""
+        planned = {step for _, step, _ in _journals(self.run_dir) if step is not None}
+        return sorted(planned | set(_taken(self.run_dir, taken_stamps(self.run_dir))))
+
+    def of_step(self, step: int) -> list[Place]:
+        """Returns the groups that a train step took, in the order of its batch, followed by those planned for it that
+        no step took.
+
+        Raises RunDirError if the step has no groups.
+        """
+        stage, taken = _taken(self.run_dir, taken_stamps(self.run_dir)).get(step, (None, ()))
+        places: dict[Attempt, Place] = {}
+        for place in self._places(_journals_of(self.run_dir, _journals(self.run_dir), {step})):
+            if step in place.takers or (place.planned_step == step and not place.takers):
+                places[place.stage, place.slot, place.attempt] = place
+        order = {(stage, each.slot, each.attempt): n for n, each in enumerate(taken)}
+        chosen = sorted(places.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+        if not chosen:
+            raise RunDirError(f"the rollouts of step {step} of {self.run_dir}", "none", "choose another step")
+        return [place for _, place in chosen]
+
+    def of_run(self) -> Iterator[Place]:
+        """Yields every group that a train step took or that is planned for one, file by file."""
+        return self._places(entry for entry in _journals(self.run_dir) if entry[1] is not None)
+
+    def _places(self, journals: Iterable[Journal]) -> Iterator[Place]:
+        takers = _takers(self.run_dir, taken_stamps(self.run_dir))
+        for stage, number, path in journals:
+            for offset, slot, attempt, checksum in _records(path, stamp(path)):
+                by = takers.get((stage, slot, attempt), ())
+                yield Place(stage, number, path, offset, slot, attempt, checksum, by)
+
+    def group(self, place: Place) -> Group:
+        """Reads a recorded group; its media contain only their hashes."""
+        return read_record(place.path, place.offset, media=False)
+
+    def place(self, step: int, stage: int, slot: int, attempt: int) -> Place:
+        """Returns a group of a step. Raises RunDirError if the step does not have it."""
+        wanted = stage, slot, attempt
+        for place in self.of_step(step):
+            if (place.stage, place.slot, place.attempt) == wanted:
+                return place
+        raise RunDirError(
+            f"the group of slot {slot}, attempt {attempt}, of stage {stage} in step {step} of {self.run_dir}",
+            "no such group",
+            "choose one of the step's list",
+        )
+
+
+# --------------------------------------------------------------------------- journals, and which step took which group
+
+Journal = tuple[int, int | None, Path]
+"""(stage, planned step, file) of a journal file; the planned step is None for groups that a resumed run replaced."""
+
+
+def _journals(run_dir: Path) -> list[Journal]:
+    """Returns every journal file with a record, in order."""
+    files: list[Journal] = []
+    for path in (run_dir / "rollouts").glob("stage-*/*.msgpack"):
+        number = path.stem.removeprefix("step-")
+        if path.stat().st_size:
+            stage = int(path.parent.name.removeprefix("stage-"))
+            files.append((stage, int(number) if number.isdecimal() else None, path))
+    return sorted(files, key=lambda entry: (entry[0], entry[1] is None, entry[1] or 0))
+
+
+def _recorded_journals(run_dir: Path) -> list[Journal]:
+    """Returns the journal files. Raises RunDirError if there are none."""
+    if not (files := _journals(run_dir)):
+        raise RunDirError(
+            f"the rollouts of {run_dir}",
+            "no rollouts/stage-*/step-*.msgpack there" if run_dir.is_dir() else "no such directory",
+            "name the directory of a run that explored with buffer.kind memory: rows of files are not recorded, and "
+            "buffer.kind sql keeps its groups in the database",
+        )
+    return files
+
+
+def _journals_of(run_dir: Path, journals: Iterable[Journal], steps: Collection[int] | None) -> Iterator[Journal]:
+    """Yields the files that hold groups of these train steps: those planned for one, and those that one took."""
+    taken = _taken(run_dir, taken_stamps(run_dir))
+    files = {
+        (stage, each.planned_step)
+        for step in steps or ()
+        if step in taken
+        for stage, groups in (taken[step],)
+        for each in groups
+    }
+    return (each for each in journals if steps is None or each[1] in steps or each[:2] in files)
+
+
+def taken_groups(run_dir: Path, step: int) -> tuple[Taken, ...]:
+    """The groups that a train step took, in the order of its batch, replayed groups and expert data included; empty if
+    that was not recorded."""
+    return _taken(run_dir, taken_stamps(run_dir)).get(step, (0, ()))[1]
+
+
+def taken_stamps(run_dir: Path) -> tuple[Stamp, Stamp]:
+    """Returns stamps that change with the groups that train steps took."""
+    return stamp(run_dir / STEPS), stamp(run_dir / TOKENS)
+
+
+@lru_cache(maxsize=16)
+def _taken(run_dir: Path, stamps: tuple[Stamp, Stamp]) -> Mapping[int, tuple[int, tuple[Taken, ...]]]:
+    """Returns train step -> (stage, the groups it took), by steps.jsonl and, for steps without a record, by the tokens
+    that they kept."""
+    del stamps
+    recorded = {step: (each.stage, each.taken) for step, each in read_steps(run_dir).items() if each.taken}
+    kept = {step: groups_of_kept(run_dir, step) for step in kept_steps(run_dir) if step not in recorded}
+    return dict(sorted((recorded | kept).items()))
+
+
+@lru_cache(maxsize=16)
+def _takers(run_dir: Path, stamps: tuple[Stamp, Stamp]) -> Mapping[Attempt, tuple[int, ...]]:
+    """Returns the train steps that took each group, in order."""
+    takers = defaultdict[Attempt, tuple[int, ...]](tuple)
+    for step, (stage, groups) in _taken(run_dir, stamps).items():
+        for each in groups:
+            takers[stage, each.slot, each.attempt] += (step,)
+    return dict(takers)
+
+
+@lru_cache(maxsize=4096)
+def _records(path: Path, stamp: Stamp) -> list[tuple[int, int, int, int]]:
+    """Returns (offset, slot, attempt, checksum) of every whole record of a journal file. Reads only the headers."""
+    size, _ = stamp
+    records, offset = list[tuple[int, int, int, int]](), 0
+    if not size:
+        return records
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        while offset + _HEADER.size <= size:
+            length, checksum = _HEADER.unpack_from(data, offset)
+            start = offset + _HEADER.size
+            if start + length > size:
+                break
+            slot, attempt = _identity(data[start : start + min(length, _PEEK)])
+            records.append((offset, slot, attempt, checksum))
+            offset = start + length
+    return records
+
+
+def _identity(beginning: bytes) -> tuple[int, int]:
+    """Returns (slot, attempt) of a packed group, which are among its first entries."""
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(beginning)
+    unpacker.read_map_header()
+    entries: dict[str, int] = {}
+    while not {"slot", "attempt"} <= entries.keys():
+        name: str = unpacker.unpack()
+        entries[name] = unpacker.unpack()
+    return entries["slot"], entries["attempt"]

@@ -1,0 +1,281 @@
+"""Reads the directory of a finished or running run: its config at any step, stages, metrics, rollouts, checkpoints and
+end. Changes no file.
+
+    run = RecordedRun.open(Path("runs/sums"))
+    print(run.config.algorithm.kind, run.rows()[-1], run.verdict)
+    for place in run.groups.of_step(12):
+        print(run.groups.group(place).task.task_id, run.advantages(12, [place]))
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trivium.buffers.step_log import STEPS, StepRecord, read_steps
+from trivium.buffers.step_tokens import MASK, Columns, kept_means, kept_values, tokens_file
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.config import RunConfig, build, load_config, read_yaml
+from trivium.config.resume import as_begun
+from trivium.errors import RunDirError, TriviumError
+from trivium.inspection.changing_files import MetricRows, Row, Stamp, json_value, stamp
+from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, taken_groups, taken_stamps
+from trivium.metrics import depends_on_machine
+from trivium.phases import verdict
+from trivium.runtime.build import algorithm_of
+from trivium.runtime.logs import BEGINS, ENDED
+from trivium.runtime.run_dir import recorded_changes
+from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.types import Group, Trajectory
+
+_log = logging.getLogger("trivium")
+_LOG_BYTES = 65536
+"""Bytes read from the end of log.txt."""
+Estimates = Mapping[Member, tuple[Columns, ...]]
+"""The advantages and the mask of trained tokens of each of a rollout's sequences."""
+
+
+class RecordedRun:
+    """The contents of a run directory. Every property reads its file again if the file has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = MetricRows(path / "metrics.jsonl")
+        self.groups = RecordedGroups(path)
+        self.store = CheckpointStore(path / "checkpoints")
+
+    @classmethod
+    def open(cls, path: Path) -> RecordedRun:
+        """Opens a run directory. Raises RunDirError if it holds no run, ConfigError if its config cannot be read on
+        this machine."""
+        run = cls(path)
+        run.load_config()
+        return run
+
+    # ----------------------------------------------------------------------- config and stages
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the newest session."""
+        return self.load_config()
+
+    def load_config(self) -> RunConfig:
+        """Reads and validates the config; see `open`."""
+        return _config(self.config_file, stamp(self.config_file))
+
+    @property
+    def config_file(self) -> Path:
+        """The file of the config. Raises RunDirError if the directory holds no run."""
+        file = self.path / "config.yaml"
+        if not file.is_file():
+            found = "no config.yaml there" if self.path.is_dir() else "no such directory"
+            raise RunDirError(f"the run in {self.path}", found, "name the directory of a run (run.dir)")
+        return file
+
+    @property
+    def stage_bounds(self) -> list[int]:
+        """The version that each stage begins with, and the version that the last one ends with."""
+        return [0, *accumulate(stage.schedule.steps for stage in self.config.stage_configs())]
+
+    def stage_at(self, step: int) -> tuple[int, int]:
+        """Returns (number, first version) of the stage of a train step. Raises RunDirError if no stage has this
+        step."""
+        bounds = self.stage_bounds
+        if not 0 < step <= bounds[-1]:
+            found = f"its config has steps 1 to {bounds[-1]}"
+            raise RunDirError(f"step {step} of {self.path}", found, "name one of these")
+        number = bisect_left(bounds, step) - 1
+        return number, bounds[number]
+
+    def stage_config(self, step: int) -> RunConfig:
+        """Returns the config of this train step: reverts later changes and fills in the models of earlier stages."""
+        number, _ = self.stage_at(step)
+        config = self.config.stage_configs()[number]
+        prefix = f"stages[{number}]." if self.config.stages else ""
+        values: dict[str, Any] = config.model_dump(mode="json")
+        undone = False
+        for row in reversed(self.changes):
+            for where, (before, _) in row["changes"].items() if row["step"] >= step else ():
+                if where.startswith(prefix):
+                    _put(values, where.removeprefix(prefix), before)
+                    undone = True
+        config = RunConfig.model_validate(values) if undone else config
+        return with_reward_models(config, self.config.stage_names, stage_ends(self.store), self.store)
+
+    @property
+    def changes(self) -> Sequence[Mapping[str, Any]]:
+        """The changes made with `--change`, in order (see `run_dir.recorded_changes`)."""
+        return recorded_changes(self.path)
+
+    # ----------------------------------------------------------------------- steps and weights
+
+    @property
+    def steps(self) -> Mapping[int, StepRecord]:
+        """The log of each step (`steps.jsonl`)."""
+        return _steps(self.path, stamp(self.path / STEPS))
+
+    def model_dir(self, step: int) -> Path:
+        """Returns the directory of the weights that the stage of a train step began with."""
+        number, _ = self.stage_at(step)
+        if number:
+            ends = stage_ends(self.store)
+            if len(ends) < number:
+                raise RunDirError(
+                    f"the weights that stage {number} of {self.path} began with",
+                    f"checkpoints show the ends of {len(ends)} stage(s)",
+                    "put the checkpoint of the end of the stage before it back",
+                )
+            return self.store.open(ends[number - 1]).path / "policy"
+        return self.base_model()
+
+    def base_model(self) -> Path:
+        """Returns the directory of the model that the run began with."""
+        return build("models", self.config.model, seed=self.config.run.seed).materialize(self.path / "model")
+
+    def checkpoint_before(self, version: int, first_version: int) -> Checkpoint | None:
+        """Returns the newest checkpoint of at most this version in the stage that began with `first_version`; None if
+        there is none."""
+        steps = [step for step in self.store.steps() if first_version < step <= version]
+        return self.store.open(steps[-1]) if steps else None
+
+    # ----------------------------------------------------------------------- rollouts
+
+    def advantages(self, step: int, places: Iterable[Place] | None = None) -> Mapping[Member, float]:
+        """Returns the mean advantage of each rollout that a train step trained on, or only of those in these groups.
+        Empty if the run did not keep the advantages and the rewards do not determine them."""
+        groups = None if places is None else {(place.slot, place.attempt) for place in places}
+        kept = kept_means(self.path, step, "advantages", groups)
+        estimated = {} if kept else self._estimated(step)
+        return kept or {it: _mean(parts) for it, parts in estimated.items() if groups is None or it[:2] in groups}
+
+    def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
+        """Returns a rollout of a group with the values that a train step computed for it. With None, or a step that did
+        not take the group, uses every step that took it."""
+        steps = place.takers if step is None or step not in place.takers else (step,)
+        kept: dict[int, tuple[Columns, ...]] = {}
+        for taker in () if trajectory is group.greedy else steps:
+            estimated = self._estimated(taker).get((group.slot, group.attempt, trajectory.index), ())
+            kept[taker] = kept_values(self.path, taker, group, trajectory.index) or estimated
+        return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
+
+    def _estimated(self, step: int) -> Estimates:
+        """Returns the advantages that follow from the rewards of the groups that a step took; empty if the step kept
+        its own."""
+        kept = tokens_file(self.path, step).is_file()
+        return {} if kept else _estimated(self.path, taken_stamps(self.path), step)
+
+    # ----------------------------------------------------------------------- metrics and end
+
+    def rows(self) -> list[Row]:
+        """Returns the rows of metrics.jsonl (`MetricRows.refresh`)."""
+        return self.metrics.refresh()
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the train step, without those that depend on clock or machine; empty if it logged
+        none."""
+        row = next((row for row in self.rows() if row["step"] == step and "train/version" in row), {})
+        return {key: value for key, value in row.items() if key != "step" and not depends_on_machine(key)}
+
+    @property
+    def last_step(self) -> int:
+        """The last step that logged metrics; 0 if none did."""
+        return max((int(row["step"]) for row in self.rows()), default=0)
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The summary of a finished run; empty before."""
+        return (json_value((self.path / "summary.json").read_bytes()) if self.finished else None) or {}
+
+    @property
+    def verdict(self) -> str:
+        """The bottleneck of the run in one line: from its summary or, before it is finished, from its metrics."""
+        return str(self.summary.get("verdict") or bound(self.rows()))
+
+    @property
+    def error(self) -> str:
+        """The error that ended the newest session, in one line; empty if no error ended it."""
+        log = self.path / "log.txt"
+        if not log.is_file():
+            return ""
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        ended, started = (
+            max((n for n, line in enumerate(lines) if text in line), default=-1) for text in (ENDED, BEGINS)
+        )
+        return lines[ended].partition(ENDED)[2] if ended > started else ""
+
+
+def bound(rows: Iterable[Row]) -> str:
+    """Describes the phase that bounds a run with these rows of metrics, and its share of the time."""
+    seconds, total = dict[str, float](), 0.0
+    for row in rows:
+        total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
+        for key, value in row.items():
+            if key.startswith("time/") and key not in ("time/step", "time/train"):
+                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
+    return verdict(seconds, total)
+
+
+@lru_cache(maxsize=4)
+def _estimated(run_dir: Path, stamps: tuple[Stamp, Stamp], step: int) -> Estimates:
+    """Estimates the advantages of a step with the run's own algorithm, from the rewards. Empty if the estimator needs
+    more: scores of a model, state from earlier steps, or groups that are not recorded."""
+    del stamps
+    run = RecordedRun(run_dir)
+    places = [place for place in run.groups.of_step(step) if step in place.takers]
+    try:
+        algorithm = algorithm_of(run.stage_config(step))
+        derived = algorithm.estimator is not None and not algorithm.advantage_needs and not algorithm.state()
+        if not derived or len(places) < sum(each.slot >= 0 for each in taken_groups(run_dir, step)):
+            return {}
+        groups, _ = algorithm.filter([run.groups.group(place) for place in places])
+        batch, _ = algorithm.advantages(algorithm.batch(groups))
+    except TriviumError as error:  # the run's own code is not on this machine, or it refuses these groups
+        _log.warning("no advantages of step %d: %s", step, error)
+        return {}
+    by_id = {group.group_id: (group.slot, group.attempt) for group in groups}
+    estimates = defaultdict[Member, tuple[Columns, ...]](tuple)
+    for experience, values in zip(batch.experiences, batch.columns["advantages"], strict=True):
+        member = (*by_id[experience.group_id], experience.index)
+        estimates[member] += ({"advantages": values, MASK: experience.response_mask},)
+    return dict(estimates)
+
+
+def _mean(parts: Sequence[Columns]) -> float:
+    """Returns the mean advantage over the trained tokens of a rollout's sequences."""
+    trained = np.concatenate([columns["advantages"][columns[MASK]] for columns in parts])
+    return float(trained.sum(dtype=np.float64)) / max(1, len(trained))
+
+
+@lru_cache(maxsize=32)
+def _config(file: Path, stamp: Stamp) -> RunConfig:
+    del stamp
+    return as_begun(read_yaml(file), load_config(file, []))
+
+
+@lru_cache(maxsize=32)
+def _steps(run_dir: Path, stamp: Stamp) -> Mapping[int, StepRecord]:
+    del stamp
+    return read_steps(run_dir)
+
+
+def _put(values: Any, where: str, value: object) -> None:
+    """Sets the value at a path like `train.optimizer.lr` or `rewards[0].weight`."""
+    *parents, last = re.findall(r"\[\d+\]|[^.\[]+", where)
+    for part in parents:
+        values = values[int(part[1:-1])] if part.startswith("[") else values[part]
+    values[int(last[1:-1]) if last.startswith("[") else last] = value

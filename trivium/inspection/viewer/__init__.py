@@ -1,0 +1,1 @@
+"""`trivium view`: a local page over run directories."""
