@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -71,11 +72,7 @@ async def saved(engine: TorchTrainEngine, store: CheckpointStore, step: int, *, 
     loop, held, started = asyncio.get_running_loop(), asyncio.Event(), time.perf_counter()
 
     def write(directory: Path) -> None:
-        if not beside:
-            return engine.save(directory)
-        end = engine.begin_saving(directory)
-        loop.call_soon_threadsafe(held.set)
-        return end()
+        engine.save(directory, partial(loop.call_soon_threadsafe, held.set) if beside else None)
 
     saving = asyncio.create_task(store.save(step, write, {}))
     waiting = asyncio.create_task(held.wait())

@@ -30,7 +30,7 @@ from trivium.explorer import Explorer
 from trivium.loops import Parts, run_explorer, train_loop
 from trivium.metrics import depends_on_machine
 from trivium.policy import Policy, Workflow
-from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights
+from trivium.protocols import Buffer, EngineSettings, Objective, TrainEngine, WeightChannel, Weights
 from trivium.publisher import Publisher
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Cadence, Schedule
@@ -71,13 +71,11 @@ class Counting(TrainEngine):
     def export_weights(self) -> Iterator[tuple[str, Any]]:
         yield "weight", torch.full((2,), float(self.version))
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
         (directory / "version").write_text(str(self.version), encoding="utf-8")
 
     def load(self, directory: Path) -> None:
         self.version = int((directory / "version").read_text(encoding="utf-8"))
-
-    def save_weights(self, directory: Path) -> None: ...
 
 
 class Rows:
@@ -238,7 +236,8 @@ class Session:
             collective=self.collective,
         )
         self.weights = MemoryChannel(keep=self.schedule.max_staleness // self.schedule.sync_interval + 2)
-        self.channel = self.engine.channel = self.end("trainer")
+        self.channel = self.end("trainer")
+        self.engine.settings = EngineSettings(self.channel)
         trainer = Trainer(
             self.engine,
             self.buffer,

@@ -16,10 +16,11 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RoleFailed, RolloutsFailing, VersionGone
+from trivium.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
 from trivium.metrics import aggregate
 from trivium.phases import collecting, measured, phase
-from trivium.types import SCORES, TRAINER, capabilities_of
+from trivium.protocols import MeasuringEngine, MeteredEngine
+from trivium.types import SCORES, TRAINER, Batch, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.evaluate import Evaluator
@@ -27,26 +28,23 @@ if TYPE_CHECKING:
     from trivium.protocols import Algorithm, Buffer, Objective, TrainEngine, TrainerProtocol, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
-    from trivium.types import Batch, Group, Lease, Metrics
+    from trivium.types import Group, Lease, Metrics
 
 
 def train_step(
-    engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, keep: Callable[[Batch], None] | None = None
+    engine: TrainEngine,
+    groups: Sequence[Group] | Batch,
+    algorithm: Algorithm,
+    keep: Callable[[Batch], None] | None = None,
 ) -> Metrics:
     """Trains on groups and returns the metrics. Each call makes one new policy version.
 
     groups -> filter -> experiences -> the scores the algorithm needs -> advantages -> updates -> version + 1
 
-    Calls `keep` with the experiences and all their columns before the first update.
+    `groups` may be the experiences of groups that were filtered before. Calls `keep` with the experiences and all their
+    columns before the first update.
     """
-    kept, metrics = algorithm.filter(groups)
-    return {**metrics, **train_on(engine, algorithm.batch(kept), algorithm, keep)}
-
-
-def train_on(
-    engine: TrainEngine, batch: Batch, algorithm: Algorithm, keep: Callable[[Batch], None] | None = None
-) -> Metrics:
-    """The part of `train_step` that follows the filter."""
+    batch, filter_metrics = (groups, {}) if isinstance(groups, Batch) else experiences(groups, algorithm)
     with collecting() as phases:
         batch = add_scores(engine, batch, algorithm.needs)
         with phase("advantage"):
@@ -54,26 +52,39 @@ def train_on(
         if keep is not None:
             keep(batch)
         updates: list[Metrics] = []
-        engine.updating = True
         for epoch in range(algorithm.epochs):
             for mini_batch in mini_batches(batch, algorithm.mini_batches):
                 for objective in algorithm.objectives_at(engine.version):
                     prepared = prepare_mini_batch(engine, mini_batch, objective, epoch)
+                    engine.holds_version = False
                     with phase(f"update/{objective.role}", prepared):
                         updates.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
-    engine.version, engine.updating = engine.version + 1, False
+    engine.version, engine.holds_version = engine.version + 1, True
     # The mismatch between engine and trainer is measured before the first update: over the whole step if `advantages`
     # computed it, else over the first mini-batch.
     mismatch: Metrics = {}
     for row in reversed(updates):
         mismatch |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
-    metrics = {**aggregate(updates), **mismatch, **advantage_metrics}
-    return {**metrics, **measured(phases), **engine.utilisation(phases), "train/version": engine.version}
+    metrics = {**filter_metrics, **aggregate(updates), **mismatch, **advantage_metrics}
+    used = engine.utilisation(phases) if isinstance(engine, MeteredEngine) else {}
+    return {**metrics, **measured(phases), **used, "train/version": engine.version}
+
+
+def experiences(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Batch, Metrics]:
+    """(the experiences to train on, the filter's metrics of all groups)."""
+    kept, metrics = algorithm.filter(groups)
+    return algorithm.batch(kept), metrics
 
 
 def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
     """The metrics of the updates of a step over these groups with the current weights. Updates nothing."""
-    batch = add_scores(engine, algorithm.batch(algorithm.filter(groups)[0]), algorithm.needs)
+    if not isinstance(engine, MeasuringEngine):
+        raise ConfigError(
+            "the loss over held-out rows",
+            f"{type(engine).__name__} has no method `measure`",
+            "leave evaluation.held_out out, or write the method",
+        )
+    batch = add_scores(engine, experiences(groups, algorithm)[0], algorithm.needs)
     batch, _ = algorithm.advantages(batch)
     rows = [
         engine.measure(objective.role, prepare_mini_batch(engine, batch, objective, 0), objective)
@@ -218,7 +229,8 @@ async def train_loop(trainer: TrainerProtocol) -> None:
             try:
                 await trainer.start()
                 while trainer.train_continue:
-                    await trainer.take_step()
+                    async with trainer.step_in_progress():
+                        await trainer.train_step()
                     if trainer.need_sync():
                         await asyncio.to_thread(trainer.sync_weight)
                     await trainer.end_step()

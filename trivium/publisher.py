@@ -67,9 +67,10 @@ class Publisher:
     def offer(self, version: int) -> bool:
         """Offers the current weights to the channel and, if they were delivered, publishes their version; returns
         whether they were. Blocks."""
-        if not self.engine.sync_weight():
+        offer = self.engine.offer_weights()
+        if not offer.delivered:
             return False
-        self.offered_hash = self.engine.offered_hash()
+        self.offered_hash = offer.hash
         if self.note is not None:  # before any rollout of this version can be journaled
             self.note(version, self.offered_hash)
         self.synchronizer.publish(version, self.channel.versions)

@@ -7,8 +7,8 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declare_missing, declared
 from trivium.phases import TRAINER_LANE, activity, add_span, span
+from trivium.protocols import RecordingEngine
 from trivium.publisher import EarlierRollouts
 from trivium.step_report import examples_of, origin, staleness, step_row
 from trivium.types import Group, Sample, capabilities_of
@@ -130,7 +131,7 @@ class Trainer:
             if self.resume is None:
                 self.engine.prepare()
             else:
-                self.engine.resume(self.resume.path)
+                self.engine.load(self.resume.path)
                 self.publisher.channel.restore(self.resume.path / "versions")
         if self.resume is not None:
             state = self.resume.state
@@ -198,13 +199,15 @@ class Trainer:
 
     # ------------------------------------------------------------------ a train step
 
-    async def take_step(self) -> None:
-        """`train_step`; keeps the state from before it, so that a failure can still save the previous step."""
+    @asynccontextmanager
+    async def step_in_progress(self) -> AsyncGenerator[None]:
+        """Keeps the state from before the `train_step` in the block, so that a failure can still save the previous
+        step."""
         version = self.train_step_num
         has_checkpoint = self.saver.step == version
         before = {} if has_checkpoint else copy.deepcopy(await self._moving_state())
         self._in_progress = _InProgress(version, before)
-        await self.train_step()
+        yield
         self._in_progress = None
         if self._thread.was_cancelled:
             raise asyncio.CancelledError
@@ -228,8 +231,9 @@ class Trainer:
                 await self.before_learning()
             keep = None if self.keep is None else partial(self.keep, version + 1, groups.all)
             metrics = await self._thread.run(self._learn(groups.all), keep)
-            if self.keep_updates is not None and self.keep is not None:
-                await asyncio.to_thread(self._keep_updates, partial(self.keep_updates, version + 1, groups.all))
+            if self.keep_updates is not None and self.keep is not None and isinstance(self.engine, RecordingEngine):
+                keep = partial(self.keep_updates, version + 1, groups.all)
+                await asyncio.to_thread(_keep_updates, self.engine, keep)
         self.score = None  # this step has not been evaluated yet
         metrics |= groups.metrics | staleness(groups.fresh, version) | await self._counted(version)
         row = step_row(metrics, self._seconds, groups.fresh, time.monotonic() - started)
@@ -273,11 +277,6 @@ class Trainer:
     def _learn(self, groups: Sequence[Group]) -> Learn:
         """What the thread of a step calls: trains on its groups, which makes one new version."""
         return partial(train_step, self.engine, groups, self.engine.algorithm)
-
-    def _keep_updates(self, keep: Callable[[Batch], None]) -> None:
-        """Keeps what the updates of the step recorded. Blocks."""
-        if (seen := self.engine.take_updates()) is not None:
-            keep(seen)
 
     def _log_step(self, row: Metrics, fresh: Sequence[Group]) -> None:
         """Logs the row of a step, and adds its seconds and failed rollouts to the record of the run."""
@@ -438,7 +437,7 @@ class Trainer:
             version, step = self.train_step_num, self._in_progress
             has_checkpoint = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
             is_unlogged = step is not None and step.version != version  # it updated the weights, and failed then
-            if has_checkpoint or is_unlogged or not self.engine.holds_version():
+            if has_checkpoint or is_unlogged or not self.engine.holds_version:
                 return
             _log.warning("saving step %d, the last complete one", version)
             await self._save({**await self._moving_state(), "interrupted": True} if step is None else step.before)
@@ -482,6 +481,12 @@ class Trainer:
         yield
         add_span(TRAINER_LANE, name, started, time.monotonic(), step=self.train_step_num + (name == "wait"))
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _keep_updates(engine: RecordingEngine, keep: Keep) -> None:
+    """Keeps what the updates of the step recorded. Blocks."""
+    if (seen := engine.take_updates()) is not None:
+        keep(seen)
 
 
 class StepThread:

@@ -22,7 +22,7 @@ from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run_explorer
-from trivium.protocols import WeightChannel
+from trivium.protocols import EngineSettings, WeightChannel
 from trivium.run_role import live_explorers
 from trivium.runtime.build import algorithm_of
 from trivium.schedule import Schedule
@@ -91,7 +91,8 @@ def trainer(order: dict[str, Any]) -> None:
         threads=1,
     )
     engine.prepare()
-    synchronizer, engine.channel = meeting(order, TRAINER)
+    synchronizer, channel = meeting(order, TRAINER)
+    engine.settings = EngineSettings(channel)
     asyncio.run(train(order, engine, synchronizer))
 
 
@@ -110,7 +111,7 @@ async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: S
                 change(engine)
                 held = {name: tensor.clone() for name, tensor in engine._policy.module.state_dict().items()}
                 save_file(held, directory / f"sent-{engine.version}.safetensors")
-                assert await asyncio.to_thread(engine.sync_weight)
+                assert (await asyncio.to_thread(engine.offer_weights)).delivered
                 synchronizer.publish(engine.version)
                 print(f"delivered {engine.version}", flush=True)
             last = engine.version

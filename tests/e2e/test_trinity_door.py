@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -423,14 +423,12 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
     await engine.prepare()
     inner, allowed = engine.engine, threading.Event()
     assert inner is not None
-    begin_saving = inner.begin_saving
+    save = inner.save
 
-    def slow(directory: Path) -> Any:
-        end = begin_saving(directory)
-        assert end is not None
-        return lambda: (allowed.wait(60), end())
+    def slow(directory: Path, on_copied: Callable[[], object] | None = None) -> None:
+        save(directory, None if on_copied is None else lambda: (on_copied(), allowed.wait(60)))
 
-    inner.begin_saving = slow
+    inner.save = slow
     for step in (1, 2, 3):
         engine.train_step(experiences())
         engine.save_checkpoint()

@@ -27,7 +27,7 @@ from trivium.errors import RunDirError, StorageError, TriviumError
 from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run
-from trivium.protocols import Objective
+from trivium.protocols import EngineSettings, Objective
 from trivium.publisher import Publisher
 from trivium.registry import CATALOGUE, resolve
 from trivium.rewards.judge import make_judge
@@ -124,14 +124,15 @@ class Run:
         )
         buffer = memory_buffer(schedule, self.directory)
         engine = self.engine_of(build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), lambda: 0.0)
-        engine.channel = MemoryChannel(keep=3)
+        channel = MemoryChannel(keep=3)
+        engine.settings = EngineSettings(channel)
         synchronizer = Synchronizer(MemoryBoard(), deadline_s=10, interval=self.interval)
         self.store = CountingStore(self.directory / "checkpoints")
         return self.make(
             engine,
             buffer,
             Limited(buffer, self.data),
-            Publisher(engine, buffer, engine.channel, synchronizer, schedule),
+            Publisher(engine, buffer, channel, synchronizer, schedule),
             schedule,
             self.monitor,
             BackgroundSaver(self.store, engine, asynchronous=self.asynchronous),
@@ -260,11 +261,9 @@ class Untouched(Counting):
 
     def update(self, *of: Any) -> Metrics:
         if self.version == 2:
+            self.holds_version = True
             raise TriviumError("an update", "no number", "look at the losses")
         return super().update(*of)
-
-    def holds_version(self) -> bool:
-        return True
 
 
 class Starved(Limited):
@@ -428,7 +427,7 @@ async def test_a_save_that_fails_after_a_failure_does_not_hide_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(Untouched):
-        def save(self, directory: Path) -> None:
+        def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
             raise OSError("disk full")
 
     broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Full)
@@ -629,17 +628,15 @@ class Slow(Counting):
         super().__init__(*said)
         self.allowed, self.writing = threading.Event(), 0
 
-    def begin_saving(self, directory: Path) -> Callable[[], None]:
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
         version = self.version
-
-        def write() -> None:
-            self.writing += 1
-            assert self.writing == 1, "one save at a time"
-            assert self.allowed.wait(20)
-            self.write(directory, version)
-            self.writing -= 1
-
-        return write
+        assert on_copied is not None
+        on_copied()
+        self.writing += 1
+        assert self.writing == 1, "one save at a time"
+        assert self.allowed.wait(20)
+        self.write(directory, version)
+        self.writing -= 1
 
     def write(self, directory: Path, version: int) -> None:
         (directory / "version").write_text(str(version), encoding="utf-8")

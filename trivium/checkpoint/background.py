@@ -37,7 +37,7 @@ class BackgroundSaver:
         def write(directory: Path) -> None:
             write_more(directory)
             hold = partial(loop.call_soon_threadsafe, held.set)
-            write_engine(self.engine, directory, hold, asynchronous=self.asynchronous)
+            self.engine.save(directory, hold if self.asynchronous else None)
 
         self.writing = asyncio.create_task(self.store.save(step, write, state), name=f"save-{step}")
         self.writing.add_done_callback(lambda _: held.set())
@@ -63,17 +63,6 @@ class BackgroundSaver:
             raise  # the error already names the problem
         except Exception as error:
             raise save_failed(self.step, error) from error
-
-
-def write_engine(engine: TrainEngine, directory: Path, held: Callable[[], object], *, asynchronous: bool) -> None:
-    """Writes the engine's part of a save. With `asynchronous`, calls `held` as soon as training may continue, if the
-    engine supports that."""
-    end = engine.begin_saving(directory) if asynchronous else None
-    if end is None:
-        engine.save(directory)
-    else:
-        held()
-        end()
 
 
 def save_failed(step: int | None, error: Exception) -> RunDirError:

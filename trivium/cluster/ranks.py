@@ -11,6 +11,7 @@ import ray
 from trivium.cluster.actor_group import ActorGroup, put_inputs
 from trivium.cluster.pools import ResourcePool
 from trivium.cluster.shared_actors import SharedActors
+from trivium.protocols import WeightOffer
 from trivium.runtime.build import algorithm_of
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import build_rank_engine
@@ -40,11 +41,11 @@ class RayRank(RankVerbs):
         ranks = self.engine.ranks
         return ranks.data_size, ranks.sequence_size
 
-    def sync_weight(self, version: int) -> bool:
+    def offer_weights(self, version: int) -> WeightOffer:
         if self._synchronizer is not None:
             asyncio.run(self._synchronizer.wait_for_trainer(TRAINER))
             self._synchronizer = None
-        return super().sync_weight(version)
+        return super().offer_weights(version)
 
 
 class RayRanks:

@@ -291,7 +291,7 @@ class ReplayedTrainer:
 
     def _note_hash(self) -> None:
         """Offers the weights to the channel, and notes their hash in the form of the recorded hash."""
-        if self.trainer.engine.sync_weight():
+        if self.trainer.engine.offer_weights().delivered:
             record = self.run.steps.get(self.version, StepRecord(self.version))
             self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or None)
 

@@ -11,9 +11,13 @@ Only `TrainEngine` is a base class: some of its methods are derived from the oth
 from trivium.protocols.learning import (
     Algorithm,
     CutAnywhere,
+    EngineSettings,
     FileMonitor,
+    MeasuringEngine,
+    MeteredEngine,
     Monitor,
     Objective,
+    RecordingEngine,
     TrainEngine,
     TrainerProtocol,
 )
@@ -27,19 +31,31 @@ from trivium.protocols.rollout import (
     TaskSource,
 )
 from trivium.protocols.storage import Buffer, Operator, SampleStrategy
-from trivium.protocols.weight_channel import DescribedWeights, TensorSpec, WeightChannel, WeightHandle, Weights
+from trivium.protocols.weight_channel import (
+    DescribedWeights,
+    TensorSpec,
+    WeightChannel,
+    WeightHandle,
+    WeightOffer,
+    Weights,
+    offer_on,
+)
 
 __all__ = [
     "Algorithm",
     "Buffer",
     "CutAnywhere",
     "DescribedWeights",
+    "EngineSettings",
     "Environment",
     "FileMonitor",
+    "MeasuringEngine",
+    "MeteredEngine",
     "Monitor",
     "Objective",
     "Operator",
     "ReadableEngine",
+    "RecordingEngine",
     "Renderer",
     "RestingEngine",
     "Reward",
@@ -51,5 +67,7 @@ __all__ = [
     "TrainerProtocol",
     "WeightChannel",
     "WeightHandle",
+    "WeightOffer",
     "Weights",
+    "offer_on",
 ]

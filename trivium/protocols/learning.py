@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from trivium.errors import ConfigError
+from trivium.protocols.weight_channel import WeightChannel, WeightOffer, offer_on
 from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:
     from trivium.phases import Phase
     from trivium.protocols.storage import Buffer
-    from trivium.protocols.weight_channel import WeightChannel
     from trivium.synchronizer import Synchronizer
     from trivium.types import Batch, FloatArray, Group, Metrics, Teacher
 
@@ -132,26 +133,38 @@ class Algorithm(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class TrainEngine(ABC):
-    """Holds the trained models. Subclasses implement the abstract methods; the others are derived or optional."""
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a stage prescribes to its train engine."""
 
-    algorithm: Algorithm
-    channel: WeightChannel
-    """The channel on which `sync_weight` offers weights; `runtime.build` sets it."""
-    save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
-    """Which processes may write a checkpoint at the same time."""
+    channel: WeightChannel | None = None
+    """The channel on which `offer_weights` offers the weights; None on all ranks but the first."""
     engine_dtype: str = ""
     """The dtype of weights in the explorers' engines, empty if unknown. Wider dtypes need not be offered."""
+    save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
+    """Which processes may write a checkpoint at the same time."""
+    keeps_updates: bool = False
+    """Whether updates of the policy record their per-token columns (`RecordingEngine`)."""
+
+
+class TrainEngine(ABC):
+    """Holds the trained models: scores and updates a batch, exports the policy's weights, saves and loads its state.
+
+    An engine may also be a `MeasuringEngine`, a `RecordingEngine` or a `MeteredEngine`.
+    """
+
+    algorithm: Algorithm
     version: int = 0
     """The policy version: the number of train steps taken."""
-    keeps_updates: bool = False
-    """Whether updates of the policy record their per-token columns for `take_updates`."""
-    updating: bool = False
-    """Whether the updates of a train step have begun and not finished."""
+    holds_version: bool = True
+    """Whether the weights are exactly those of `version`. False from the first update of a train step to its end. An
+    engine may set it to True again after an update that failed before it changed a weight."""
+    settings: EngineSettings = EngineSettings()
+    """`runtime.build` sets them."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Loads models and optimizers. Called once, before anything else."""
+        """Loads models and optimizers. Called once, before anything else but `load`."""
 
     @abstractmethod
     def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
@@ -161,67 +174,56 @@ class TrainEngine(ABC):
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step of one role on a mini-batch, normalised over all of it, however it is cut."""
 
-    def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        """The loss and the metrics that `update` would report for a mini-batch, without an update."""
-        raise ConfigError(
-            f"the loss of the {role} over held-out rows",
-            f"{type(self).__name__} has no method `measure`",
-            "leave evaluation.held_out out, or write the method",
-        )
-
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Any]]:
         """(Hugging Face name, tensor) of every parameter and persistent buffer of the policy, in a fixed order."""
 
+    def offer_weights(self) -> WeightOffer:
+        """Offers the current weights to the explorers on the channel of the settings. Blocks."""
+        return offer_on(self.settings.channel, self.version, self.export_weights())
+
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until they are on
-        disk."""
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
+        """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until they are on disk.
+
+        With `on_copied`, an engine that can copy its state calls it after the copy, from which it writes: training may
+        continue from then on. Other engines ignore it.
+        """
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """The inverse of `save`: training continues bit for bit as before."""
-
-    def resume(self, directory: Path) -> None:
-        """Calls `prepare` and `load`. An engine can override it to skip reading the initial weights."""
-        self.prepare()
-        self.load(directory)
-
-    @abstractmethod
-    def save_weights(self, directory: Path) -> None:
-        """Writes only the policy, as a plain Hugging Face directory."""
-
-    def begin_saving(self, directory: Path) -> Callable[[], None] | None:
-        """Starts a `save` in the background: copies the state, so that training can continue. Returns a function to
-        call in another thread, which blocks until the files are on disk. Returns None if the engine can only save in
-        the foreground."""
-        return None
-
-    def holds_version(self) -> bool:
-        """Whether the weights are exactly those of `version`. False if a failed update may have changed them."""
-        return not self.updating
+        """The inverse of `save`: training continues bit for bit as before. Called after `prepare` or in place of it."""
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
         """Releases the resources of `prepare`."""
 
-    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """Utilisation of the machine in a step of these phases, as metrics of the area `perf/`; empty if unknown."""
-        del phases
-        return {}
+
+@runtime_checkable
+class MeasuringEngine(Protocol):
+    """A train engine that can compute a loss without an update, which `evaluation.held_out` needs."""
+
+    def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        """The loss and the metrics that `update` would report for a mini-batch, without an update."""
+        ...
+
+
+@runtime_checkable
+class RecordingEngine(Protocol):
+    """A train engine that records the per-token columns of the policy's updates, if `EngineSettings.keeps_updates`."""
 
     def take_updates(self) -> Batch | None:
         """The experiences of the policy's updates since the last call, with the columns `types.AT_UPDATE` of the first
-        update, if `keeps_updates` is set; None if the engine records none."""
-        return None
+        update; None if nothing was recorded."""
+        ...
 
-    def offered_hash(self) -> str:
-        """The hash of the weights that `sync_weight` offered last; empty if the channel computes none."""
-        return getattr(self.channel, "offered", "")
 
-    def sync_weight(self) -> bool:
-        """Offers the current weights to the explorers and blocks. Returns whether they were delivered or can be
-        fetched."""
-        return self.channel.offer(self.version, self.export_weights())
+@runtime_checkable
+class MeteredEngine(Protocol):
+    """A train engine that knows how well it uses the machine."""
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """Utilisation of the machine in a step of these phases, as metrics of the area `perf/`; empty if unknown."""
+        ...
 
 
 class Monitor(Protocol):
@@ -264,7 +266,9 @@ class TrainerProtocol(Protocol):
 
     async def start(self) -> None: ...
 
-    async def take_step(self) -> None: ...
+    def step_in_progress(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def train_step(self) -> bool: ...
 
     def need_sync(self) -> bool: ...
 

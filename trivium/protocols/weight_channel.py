@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from trivium.errors import TriviumError
+
 Weights = Iterable[tuple[str, Any]]
 """(Hugging Face parameter or buffer name, tensor), in a fixed order."""
 
@@ -43,6 +45,15 @@ class WeightHandle(DescribedWeights, Protocol):
     def version(self) -> int: ...
 
 
+class WeightOffer(NamedTuple):
+    """What became of an offer of weights."""
+
+    delivered: bool
+    """Whether an explorer received them or can fetch them."""
+    hash: str = ""
+    """Their hash; empty if the channel computes none."""
+
+
 class WeightChannel(Protocol):
     """Carries weights from the trainer to the explorers."""
 
@@ -77,3 +88,15 @@ class WeightChannel(Protocol):
     def restore(self, directory: Path) -> None:
         """Restores the versions that `save` wrote."""
         ...
+
+
+def offer_on(channel: WeightChannel | None, version: int, weights: Weights) -> WeightOffer:
+    """Offers weights on the channel of a train engine. Blocks."""
+    if channel is None:
+        raise TriviumError(
+            f"offer the weights of version {version}",
+            "the train engine has no channel",
+            "set `settings` of the engine to EngineSettings(channel=...)",
+        )
+    delivered = channel.offer(version, weights)
+    return WeightOffer(delivered, getattr(channel, "offered", ""))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trivium.algorithms import GroupAlgorithm
 from trivium.config import RunConfig, build
 from trivium.errors import ConfigError
-from trivium.protocols import TrainEngine, WeightChannel
+from trivium.protocols import EngineSettings, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
@@ -114,14 +114,15 @@ def build_rank_engine(
 
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """Sets the attributes of the engine that follow from the stage: its channel, the dtype of the offered weights, its
-    save strategy, and whether it keeps the columns of updates."""
+    """Sets what the stage prescribes to the engine."""
     if channel is not None:
-        engine.channel = channel
         continue_recorded_form(stage.run_dir)
-    engine.save_strategy = stage.config.checkpoint.save_strategy
-    engine.keeps_updates = stage.config.run.keep == "tokens" and stage.config.run.mode != "explore"
-    engine.engine_dtype = engine_dtype(stage.config)
+    engine.settings = EngineSettings(
+        channel,
+        engine_dtype(stage.config),
+        stage.config.checkpoint.save_strategy,
+        keeps_updates=stage.config.run.keep == "tokens" and stage.config.run.mode != "explore",
+    )
     return engine
 
 

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +14,11 @@ import torch
 
 from trivium.models.heads.loss import LossDenominators
 from trivium.phases import TRAINER_LANE, Phase, span
-from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, joined_shares, prefixes_of, units
 from trivium.training.engine import SCORED_BY, TorchTrainEngine
-from trivium.training.snapshot import wait_until_written
+from trivium.training.snapshot import wait_until_written, write_in_background
 from trivium.types import AnyArray, Batch, Metrics
 
 
@@ -77,13 +76,10 @@ class RankVerbs:
         self.engine.version = share.version
         return self.engine.measure(role, share.batch, objective, totals)
 
-    def sync_weight(self, version: int) -> bool:
+    def offer_weights(self, version: int) -> WeightOffer:
         self.engine.version = version
         with self._span("sync"):
-            return self.engine.sync_weight()
-
-    def offered_hash(self) -> str:
-        return self.engine.offered_hash() if self.engine.ranks.rank == 0 else ""
+            return self.engine.offer_weights()
 
     def save(self, version: int, directory: Path) -> None:
         self.engine.version = version
@@ -91,15 +87,12 @@ class RankVerbs:
             self.engine.save(directory)
 
     def begin_saving(self, version: int, directory: Path, report: str) -> None:
+        """Returns before the files are written. Progress is in the file `report` (`snapshot.wait_until_written`)."""
         self.engine.version = version
-        self.engine.begin_saving_on_rank(directory, report)
+        write_in_background(self.engine.snapshot(copy=True), directory, report)
 
     def load(self, directory: Path) -> int:
         self.engine.load(directory)
-        return self.engine.version
-
-    def resume(self, directory: Path) -> int:
-        self.engine.resume(directory)
         return self.engine.version
 
     def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -151,55 +144,51 @@ class DistributedTrainEngine(TrainEngine):
         return scores
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        return self._on_shares("update", role, batch, objective)
+        group, shares, totals = self._cut(role, batch, objective)
+        return group.scatter("update", shares, role, objective, totals)[0]
 
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        return self._on_shares("measure", role, batch, objective)
+        group, shares, totals = self._cut(role, batch, objective)
+        return group.scatter("measure", shares, role, objective, totals)[0]
 
     def take_updates(self) -> Batch | None:
         group = self._group_of("policy")
-        shares = group.scatter("take_updates", [()] * group.data_size) if self.keeps_updates else []
+        shares = group.scatter("take_updates", [()] * group.data_size) if self.settings.keeps_updates else []
         return joined_shares([share for share in shares if share is not None])
 
-    def _on_shares(self, method: str, role: str, batch: Batch, objective: Objective) -> Metrics:
-        group, denominators = self._group_of(role), count(batch, self._max_response_length)
+    def _cut(
+        self, role: str, batch: Batch, objective: Objective
+    ) -> tuple[RankGroup, list[tuple[Share]], LossDenominators]:
+        """The ranks of a role, each data rank's share of a mini-batch, and the counts of the whole."""
+        group = self._group_of(role)
         rows = self._shares(units(batch, objective.unit), batch, group)
         shares = [(Share(self.version, batch.select(share)),) for share in rows]
-        return group.scatter(method, shares, role, objective, denominators)[0]
+        return group, shares, count(batch, self._max_response_length)
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         return self._group.run_on_all_ranks("utilisation", dict(phases))
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole model in the driver's memory, for tools and tests. In a run, the ranks publish the weights
-        themselves (`sync_weight`)."""
+        themselves (`offer_weights`)."""
         yield from self._group_of("policy").run_on_all_ranks("exported_weights")
 
-    def sync_weight(self) -> bool:
-        return self._group_of("policy").run_on_all_ranks("sync_weight", self.version)
+    def offer_weights(self) -> WeightOffer:
+        return self._group_of("policy").run_on_all_ranks("offer_weights", self.version)
 
-    def offered_hash(self) -> str:
-        return self._group_of("policy").run_on_all_ranks("offered_hash")
-
-    def save(self, directory: Path) -> None:
-        for group in self._groups:
-            group.run_on_all_ranks("save", self.version, directory)
-
-    def begin_saving(self, directory: Path) -> Callable[[], None] | None:
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
+        if on_copied is None:
+            for group in self._groups:
+                group.run_on_all_ranks("save", self.version, directory)
+            return
         report = f".{uuid.uuid4().hex}.json"
         self._group.run_on_all_ranks("begin_saving", self.version, directory, report)
-        return partial(wait_until_written, directory / report)
+        on_copied()
+        wait_until_written(directory / report)
 
     def load(self, directory: Path) -> None:
         for group in self._groups:
             self.version = group.run_on_all_ranks("load", directory)
-
-    def resume(self, directory: Path) -> None:
-        for group in self._groups:
-            self.version = group.run_on_all_ranks("resume", directory)
-
-    def save_weights(self, directory: Path) -> None:
-        self._group_of("policy").run_on_all_ranks("save_weights", directory)
 
     def close(self) -> None:
         for group in self._groups:

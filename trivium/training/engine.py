@@ -44,7 +44,7 @@ from trivium.models.weights.lora import (
 from trivium.models.weights.quantized import is_quantized, original
 from trivium.models.weights.stream import Described
 from trivium.phases import Phase, announce
-from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
 from trivium.training.batching import first_pass
 from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
@@ -64,7 +64,6 @@ from trivium.training.snapshot import (
     read_tensors,
     take_snapshot,
     weight_files,
-    write_in_background,
 )
 from trivium.types import AnyArray, Batch, Capabilities, Metrics
 
@@ -150,7 +149,6 @@ class TorchTrainEngine(TrainEngine):
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
         self._open(self._model_dir, self._model_dir, self._model_dir)
-        announce(self._description())
 
     def _description(self) -> str:
         """A line for the log: the trained models, device and dtype."""
@@ -195,7 +193,7 @@ class TorchTrainEngine(TrainEngine):
         """
         torch.set_num_threads(self._threads)
         learner = self._learner(role)
-        learner.keeps_tokens = self.keeps_updates and role == "policy"
+        learner.keeps_tokens = self.settings.keeps_updates and role == "policy"
         taken = self.version - self._first_version
         lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
         optimizer = cast(Optimizer, learner.optimizer)
@@ -217,13 +215,11 @@ class TorchTrainEngine(TrainEngine):
         finally:
             if optimizer.steps_started > before:
                 self._moved_from = self.version
+            self.holds_version = self._moved_from != self.version
 
     def take_updates(self) -> Batch | None:
         updates, self._updates = self._updates, []
         return first_pass(updates)
-
-    def holds_version(self) -> bool:
-        return not self.updating or self._moved_from != self.version
 
     def measure(
         self,
@@ -279,25 +275,27 @@ class TorchTrainEngine(TrainEngine):
         """
         return full_weights(self._policy)
 
-    def sync_weight(self) -> bool:
+    def offer_weights(self) -> WeightOffer:
         """Offers the current weights to the explorers from the first rank; the other ranks take part in the gathers.
-        Returns whether the weights were delivered; only the first rank returns true."""
+        Only the first rank's result says whether they were delivered."""
         weights = self.offered_weights()
-        delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
+        is_first = self.ranks.rank == 0
+        offer = offer_on(self.settings.channel, self.version, weights) if is_first else WeightOffer(delivered=False)
         for _ in weights:  # every rank takes part in every gather, even if the channel refused the weights
             pass
-        return delivered
+        return offer
 
     def offered_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights that `sync_weight` offers: only the adapter if explorers add it themselves, else all weights, in
-        the dtype of the engines. All ranks must iterate over all of them."""
+        """The weights that `offer_weights` offers: only the adapter if explorers add it themselves, else all weights,
+        in the dtype of the engines. All ranks must iterate over all of them."""
         lora = self.config.lora
         if lora is not None and lora.push == "adapter":
             return pushed_adapter(self._policy.module)
-        narrow = ((name, narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
-        return Described(full_specs(self._policy, self.engine_dtype), narrow)
+        dtype = self.settings.engine_dtype
+        narrow = ((name, narrowed(tensor, dtype)) for name, tensor in self.export_weights())
+        return Described(full_specs(self._policy, dtype), narrow)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
         large ones are split into numbered files. For a critic on the policy's trunk, `critic/` has only the head. With
         LoRA, `policy/` has the merged weights, and `policy-adapter/` has the adapter in peft's format.
@@ -305,19 +303,16 @@ class TorchTrainEngine(TrainEngine):
         The files are the same on any number of ranks. Each rank writes some of them, in the turn that
         `checkpoint.save_strategy` gives it.
         """
-        self._snapshot(copy=False).write(directory)
-
-    def begin_saving(self, directory: Path) -> Callable[[], None]:
-        return partial(self._snapshot(copy=True).write, directory)
-
-    def begin_saving_on_rank(self, directory: Path, report: str) -> None:
-        """Like `save`, but returns before the files are written. Progress is in the file `report`
-        (`snapshot.wait_until_written`)."""
-        write_in_background(self._snapshot(copy=True), directory, report)
+        snapshot = self.snapshot(copy=on_copied is not None)
+        if on_copied is not None:
+            on_copied()
+        snapshot.write(directory)
 
     def load(self, directory: Path) -> None:
         """Loads a checkpoint of `save`, on any number of ranks. The reference still comes from the initial model
-        directory."""
+        directory. Other models are read only from the checkpoint, unless a user's class prepares more than models."""
+        if not self._learners and type(self).prepare is not TorchTrainEngine.prepare:
+            self.prepare()
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
@@ -327,22 +322,13 @@ class TorchTrainEngine(TrainEngine):
                 learner.optimizer.restore(read_tensors(directory, f"{role}-optimizer"))
         self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
 
-    def resume(self, directory: Path) -> None:
-        """Models that the checkpoint holds are read only from there, unless a user's class prepares more than
-        models."""
-        if type(self).prepare is not TorchTrainEngine.prepare:
-            super().resume(directory)
-            return
-        self.load(directory)
-        announce(self._description())
-
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
         files, finish = weight_files(self._policy, ""), partial(copy_companions, self._model_dir)
-        take_snapshot(files, self.ranks, self.save_strategy, finish, copy=False).write(directory)
+        take_snapshot(files, self.ranks, self.settings.save_strategy, finish, copy=False).write(directory)
 
-    def _snapshot(self, *, copy: bool) -> Snapshot:
-        """A snapshot of the current state."""
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        """What `save` writes. Without `copy`, it reads the state when it writes."""
         files: list[TensorFile] = []
         for role, learner in self._learners.items():
             if role == "policy" or learner.optimizer is not None:
@@ -363,7 +349,7 @@ class TorchTrainEngine(TrainEngine):
                 describe_adapter(self._policy.module, directory / _ADAPTER)
             (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
 
-        return take_snapshot(files, self.ranks, self.save_strategy, finish, copy=copy)
+        return take_snapshot(files, self.ranks, self.settings.save_strategy, finish, copy=copy)
 
     def close(self) -> None:
         """Frees the models."""
@@ -403,7 +389,7 @@ class TorchTrainEngine(TrainEngine):
         if self._few_bits and (why := self.config.refuses_few_bits(self._device.type, self.ranks.size)):
             raise ConfigError(f"train.frozen_dtype: {self._few_bits}", why.reason, why.do)
         torch.set_num_threads(self._threads)
-        self._learners = {}
+        is_first, self._learners = not self._learners, {}
         if "policy" in roles:
             options = self._language_options
             options["weights"] = self._frozen if lora is not None or "policy" not in trained else None
@@ -430,6 +416,8 @@ class TorchTrainEngine(TrainEngine):
             self._add_reference()
         if "teacher" in roles:
             self._add_teacher()
+        if is_first:
+            announce(self._description())
 
     @property
     def _model_options(self) -> ModelOptions:

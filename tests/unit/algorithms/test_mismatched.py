@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.batches import batch_of_pairs
-from trivium.loops import add_scores, mini_batches, prepare_mini_batch, train_on
+from trivium.loops import add_scores, mini_batches, prepare_mini_batch, train_step
 from trivium.metrics import checked
 from trivium.types import EXPERT_VERSION, Group, Media, StopReason, Task, Trajectory, Turn
 
@@ -77,7 +77,7 @@ def test_the_loss_of_a_mini_batch_is_that_of_the_paper(cuts: int, tmp_path: Path
     algorithm = GroupAlgorithm("kto", (loss,), pairs=True, mismatched=True, mini_batches=cuts)
     engine = make_engine(reference, algorithm, dtype="float64", max_tokens_per_micro_batch=1)
     batch = algorithm.batch(ROWS)
-    train_on(engine, batch, algorithm)  # the policy leaves the reference
+    train_step(engine, batch, algorithm)  # the policy leaves the reference
     engine.save_weights(tmp_path / "policy")
 
     batch = add_scores(engine, batch, algorithm.needs)

@@ -31,7 +31,7 @@ from trivium.models.weights.lora import (
     pushed_adapter,
     save_adapter,
 )
-from trivium.protocols import WeightChannel
+from trivium.protocols import EngineSettings, WeightChannel
 from trivium.training.batching import count
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks
@@ -404,17 +404,18 @@ def on_ranks(rank: int, size: int, directory: Path, config: dict[str, Any]) -> d
         ranks=ranks,
     )
     engine.prepare()
-    engine.channel = cast(WeightChannel, Kept())
+    kept = Kept()
+    engine.settings = EngineSettings(cast(WeightChannel, kept))
     for step in range(3):
         batch = make_batch(seed=step, **ADVANTAGES)
         totals = count(batch, 32)
         whole = replace(totals, tokens=totals.tokens * ranks.size)
         engine.update("policy", batch, Reinforce(), whole)
         engine.version += 1
-    engine.sync_weight()
+    engine.offer_weights()
     engine.save(directory / f"saved-{ranks.size}")
     score = {str(i): torch.from_numpy(row) for i, row in enumerate(engine.score(make_batch(), "ref"))}
-    return {"merged": weights(engine), "pushed": cast(Any, engine.channel).offered, "ref": score}
+    return {"merged": weights(engine), "pushed": kept.offered, "ref": score}
 
 
 def test_ranks_train_push_and_save_what_one_process_does(tmp_path: Path) -> None:
@@ -460,5 +461,5 @@ def test_the_base_may_be_bfloat16_under_an_adapter_in_float32(tmp_path: Path) ->
     assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32  # base and adapter, added
     narrow.save(tmp_path / "saved")
     again = engine(frozen_dtype="bfloat16")
-    again.resume(tmp_path / "saved")
+    again.load(tmp_path / "saved")
     assert all(torch.equal(tensor, exported[name]) for name, tensor in again.export_weights())

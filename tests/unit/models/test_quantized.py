@@ -113,7 +113,7 @@ def test_it_trains_as_over_the_same_values_in_bfloat16(kind: str, tmp_path: Path
     saved = load_file(tmp_path / "saved" / "policy" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in exported.items())
     again = adapted(directory, kind)
-    again.resume(tmp_path / "saved")
+    again.load(tmp_path / "saved")
     assert all(torch.equal(tensor, exported[name]) for name, tensor in again.export_weights())
     assert "0 of them" not in again._description()
 

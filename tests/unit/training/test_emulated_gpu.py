@@ -249,7 +249,7 @@ def trained(
     channel.offer(1, engine.offered_weights())
     numbers["weights"] = np.concatenate([tensor.float().numpy().ravel() for _, tensor in channel.collect(1)])
     (folder / device).mkdir()
-    engine.begin_saving(folder / device)()
+    engine.save(folder / device, lambda: None)
     engine.load(folder / device)
     numbers["resumed"] = [*engine.update("policy", batch, ENTROPY).values()]
     return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from trivium.errors import RoleFailed, RunDirError
 from trivium.loops import prepare_mini_batch
-from trivium.protocols import TrainEngine
+from trivium.protocols import EngineSettings, TrainEngine
 from trivium.training import snapshot as saving
 from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
 from trivium.training.engine import TorchTrainEngine
@@ -81,6 +82,24 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.export_weights()}
 
 
+def begun(engine: TrainEngine, directory: Path) -> Callable[[], None]:
+    """Begins to save in a thread, and returns once training may continue. The result completes the save."""
+    copied, trained = threading.Event(), threading.Event()
+
+    def on_copied() -> None:
+        copied.set()
+        assert trained.wait(60)
+
+    saving = ThreadPoolExecutor(1).submit(engine.save, directory, on_copied)
+    assert copied.wait(60)
+
+    def end() -> None:
+        trained.set()
+        saving.result(60)
+
+    return end
+
+
 def files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -124,12 +143,10 @@ def test_what_is_written_beside_training_is_what_there_was(folder: Path, tmp_pat
     engine = make_engine(folder, "float32")
     train(engine, 2)
     engine.save(tmp_path / "now")
-    end = engine.begin_saving(tmp_path / "later")
+    end = begun(engine, tmp_path / "later")
     rows = train(engine, 2)
     assert not (tmp_path / "later").exists()
-    writing = threading.Thread(target=end)
-    writing.start()
-    writing.join()
+    end()
     assert files(tmp_path / "later") == files(tmp_path / "now")
     again = make_engine(folder, "float32")
     again.load(tmp_path / "later")
@@ -177,7 +194,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
     def build(dtype: str) -> tuple[Ranks, TorchTrainEngine]:
         ranks = join_ranks(device="cpu")
         engine = make_engine(folder, dtype, ranks)
-        engine.save_strategy = strategies[dtype]
+        engine.settings = EngineSettings(save_strategy=strategies[dtype])
         return ranks, engine
 
     if rank > 0:
@@ -190,7 +207,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         engine.prepare()
         train(engine, 2)
         engine.save(folder / f"{dtype}-{size}")
-        end = engine.begin_saving(folder / f"{dtype}-{size}-beside")
+        end = begun(engine, folder / f"{dtype}-{size}-beside")
         found[dtype, "straight on"] = Resumed(train(engine, 2), weights(engine))
         end()
         for other in (1, 2, 4):
@@ -201,7 +218,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         second = next((folder / f"{dtype}-1" / "policy").glob("model-00002-of-*")).name
         (folder / f"bad-{size}" / dtype / "policy" / second).mkdir(parents=True)
         with pytest.raises(RunDirError) as caught:
-            engine.begin_saving(folder / f"bad-{size}" / dtype)()
+            engine.save(folder / f"bad-{size}" / dtype, lambda: None)
         found[dtype, "failed"] = str(caught.value)
     stop_ranks("cpu")
     return found

@@ -13,6 +13,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
+from trivium.protocols import EngineSettings
 from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
 from trivium.training.learner import Learner
@@ -178,18 +179,20 @@ class Failing(Reinforce):
 class TestUpdate:
     def test_it_knows_whether_a_failed_step_has_changed_weights(self, model_dir, batch):
         engine = make_engine(model_dir)
-        engine.version, engine.updating = 3, True  # as a train step does
+        engine.version = 3
         before = weights(engine)
         with pytest.raises(ZeroDivisionError):
             engine.update("policy", batch, Failing())
-        assert engine.holds_version()
+        assert engine.holds_version
         torch.testing.assert_close(weights(engine), before, rtol=0, atol=0)
         engine.update("policy", batch, Reinforce())
         with pytest.raises(ZeroDivisionError):
             engine.update("policy", batch, Failing())
-        assert not engine.holds_version()
-        engine.version, engine.updating = 4, False
-        assert engine.holds_version()
+        assert not engine.holds_version
+        engine.version = 4
+        with pytest.raises(ZeroDivisionError):
+            engine.update("policy", batch, Failing())
+        assert engine.holds_version
 
     def test_gradient_against_plain_transformers(self, tmp_path, batch):
         """The whole path (packing, shift, head, normalisation, first AdamW step) against logits and autograd."""
@@ -416,8 +419,8 @@ class TestWeights:
     @pytest.mark.parametrize(("engine_dtype", "dtype"), [("bfloat16", torch.bfloat16), ("", torch.float32)])
     def test_they_are_offered_in_the_type_of_the_engines(self, model_dir, engine_dtype, dtype):
         engine, channel = make_engine(model_dir), MemoryChannel()
-        engine.channel, engine.engine_dtype = channel, engine_dtype
-        assert engine.sync_weight()
+        engine.settings = EngineSettings(channel, engine_dtype)
+        assert engine.offer_weights().delivered
         offered = dict(channel.collect(0))
         assert {tensor.dtype for tensor in offered.values()} == {dtype}
         assert all(torch.equal(tensor.to(dtype), offered[name]) for name, tensor in engine.export_weights())

@@ -16,7 +16,7 @@ from trivium.frontdoors.trinity.experiences import Experiences
 from trivium.frontdoors.trinity.run_parts import RunParts
 from trivium.frontdoors.trinity.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
 from trivium.frontdoors.trinity.verl_wrapper import RunState, VerlPPOTrainerWrapper
-from trivium.protocols import Objective, TrainEngine
+from trivium.protocols import MeasuringEngine, Objective, TrainEngine, WeightOffer
 from trivium.step_report import examples_of
 from trivium.types import Batch, FloatArray, Group, Metrics
 
@@ -30,7 +30,7 @@ class WrappedEngine(TrainEngine):
 
     def __init__(self, wrapper: TrainEngineWrapper, run: RunParts) -> None:
         self.wrapper, self._run = wrapper, run
-        self.algorithm, self.channel = run.algorithm, run.channel
+        self.algorithm = run.algorithm
         self.calls = EngineCalls()
         self.goes_on = True
         """Whether the last train step asked to continue."""
@@ -51,7 +51,8 @@ class WrappedEngine(TrainEngine):
             )
 
     def load(self, directory: Path) -> None:
-        """Does nothing: `prepare` has loaded the checkpoint."""
+        """Prepares the engine, which loads its own checkpoint."""
+        self.prepare()
 
     def train_on(self, groups: Sequence[Group], keep: Keep) -> Metrics:
         """Runs one train step of the wrapper. Blocks."""
@@ -81,25 +82,27 @@ class WrappedEngine(TrainEngine):
             metrics = {**metrics, **of_advantages}
         return Experiences(batch, self._run.pad_token_id), metrics
 
-    def sync_weight(self) -> bool:
+    def offer_weights(self) -> WeightOffer:
         wrapper, method = self.wrapper, self._run.stage.config.sync.method
         verbs = {"memory": wrapper.upload_state_dict, "checkpoint": wrapper.save_state_dict}
         verb = verbs.get(str(method), wrapper.sync_weight)
         self.calls(verb)
         version = wrapper.train_step_num
         if version in self._run.synchronizer.published or not self._run.stage.num_explorers:
-            return True  # without explorers, the engine alone decides where the weights go
+            # Without explorers, the engine alone decides where the weights go.
+            return WeightOffer(True, getattr(self._run.channel, "offered", ""))
         if self._run.synchronizer.collective:
-            return False
+            return WeightOffer(False)
         raise TriviumError(
             f"the weights of step {version} from {type(wrapper).__name__}.{verb.__name__}()",
             f"the board has versions {list(self._run.synchronizer.published)}",
             "hand them over there: Synchronizer.get_actor(config).set_model_state_dict(state_dict, step)",
         )
 
-    def holds_version(self) -> bool:
+    @property
+    def holds_version(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Returns True for a user's engine, whose `train_step_num` the trainer compares."""
-        return self.built_in is None or self._inner.holds_version()
+        return self.built_in is None or self._inner.holds_version
 
     def close(self) -> None:
         if self.built_in is not None:
@@ -125,16 +128,15 @@ class WrappedEngine(TrainEngine):
         return self._inner.update(role, batch, objective)
 
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        return self._inner.measure(role, batch, objective)
+        inner = self._inner
+        assert isinstance(inner, MeasuringEngine)
+        return inner.measure(role, batch, objective)
 
     def export_weights(self) -> Iterator[tuple[str, Any]]:
         return self._inner.export_weights()
 
-    def save(self, directory: Path) -> None:
-        self._inner.save(directory)
-
-    def save_weights(self, directory: Path) -> None:
-        self._inner.save_weights(directory)
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
+        self._inner.save(directory, on_copied)
 
 
 class Owner(Protocol):

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trivium.buffers.slots import SlotsState
-from trivium.checkpoint.background import save_failed, write_engine
+from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
 from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
 from trivium.frontdoors.trinity.experiences import batch_of
 from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
-from trivium.loops import train_on
+from trivium.loops import train_step
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.build import build_schedule
@@ -125,7 +125,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         """Takes one step on Experiences, or on a list of Experience. Returns `(True, metrics)`; awaiting it returns the
         metrics. Raises DataError for anything else."""
         run, engine = self._prepared()
-        return Stepped((True, train_on(engine, batch_of(batch), run.algorithm, self.keep)))
+        return Stepped((True, train_step(engine, batch_of(batch), run.algorithm, self.keep)))
 
     def post_process_batch(self, batch: Any) -> Any:
         """Returns the batch unchanged: the model computes the positions of text and images itself."""
@@ -149,7 +149,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
         def write(directory: Path) -> None:
             added.write(directory)
-            write_engine(engine, directory, held.set, asynchronous=not block_until_saved)
+            engine.save(directory, None if block_until_saved else held.set)
 
         def save() -> None:
             try:
@@ -206,7 +206,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         """Offers the weights to the explorers by `sync.method`, and publishes their version if they were delivered or
         can be fetched. Blocks."""
         run, engine = self._prepared()
-        if engine.sync_weight():
+        if engine.offer_weights().delivered:
             run.synchronizer.publish(engine.version, run.channel.versions)
 
     def upload_state_dict(self) -> None:

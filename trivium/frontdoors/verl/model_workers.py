@@ -26,7 +26,16 @@ from trivium.models.heads.classifier import load_score_model
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.placement import dtype_of
 from trivium.phases import Phase
-from trivium.protocols import Algorithm, Objective, RestingEngine, RolloutEngine, TrainEngine, WeightHandle, Weights
+from trivium.protocols import (
+    Algorithm,
+    Objective,
+    RestingEngine,
+    RolloutEngine,
+    WeightHandle,
+    WeightOffer,
+    Weights,
+    offer_on,
+)
 from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import StageSpec
@@ -356,21 +365,14 @@ class RoleTrainEngine(DistributedTrainEngine):
         self._is_initial = False
         super().load(directory)
 
-    def resume(self, directory: Path) -> None:
-        """Loads the initial models, then the checkpoint."""
-        self.prepare()
-        self.load(directory)
-
-    def sync_weight(self) -> bool:
+    def offer_weights(self) -> WeightOffer:
         """Has the workers publish the weights. No weights pass through the driver."""
-        return self.channel.offer(self.version, ())
+        return offer_on(self.settings.channel, self.version, ())
 
-    def offered_hash(self) -> str:
-        return TrainEngine.offered_hash(self)
-
-    def begin_saving(self, directory: Path) -> None:
-        """Does nothing: workers save while training waits."""
-        del directory
+    def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
+        """Saves while training waits: workers do not copy their state."""
+        del on_copied
+        super().save(directory)
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """Returns the utilisation of the policy's group, in total and per phase under verl's names. Returns an empty

@@ -377,7 +377,7 @@ class RayPPOTrainer(Attributes):
         assert validator is not None, "translation refuses val_only without validation data"
 
         async def validated() -> Metrics:
-            await asyncio.to_thread(engine.sync_weight)
+            await asyncio.to_thread(engine.offer_weights)
             await explorer.adopt(engine.version, endpoints.channel)
             return await validator.run(engine.version)
 

@@ -104,4 +104,4 @@ class LossOutputs:
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Metric key -> largest value in this micro-batch; the learner keeps the largest."""
     tokens: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Arrays (B, L) with the inputs of the loss for each token, kept if `TrainEngine.keeps_updates` is set."""
+    """Arrays (B, L) with the inputs of the loss for each token, kept if `EngineSettings.keeps_updates` is set."""
