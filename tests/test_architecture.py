@@ -24,6 +24,7 @@ PRODUCT = package(PRODUCT_ROOT)
 PACKAGES = {
     "models",
     "clients",
+    "processes",
     "text",
     "tasks",
     "workflows",
@@ -35,7 +36,7 @@ PACKAGES = {
     "sync",
     "monitors",
 }
-SHARED_PACKAGES = {"models", "clients"}
+SHARED_PACKAGES = {"models", "clients", "processes"}
 """What other packages may import."""
 MAX_ROOT_MODULES = 20
 
@@ -44,8 +45,8 @@ CORE_FOLDERS = {"config", "checkpoint", "protocols", "types"}
 CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
-    "trivium.engines.processes": (1, "an engine's error goes to the process that asked, which raises it"),
-    "trivium.training.train_process": (2, "an error goes to the process that drives this one, which raises it"),
+    "trivium.processes.answers": (1, "an error crosses to the process that called, which raises it"),
+    "trivium.processes.link": (1, "an error crosses to the process that called, which raises it"),
     "trivium.errors": (1, "the text of an error names what its __str__ raised"),
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
@@ -60,8 +61,7 @@ MAY_CATCH_EVERYTHING = {
 
 MAY_PICKLE = {
     "trivium.rewards.isolated.answers": "a process and its own fork, over a socket that they alone have",
-    "trivium.engines.processes": "ranks of one run, over connections that take a key that they alone have",
-    "trivium.training.train_process": "a process and the one that it started, over a socket that they alone have",
+    "trivium.processes.link": "processes of one run, over a socket or a key that they alone have",
 }
 
 MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.strategy"}
@@ -83,6 +83,7 @@ SAME_BASENAME = {
     "__main__": "what `python -m` runs of a package",
     "actors": "what other processes call: on Ray, and by the names of Trinity's users",
     "algorithm_section": "how a front door translates the section that names the algorithm",
+    "answers": "what a process answers to a call of another one",
     "base": "what the functions of one folder share",
     "batches": "experiences in batches: the types, and how an algorithm makes them of groups",
     "config_table": "the keys of the config of a front door's original",
@@ -131,7 +132,7 @@ def layer(module: Module) -> str:
 
 
 def forbidden_imports(modules: list[Module]) -> list[str]:
-    """Core imports neither packages nor heavy dependencies. Packages import core, `models` and `clients`. Only the
+    """Core imports neither packages nor heavy dependencies. Packages import core and `SHARED_PACKAGES`. Only the
     shell imports the shell, and only front doors and the command line import front doors. Every kind of import
     counts."""
     by_name = {module.name: module for module in modules}

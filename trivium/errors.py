@@ -140,13 +140,6 @@ class RoleFailed(TriviumError):
         return type(self), (self.role, self.cause)  # pickled by its own arguments
 
 
-def portable(error: Exception, otherwise: Callable[[str], TriviumError]) -> Exception:
-    """An error that any process can unpickle: Trivium's errors unchanged, any other as `otherwise(text)`."""
-    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
-        return error
-    return otherwise(f"{type(error).__name__}: {error}")
-
-
 def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) -> str:
     """`str(value)` (or `repr`) as printable text for any value: shortened to `limit` characters, with lone surrogates
     escaped. If `str` raises, returns a text with the type of the error."""

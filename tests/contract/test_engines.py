@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from tests.processes import Forked
-from trivium.engines.processes import EngineHost, ProcessPool
+from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch import TorchEngine
 from trivium.policy import EngineFailure

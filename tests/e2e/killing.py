@@ -130,7 +130,7 @@ PICTURES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 """Moments of runs whose rollouts hold pictures."""
 
-CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {"call: not answered": (TrainProcess, "_receive", nothing)}
+CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {"call: not answered": (TrainProcess, "_wait_for", nothing)}
 """Moments at which the train process (`train.own_process`) computes or writes."""
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trivium.cluster.actors import MAX_CONCURRENCY, ActorDied, Answer, Call, Host, Inputs, causality
+from trivium.cluster.actors import MAX_CONCURRENCY, ActorDied, Call, Host, Inputs, causality
 from trivium.cluster.pools import ResourcePool
 from trivium.errors import RoleFailed, TriviumError
 
@@ -170,17 +169,17 @@ class ActorGroup:
 
     async def settled(self, calls: Sequence[Call]) -> None:
         """Waits until all calls have ended, one call has failed or a rank has died."""
-        waiting = {asyncio.ensure_future(_error_of(call)) for call in calls}
+        waiting = {asyncio.ensure_future(call.answered()) for call in calls}
         while waiting and not self._dead():
             done, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.result() is not None for task in done):
+            if any(task.result().error is not None for task in done):
                 break
         for task in waiting:
             task.cancel()
 
     async def watch(self) -> None:
         """Waits until a rank dies, and raises ActorDied, which names it."""
-        waiting = {asyncio.ensure_future(_error_of(life)): life for life in self._lives}
+        waiting = {asyncio.ensure_future(life.answered()): life for life in self._lives}
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             raise self._death(waiting[done.pop()])
@@ -228,12 +227,3 @@ class ActorGroup:
 def put_inputs(*args: object, **kwargs: object) -> ray.ObjectRef[Inputs]:
     """Puts arguments into the object store once, for any number of ranks."""
     return ray.put((list(args), dict(kwargs)))
-
-
-async def _error_of(call: Call) -> BaseException | None:
-    """Waits for a call and returns its error, if any."""
-    try:
-        answer: Answer = await call.ref
-    except RayError as error:
-        return error
-    return answer.error

@@ -23,7 +23,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from trivium.errors import RoleFailed, TriviumError, first_cause
+from trivium.errors import RoleFailed, TriviumError
+from trivium.processes.answers import Answer, Failures
 from trivium.runtime.logs import logging_to
 
 _log = logging.getLogger("trivium")
@@ -43,20 +44,6 @@ class ActorDied(RoleFailed):
     """The process of an actor died."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The result or the error of a call in another process."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-    def unwrap(self) -> Any:
-        """Returns the value, or raises the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 @dataclass(frozen=True)
 class Call:
     """A call in flight."""
@@ -65,12 +52,23 @@ class Call:
     actor: str
     """The name of the actor that runs it."""
 
-    def answer(self) -> Answer:
+    def answer(self, timeout_s: float | None = None) -> Answer:
         """Blocks until the answer arrives. If the process died, the answer holds ActorDied."""
         try:
-            return ray.get(self.ref)
+            return ray.get(self.ref, timeout=timeout_s)
         except RayError as error:
-            return Answer(error=ActorDied(self.actor, death_cause(error)))
+            return self._died(error)
+
+    async def answered(self) -> Answer:
+        """Like `answer`, without blocking the event loop."""
+        ref: Any = self.ref
+        try:
+            return await ref
+        except RayError as error:
+            return self._died(error)
+
+    def _died(self, error: RayError) -> Answer:
+        return Answer(error=ActorDied(self.actor, death_cause(error)))
 
 
 # --------------------------------------------------------------------------- in the process of an actor
@@ -81,7 +79,7 @@ class Actor:
 
     def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
         """Without a `run_dir`, logs to the stream that Ray forwards to the driver's terminal."""
-        self.name = name
+        self.name, self._failures = name, Failures(name, partial(RoleFailed, name))
         # Ray sets it to 1. It is set before torch is imported, so that results equal those of a process with this
         # number of threads.
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -96,22 +94,12 @@ class Actor:
     def __repr__(self) -> str:
         return self.name  # Ray's prefix for lines that this process prints
 
-    def _failed(self, error: BaseException) -> Answer:
-        """The first cause, as an error that any process can unpickle. Errors of Trivium stay as they are. Others become
-        a failure of this actor, since other processes may lack their class; the log has their traceback."""
-        cause = first_cause(error)
-        is_ours = isinstance(cause, TriviumError) and type(cause).__module__.partition(".")[0] == "trivium"
-        if is_ours or isinstance(cause, StopAsyncIteration):
-            return Answer(error=cause)
-        _log.info("failed", exc_info=error)
-        return Answer(error=RoleFailed(self.name, f"{type(cause).__name__}: {cause}"))
-
     def run(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Answer:
         """Runs `function(*args, **kwargs)` and returns its result or error."""
         try:
             return Answer(function(*args, **kwargs))
         except BaseException as error:
-            return self._failed(error)
+            return self._failures.answer(error)
 
 
 class RoleActor(Actor):
@@ -153,7 +141,7 @@ class Host(Actor):
                     self._built.set()
                 return Answer(_surface(self._object))
             except Exception as error:
-                return self._failed(error)
+                return self._failures.answer(error)
 
     async def surface(self) -> Answer:
         """The kinds of the object's public attributes by name: `coroutine`, `function` or `value`."""
@@ -232,7 +220,7 @@ class Host(Actor):
         try:
             return Answer(await self._result(attribute, args, kwargs))
         except Exception as error:
-            return self._failed(error)
+            return self._failures.answer(error)
 
 
 def _surface(hosted: object) -> dict[str, str]:
@@ -274,15 +262,13 @@ class Proxy:
 
     async def _await(self, attribute: str, *args: object, **kwargs: object) -> object:
         number = next(_NUMBERS)
-        ref: Any = self._actor.call.remote(self._caller, number, attribute, args, kwargs)
+        ref = self._actor.call.remote(self._caller, number, attribute, args, kwargs)
         try:
-            answer: Answer = await ref
+            answer = await Call(ref, self._name).answered()
         except asyncio.CancelledError:
             self._actor.cancel.remote(self._caller, number)
             await self._undo(ref, attribute, *args)
             raise
-        except RayError as error:
-            raise ActorDied(self._name, death_cause(error)) from error
         return answer.unwrap()
 
     async def _undo(self, ref: ray.ObjectRef[Answer], attribute: str, *args: object) -> None:
@@ -308,12 +294,8 @@ async def build_hosted(
     actor: ActorHandle[Host], name: str, caller: str, make: Callable[..., Any], *args: object
 ) -> Proxy:
     """Makes a host build its object. Raises the error of the build, and ActorDied."""
-    try:
-        built: Any = actor.build.remote(make, *args)
-        answer: Answer = await built
-    except RayError as error:
-        raise ActorDied(name, death_cause(error)) from error
-    return Proxy(actor, name, caller, answer.unwrap())
+    built = await Call(actor.build.remote(make, *args), name).answered()
+    return Proxy(actor, name, caller, built.unwrap())
 
 
 def call(actor: ActorHandle[Host], name: str, caller: str, attribute: str, *args: object, **kwargs: object) -> Any:
@@ -324,11 +306,7 @@ def call(actor: ActorHandle[Host], name: str, caller: str, attribute: str, *args
 
 def result_of(ref: ray.ObjectRef[Answer], name: str, timeout_s: float | None = None) -> Any:
     """Blocks for the answer of the actor `name` and unwraps it. Raises ActorDied if its process died."""
-    try:
-        answer: Answer = ray.get(ref, timeout=timeout_s)
-    except RayError as error:
-        raise ActorDied(name, death_cause(error)) from error
-    return answer.unwrap()
+    return Call(ref, name).answer(timeout_s).unwrap()
 
 
 def start_host(

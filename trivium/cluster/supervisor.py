@@ -17,7 +17,6 @@ from ray.exceptions import RayError
 
 from trivium.cluster.actors import (
     ActorDied,
-    Answer,
     Host,
     call,
     causality,
@@ -30,6 +29,7 @@ from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
 from trivium.cluster.shared_actors import BUFFER, SYNCHRONIZER, SharedActors
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.errors import RoleFailed
+from trivium.processes.answers import Answer
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.types import TRAINER
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 from trivium.config import RunConfig
-from trivium.engines.processes import EngineHost, ProcessPool
+from trivium.engines.process_pool import EngineHost, ProcessPool
+from trivium.processes.sockets import own_address
 from trivium.protocols import RolloutEngine, TrainEngine
 from trivium.registry import resolve
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine, train_device
-from trivium.sync.process_group import own_address
 from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.torchrun import serve_rank, shared_key

@@ -7,11 +7,8 @@ another exchange, or after `deadline_s`.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from trivium.concurrency import ProgressDeadline
-from trivium.errors import SyncError
+from trivium.processes.sockets import LOOPBACK, own_address
 from trivium.synchronizer import Exchange, Synchronizer
 from trivium.types import TRAINER
 
@@ -38,7 +35,6 @@ PIECE_BYTES = 2**28
 _CHECK_S = 0.25
 """The interval at which a wait checks the board."""
 _POLL_S = 0.001
-_LOOPBACK = "127.0.0.1"
 _OK = "well"
 ALL_BUCKETS = "whole"
 """The last acknowledgement of a member, after those of buckets."""
@@ -92,7 +88,7 @@ class ExchangeGroup:
         self.device = device if self.backend == "nccl" else torch.device("cpu")
         here = all(each["host"] == everyone[0]["host"] for each in everyone)
         store = PrefixStore("group", self._store)
-        host = _LOOPBACK if here else own_address()
+        host = LOOPBACK if here else own_address()
         self._backend: Any = self._connected(
             partial(self._nccl, store) if self.backend == "nccl" else partial(self._gloo, store, host)
         )
@@ -249,7 +245,7 @@ def _hold(work: dist.Work, backend: object) -> None:
 
 def open_store() -> TCPStore:
     """The trainer's rendezvous store, on a free port of every interface."""
-    return TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
 
 
 def join_store(address: str) -> TCPStore:
@@ -261,7 +257,7 @@ def join_store(address: str) -> TCPStore:
 def endpoint(address: str) -> tuple[str, int]:
     """Host and port of an `address`: the loopback address for this machine."""
     host, _, port = address.rpartition(":")
-    return _LOOPBACK if host == own_address() else host, int(port)
+    return LOOPBACK if host == own_address() else host, int(port)
 
 
 def refuses_connections(address: str, within_s: float = 0.0) -> bool:
@@ -277,31 +273,6 @@ def refuses_connections(address: str, within_s: float = 0.0) -> bool:
         if time.monotonic() >= end:
             return False
         time.sleep(0.05)
-
-
-def own_address() -> str:
-    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME, else of the
-    default route, else the loopback address."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            return _address_of(interface, probe)
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; connecting a datagram socket sends nothing
-        except OSError:
-            return _LOOPBACK
-        return probe.getsockname()[0]
-
-
-def _address_of(interface: str, probe: socket.socket) -> str:
-    get_address = 0x8915  # SIOCGIFADDR
-    try:
-        answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-    except OSError as error:
-        raise SyncError(
-            f"the address of GLOO_SOCKET_IFNAME={interface}", str(error), "name an interface with an IPv4 address"
-        ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _gpu_name(device: torch.device) -> str:

@@ -1,7 +1,6 @@
 """Ranks that `torchrun` started from one command: the first one drives, the others run its commands.
 
-Commands and results use torch's object collectives, which pickle: the ranks are one program on one cluster and trust
-each other (docs/operate.md, "Who is trusted").
+The ranks are one program on one cluster and trust each other (docs/operate.md, "Who is trusted").
 """
 
 from __future__ import annotations
@@ -9,58 +8,76 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from trivium.concurrency import ProcessLife
 from trivium.errors import RoleFailed
+from trivium.processes.answers import Answer
+from trivium.processes.link import CLOSE, Link
+from trivium.processes.sockets import Listening, connect, own_address
 from trivium.training.data_parallel import RankVerbs
 from trivium.training.ranks import COLLECTIVE_S, Ranks, open_process_group
 
-_IDLE = timedelta(days=365)
-"""Timeout of a wait for a command, which may be as long as rollouts take. The death of the driver ends the wait."""
+_CONNECT_S = 300.0
+"""Deadline for a rank to connect to the driver, which is the one of torch for its store."""
+_CLOSE_S = 30.0
+"""Deadline for the other ranks to answer the last command."""
+_DRIVER_GONE = "trainer rank 0", "it is gone"
+_DIED = "its process died"
 
 
 @dataclass(frozen=True)
-class _CommandGroups:
-    """Process groups between the driving rank and the others."""
+class _Connected:
+    """The connections of this process to other ranks."""
 
-    commands: dist.ProcessGroup
-    results: dist.ProcessGroup
-    """Used for results, which arrive within the deadline of a collective call."""
+    links: dict[int, Link]
+    """On the driving rank by rank; on the others to rank 0."""
     key: bytes
     """A secret of this run's ranks."""
+    deadline_s: float
+    """Deadline for the answer of a command, from when the driving rank has run it."""
 
 
 _GIVES_RESULTS = ("score", "update", "sampler", "take_updates")
 """Commands whose result the driver reads from every rank."""
-_STOPPED = "trivium/stopped"
-"""Key of the store that the driver sets once every rank has the command to end."""
-_STOPPED_S = 30.0
-"""Longest wait for that key, in seconds."""
-_OPEN: list[_CommandGroups] = []
-"""The groups of this process, once they are open."""
+_BUILD = "build"
+"""The command to build the engine of a stage from its spec."""
+_OPEN: list[_Connected] = []
+"""The connections of this process, once they are open."""
 
 
-def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGroups:
-    """Opens the process groups of all ranks, once. `deadline_s` is the timeout of a collective call within a
-    command."""
+def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _Connected:
+    """Connects all ranks, once. `deadline_s` is the timeout of a collective call within a command."""
     if not _OPEN:
         open_process_group(device, deadline_s)
-        life = json.dumps(asdict(ProcessLife.of(os.getpid())))
-        store = _store()
-        store.set(f"trivium/process/{dist.get_rank()}", life)
-        if dist.get_rank() == 0:
+        store, rank = _store(), dist.get_rank()
+        store.set(f"trivium/process/{rank}", json.dumps(asdict(ProcessLife.of(os.getpid()))))
+        if rank == 0:
             store.set("trivium/key", secrets.token_hex())
-        deadline = timedelta(seconds=deadline_s)
-        commands = _group(_IDLE if dist.get_rank() else deadline)  # each process applies its own timeout
-        _OPEN.append(_CommandGroups(commands, _group(deadline), store.get("trivium/key")))
+        key = store.get("trivium/key")
+        _OPEN.append(_Connected(_links(rank, key), key, deadline_s))
     return _OPEN[0]
+
+
+def _links(rank: int, key: bytes) -> dict[int, Link]:
+    """The other ranks listen, and the driver connects to them."""
+    store, name = _store(), "trivium/address/{}"
+    if rank == 0:
+        addresses = {n: json.loads(store.get(name.format(n))) for n in range(1, dist.get_world_size())}
+        return {
+            n: Link(connect((host, port), key), f"rank-{n}", partial(RoleFailed, f"trainer rank {n}", _DIED))
+            for n, (host, port) in addresses.items()
+        }
+    with closing(Listening(own_address(), key)) as listening:
+        store.set(name.format(rank), json.dumps(listening.address))
+        return {0: Link(listening.accept(_CONNECT_S), "rank-0", partial(RoleFailed, *_DRIVER_GONE))}
 
 
 def life_of_rank(rank: int) -> ProcessLife:
@@ -77,20 +94,15 @@ def shared_key() -> bytes:
     return _OPEN[0].key
 
 
-def _group(timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 class TorchrunRanks:
     """The `RankGroup` of the driving process."""
 
     def __init__(self, device: str, spec: object, make: Callable[[], tuple[Ranks, Any]]) -> None:
         """Sends the `spec` of the engine to the other ranks, and builds this rank's engine; `make` calls
         `join_ranks`."""
-        self._groups = connect_ranks(device)
-        self._scatter_commands([spec] * dist.get_world_size())
+        self._connected = connect_ranks(device)
+        for link in self._connected.links.values():
+            link.call(_BUILD, spec)
         self._ranks, engine = make()
         self._verbs = RankVerbs(engine)
         addresses = self._run("sampler", [()] * self._ranks.size)
@@ -114,20 +126,12 @@ class TorchrunRanks:
 
     def _run(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls `method` with each rank's arguments. Returns each rank's result."""
-        self._scatter_commands([(method, each) for each in args])
-        results: list[Any] = [None] * self._ranks.size
+        calls = [link.call(method, *args[rank]) for rank, link in sorted(self._connected.links.items())]
         try:
             result = getattr(self._verbs, method)(*args[0])
-            dist.gather_object(result, results, group=self._groups.results)
-        except RuntimeError as error:
-            raise _diagnosed(error) from error
-        return results
-
-    def _scatter_commands(self, commands: Sequence[Any]) -> None:
-        own: list[Any] = [None]
-        try:
-            dist.scatter_object_list(own, list(commands), group=self._groups.commands)
-        except RuntimeError as error:
+            end = time.monotonic() + self._connected.deadline_s
+            return [result, *(call.result(max(end - time.monotonic(), 0.0)) for call in calls)]
+        except (RuntimeError, TimeoutError) as error:
             raise _diagnosed(error) from error
 
 
@@ -137,49 +141,42 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
 
     Raises RoleFailed if the driving rank ended, and any error of the engine.
     """
-    groups = connect_ranks(device)
+    driver = connect_ranks(device).links[0]
     verbs: RankVerbs | None = None
-    while (command := _receive_command(groups.commands)) is not None:
-        if not isinstance(command, tuple):
+    for call in iter(driver.calls.get, None):
+        if call.method == CLOSE:
+            call.answer(Answer())
+            driver.close()
+            return
+        if call.method == _BUILD:
             verbs = None  # frees the models of the previous stage before loading those of the next one
-            verbs = build(command)
+            verbs = build(*call.args)
+            call.answer(Answer())
             continue
-        assert verbs is not None
-        method, args = command
-        result = getattr(verbs, method)(*args)
-        dist.gather_object(result if method in _GIVES_RESULTS else None, group=groups.results)
-    # The driver may still be sending the command: its call would fail if this connection closed now.
-    with suppress(RuntimeError):  # the driver, which may host the store, has ended
-        _store().wait([_STOPPED], timedelta(seconds=_STOPPED_S))
+        result = getattr(verbs, call.method)(*call.args)
+        call.answer(Answer(result if call.method in _GIVES_RESULTS else None))
+    raise RoleFailed(*_DRIVER_GONE)
 
 
 def stop_ranks(device: str) -> None:
     """Ends `serve_rank` on the other ranks, at the end of the run."""
-    commands = connect_ranks(device).commands
-    dist.scatter_object_list([None], [None] * dist.get_world_size(), group=commands)
-    _store().set(_STOPPED, "")
+    links = connect_ranks(device).links.values()
+    for closing_call in [link.call(CLOSE) for link in links]:
+        with suppress(RoleFailed, TimeoutError):  # it has ended or hangs, and nothing waits for it
+            closing_call.result(_CLOSE_S)
 
 
-def _receive_command(group: dist.ProcessGroup) -> object:
-    own: list[Any] = [None]
-    try:
-        dist.scatter_object_list(own, None, group=group)
-    except RuntimeError as error:
-        raise RoleFailed("trainer rank 0", f"it is gone: {str(error).splitlines()[0]}") from error
-    return own[0]
-
-
-def _diagnosed(error: RuntimeError) -> Exception:
+def _diagnosed(error: Exception) -> Exception:
     """Returns a RoleFailed for a rank on this machine that died or was stopped, or for a timeout; else the error
     itself."""
     lives = {rank: life_of_rank(rank) for rank in range(1, dist.get_world_size())}
     for rank, life in lives.items():
         if not life():
-            return RoleFailed(f"trainer rank {rank}", "its process died")
-    if "timed out" in str(error).lower():
+            return RoleFailed(f"trainer rank {rank}", _DIED)
+    if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
         stopped = [
             f"rank {n}: process {life.pid} was stopped (SIGSTOP)" for n, life in lives.items() if life.activity()[0]
         ]
-        cause = "; ".join(stopped) or str(error).splitlines()[0]
+        cause = "; ".join(stopped) or (str(error).splitlines() or ["its process runs"])[0]
         return RoleFailed("trainer", f"a rank did not answer in time: {cause}")
     return error

@@ -1,32 +1,33 @@
 """A train engine in a separate process, on the machine of the driving process.
 
 Python runs one thread of a process at a time: with thousands of rollouts in the same process, an update would wait for
-the interpreter lock at every operation. Commands and results are pickled: both ends are one program, over a private
-socket.
+the interpreter lock at every operation.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
-from trivium.errors import RoleFailed, TriviumError, portable
-from trivium.models.weights.stream import Described, Named, groups, receive_together, send_together, spec
+from trivium.errors import RoleFailed, TriviumError
+from trivium.models.weights.stream import Described, Named, groups
+from trivium.processes.answers import Answer, Failures
+from trivium.processes.link import Gone, Link
+from trivium.processes.transfer import Incoming, Outgoing, send_to_all
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
 from trivium.training.data_parallel import RankVerbs
+
+T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 _NAME = "trainer's process"
@@ -58,7 +59,7 @@ class TrainProcess:
         self._is_closing = False
         self._stall = ""
         """Why it was killed."""
-        self._connection, theirs = Pipe()
+        ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
@@ -69,7 +70,8 @@ class TrainProcess:
             )
         self.pid = self._process.pid
         Thread(target=self._watch, name="trivium-trainer", daemon=True).start()
-        self._send(spec)
+        self._link = Link(ours, "train-process")
+        self._link.call("build", spec)
 
     def _watch(self) -> None:
         """Kills the process if it stalls."""
@@ -85,24 +87,26 @@ class TrainProcess:
                 self._process.kill()
             time.sleep(_LOOK_S)
 
-    @contextmanager
-    def _waiting(self) -> Generator[None]:
+    def _wait_for(self, arrives: Callable[[], T]) -> T:
+        """Calls a function that waits for the other process."""
         self._waits += 1
         try:
-            yield
+            return arrives()
         finally:
             self._waits += 1
 
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
         with self._calls:
             self._call = f"the call {method!r} of {time.strftime('%H:%M:%S')}"
-            self._send((method, args))
-            while (answer := self._receive())[0] == "offer":
-                self._send(self._offer(*answer[1:]))
-        kind, result = answer
-        if kind == "error":
-            raise result
-        return result
+            result = self._link.call(method, *args)
+            result.add_done_callback(lambda _: self._link.calls.put(None))
+            try:
+                while (offer := self._wait_for(self._link.calls.get)) is not None:
+                    offer.answer(self._offer(offer.weights, *offer.args))
+                return result.result()
+            except Gone as error:
+                code = self._exit_code()
+                raise RoleFailed(_NAME, self._stall or f"it ended with exit code {code}") from error
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
@@ -114,128 +118,65 @@ class TrainProcess:
         if not (is_idle := self._calls.acquire(timeout=_CLOSE_S)):
             self._process.kill()
             is_idle = self._calls.acquire(timeout=_CLOSE_S)
-        self._connection.close()
+        self._link.disconnect()
         if is_idle:
             self._calls.release()
         self._exit_code()
 
-    def _offer(self, version: int, tensors: tuple[Any, ...] | None) -> tuple[bool, str] | Exception:
-        """Offers weights from the connection. Returns (whether they were delivered, their hash), or the error."""
-        arriving = self._arriving()
+    def _offer(self, incoming: Incoming, version: int, tensors: tuple[Any, ...] | None) -> Answer:
+        """Offers weights to the channel. Answers whether they were delivered, and their hash."""
+        arriving = self._arriving(incoming)
         try:
             delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
         except TriviumError as error:
-            return error
-        finally:
-            for _ in arriving:  # the channel may not have read all of them
-                pass
-        return delivered, getattr(self._channel, "offered", "")
+            return Answer(error=error)
+        return Answer((delivered, getattr(self._channel, "offered", "")))
 
-    def _arriving(self) -> Iterator[Named]:
-        while (headers := self._receive()) is not None:
-            with self._waiting():
-                arrived = deque(receive_together(self._connection, headers))
-            while arrived:
-                yield arrived.popleft()
-
-    def _send(self, message: object) -> None:
-        with self._waiting(), suppress(BrokenPipeError, ConnectionResetError):  # it ended: `_receive` raises
-            self._connection.send_bytes(pickle.dumps(message))
-
-    def _receive(self) -> Any:
-        try:
-            with self._waiting():
-                return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError) as error:
-            code = self._exit_code()
-            raise RoleFailed(_NAME, self._stall or f"it ended with exit code {code}") from error
+    def _arriving(self, incoming: Incoming) -> Iterator[Named]:
+        weights = iter(incoming)
+        while (named := self._wait_for(partial(next, weights, None))) is not None:
+            yield named
+            del named  # before the next one comes
 
     def _exit_code(self) -> int:
         """Waits for the end of the process, whose connection is closed."""
         try:
-            with self._waiting():
-                return self._process.wait(_CLOSE_S)
+            return self._wait_for(partial(self._process.wait, _CLOSE_S))
         except subprocess.TimeoutExpired:
             _log.warning("the %s has not ended after %.0f s: it is killed", _NAME, _CLOSE_S)
             self._process.kill()
             return self._process.wait()
 
 
-class _DriverGone(Exception):
-    """The driving process has closed the connection, or has ended."""
-
-
-class _Driver:
-    """The driving process, seen from its train process."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, message: object) -> None:
-        with self._watched():
-            self._connection.send_bytes(pickle.dumps(message))
-
-    def send_tensors(self, group: Sequence[Named]) -> None:
-        with self._watched():
-            send_together(self._connection, group)
-
-    def receive(self) -> Any:
-        with self._watched():
-            return pickle.loads(self._connection.recv_bytes())
-
-    @contextmanager
-    def _watched(self) -> Generator[None]:
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            raise _DriverGone from error
-
-
 class _DriversChannel:
     """The channel of the engine: forwards offers to the channel of the driving process."""
 
-    def __init__(self, driver: _Driver) -> None:
+    def __init__(self, driver: Link) -> None:
         self._driver = driver
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        self._driver.send(("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
-        for group in groups((name, value.detach().cpu().contiguous()) for name, value in weights):
-            self._driver.send([spec(*named) for named in group])
-            self._driver.send_tensors(group)
-        self._driver.send(None)
-        answer = self._driver.receive()
-        if isinstance(answer, Exception):
-            raise answer
-        delivered, self.offered = answer
+        tensors, outgoing = weights.tensors if isinstance(weights, DescribedWeights) else None, Outgoing()
+        offered = self._driver.call("offer", version, tensors, weights=outgoing)
+        send_to_all(groups((name, value.detach().cpu().contiguous()) for name, value in weights), [outgoing])
+        delivered, self.offered = offered.result()
         return delivered
 
 
 def serve_driver(connection: Connection, make: Callable[[Any, WeightChannel], RankVerbs]) -> None:
     """Runs the commands of the driving process until it closes the connection or ends. `make` builds the engine from
-    its spec and the channel for weights."""
-    driver = _Driver(connection)
-    with suppress(_DriverGone):
-        spec = driver.receive()
-        try:
-            made: RankVerbs | Exception = make(spec, cast(WeightChannel, _DriversChannel(driver)))
-        except Exception as error:  # raised in the driving process by its first command
-            made = _portable(error)
-        while True:
-            method, args = driver.receive()
-            driver.send(("error", made) if isinstance(made, Exception) else _answer(made, method, args))
-
-
-def _answer(verbs: RankVerbs, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-    try:
-        return "result", getattr(verbs, method)(*args)
-    except _DriverGone:
-        raise
-    except Exception as error:  # raised in the driving process
-        return "error", _portable(error)
-
-
-def _portable(error: Exception) -> Exception:
-    if (answer := portable(error, partial(RoleFailed, _NAME))) is not error:
-        _log.error("the %s failed", _NAME, exc_info=error)
-    return answer
+    its spec and the channel for weights; its error is the answer of every command."""
+    driver = Link(connection, "driver", partial(RoleFailed, "run's process", "it has ended"))
+    failures = Failures(f"the {_NAME}", partial(RoleFailed, _NAME))
+    channel = cast(WeightChannel, _DriversChannel(driver))
+    made: Answer | None = None
+    for call in iter(driver.calls.get, None):
+        if made is None:
+            made = failures.answer_of(partial(make, *call.args, channel))
+            call.answer(Answer())
+        elif made.error is not None:
+            call.answer(made)
+        else:
+            run = partial(getattr(made.value, call.method), *call.args)
+            call.answer(failures.answer_of(run))
+    driver.disconnect()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.sessions import RENDERER
-from trivium.engines.processes import EngineHost, ProcessPool
+from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError
 from trivium.models.weights import stream
@@ -103,7 +103,7 @@ async def test_no_message_waits_until_the_one_before_is_acknowledged() -> None:
     """As TCP would have it: 40 ms for each tensor."""
     pool = ProcessPool(scripted(), [("rank 1", EngineHost(scripted(), "127.0.0.1", b"key").address)], b"key", 60.0)
     replica: Any = pool.replicas[1]
-    with socket.socket(fileno=os.dup(replica._connection.fileno())) as connected:
+    with socket.socket(fileno=os.dup(replica._link._connection.fileno())) as connected:
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await pool.close()
 

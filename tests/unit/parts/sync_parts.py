@@ -14,7 +14,7 @@ import torch
 
 from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.engines import layers
-from trivium.engines.processes import EngineHost
+from trivium.engines.process_pool import EngineHost
 from trivium.engines.torch import TorchEngine
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.stream import Described, spec

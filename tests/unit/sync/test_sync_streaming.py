@@ -16,7 +16,7 @@ from sync_parts import adopt, channel_end, engine_of, explore, holds_shifted, ho
 from training_parts import write_model
 
 from tests.processes import Forked
-from trivium.engines.processes import ProcessPool
+from trivium.engines.process_pool import ProcessPool
 from trivium.engines.torch import TorchEngine
 from trivium.errors import RoleFailed, SyncError
 from trivium.models.weights.stream import Described

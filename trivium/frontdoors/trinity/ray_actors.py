@@ -19,12 +19,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from trivium.board import SharedBoard
-from trivium.cluster.actors import ActorDied, Answer, Host, Proxy, death_cause, start_host
+from trivium.cluster.actors import ActorDied, Host, Proxy, death_cause, start_host
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel
 from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
 from trivium.errors import RoleFailed
 from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
+from trivium.processes.answers import Answer
 from trivium.protocols import Weights
 
 USER_S = 60.0

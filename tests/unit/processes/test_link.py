@@ -1,0 +1,162 @@
+"""A link between two processes: calls of either end, errors, weights, cancellation, and the end of a process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
+from multiprocessing import AuthenticationError, Pipe
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+
+from trivium.errors import ConfigError, RoleFailed
+from trivium.models.weights.stream import Named
+from trivium.processes.answers import Answer, Failures
+from trivium.processes.link import CANCEL, CLOSE, Call, Gone, Link, serve
+from trivium.processes.sockets import Listening, connect
+from trivium.processes.transfer import Outgoing, send_to_all
+
+FAILURES = Failures("the other process", lambda text: RoleFailed("other", text))
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def links() -> Generator[tuple[Link, Link]]:
+    one, other = (Link(end, name) for end, name in zip(Pipe(), ("one", "other"), strict=True))
+    yield one, other
+    one.disconnect()
+    other.disconnect()
+
+
+def answering(link: Link, answer: Callable[[Call], Answer]) -> Thread:
+    """Answers the calls of the other end, in a thread."""
+
+    def run() -> None:
+        for call in iter(link.calls.get, None):
+            call.answer(answer(call))
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_calls_have_answers_and_errors(links: tuple[Link, Link]) -> None:
+    one, other = links
+
+    def refuse() -> None:
+        raise ConfigError("a model", "none", "name one")
+
+    served = {"divide": lambda a, b: a / b, "refuse": refuse}
+    answering(other, lambda call: FAILURES.answer_of(lambda: served[call.method](*call.args)))
+    assert [one.call("divide", n, 2).result(PATIENCE_S) for n in (4, 5)] == [2.0, 2.5]
+    with pytest.raises(ConfigError, match="found: none\ndo: name one"):
+        one.call("refuse").result(PATIENCE_S)
+    with pytest.raises(RoleFailed, match="other failed: ZeroDivisionError: division by zero"):
+        one.call("divide", 1, 0).result(PATIENCE_S)
+
+
+def test_a_process_that_runs_a_call_may_call_back(links: tuple[Link, Link]) -> None:
+    one, other = links
+    answering(one, lambda call: Answer(call.args[0] + 1))
+    answering(other, lambda call: Answer(other.call("increment", call.args[0]).result(PATIENCE_S) * 2))
+    assert one.call("double", 3).result(PATIENCE_S) == 8
+
+
+def test_the_death_of_a_process_fails_every_call_and_the_later_ones(links: tuple[Link, Link]) -> None:
+    one, other = links
+    outgoing = Outgoing()
+    waiting = one.call("rest", weights=outgoing)
+    outgoing.give([("w", torch.zeros(2))])
+    call = other.calls.get(timeout=PATIENCE_S)
+    assert call is not None
+    one.disconnect()
+    with pytest.raises(Gone):
+        list(call.weights)
+    assert other.calls.get(timeout=PATIENCE_S) is None
+    for failed in (waiting, one.call("rest")):
+        with pytest.raises(Gone):
+            failed.result(PATIENCE_S)
+    assert outgoing.has_taken.wait(PATIENCE_S)
+
+
+def test_weights_are_read_once_the_receiver_has_taken_the_ones_before(links: tuple[Link, Link]) -> None:
+    one, other = links
+    tensors = [torch.arange(3.0), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True])]
+    groups: list[list[Named]] = [[("a", tensors[0]), ("b", tensors[1])], [("c", tensors[2])], [("d", tensors[0])]]
+    outgoing, read, may_go_on = Outgoing(), [0], Event()
+    sent = one.call("load", weights=outgoing)
+
+    def reading() -> Any:
+        for group in groups:
+            read[0] += 1
+            yield group
+
+    sender = Thread(target=send_to_all, args=(reading(), [outgoing]), daemon=True)
+    sender.start()
+    call = other.calls.get(timeout=PATIENCE_S)
+    assert call is not None
+    assert not may_go_on.wait(0.1)
+    assert read == [1]
+    weights = iter(call.weights)
+    arrived = [next(weights) for _ in range(3)]
+    assert [name for name, _ in arrived] == ["a", "b", "c"]
+    assert all(torch.equal(tensor, expected) for (_, tensor), expected in zip(arrived, tensors, strict=True))
+    call.answer(Answer("enough"))  # without the last group
+    assert sent.result(PATIENCE_S) == "enough"
+    sender.join(PATIENCE_S)
+    assert not sender.is_alive()
+
+
+async def test_concurrent_calls_are_cancelled_one_by_one_and_all_by_the_last_call(links: tuple[Link, Link]) -> None:
+    one, other = links
+    cancelled = set[str]()
+
+    async def start(call: Call) -> str:
+        try:
+            await asyncio.sleep(0 if call.args[0] == "quick" else 600)
+        except asyncio.CancelledError:
+            cancelled.add(call.args[0])
+            raise
+        return call.args[0]
+
+    serving = asyncio.ensure_future(serve(other, start, FAILURES))
+    slow, stays = one.call("sleep", "slow"), one.call("sleep", "stays")
+    assert await asyncio.wrap_future(one.call("sleep", "quick")) == "quick"
+    slow.cancel()
+    with pytest.raises(CancelledError):
+        slow.result(0)
+    async with asyncio.timeout(PATIENCE_S):
+        while cancelled != {"slow"}:
+            await asyncio.sleep(0.01)
+    assert not stays.done()
+    one.call(CLOSE)
+    await asyncio.wait_for(serving, PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while cancelled != {"slow", "stays"}:
+            await asyncio.sleep(0.01)
+
+
+def test_a_cancelled_call_is_reported_to_the_process_that_runs_it(links: tuple[Link, Link]) -> None:
+    one, other = links
+    one.call("rest").cancel()
+    methods = [call.method for call in (other.calls.get(timeout=PATIENCE_S) for _ in range(2)) if call is not None]
+    assert methods == ["rest", CANCEL]
+
+
+def test_a_process_without_the_key_is_refused() -> None:
+    with closing(Listening("127.0.0.1", b"key")) as listening, ThreadPoolExecutor(1) as threads:
+        accepting = threads.submit(listening.accept, PATIENCE_S)
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            connect(listening.address, b"another")
+        with pytest.raises(AuthenticationError):
+            accepting.result(PATIENCE_S)
+        accepting = threads.submit(listening.accept, PATIENCE_S)
+        with connect(listening.address, b"key") as mine, accepting.result(PATIENCE_S) as theirs:
+            mine.send_bytes(b"hello")
+            assert theirs.recv_bytes() == b"hello"
+        with pytest.raises(TimeoutError):
+            listening.accept(0.05)

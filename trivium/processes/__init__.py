@@ -1,0 +1,5 @@
+"""Commands to another process of a run: calls, streams of weights, errors, and the death of either process.
+
+`link.Link` carries them over a pipe or a socket. On Ray, actors call one another (`trivium.cluster.actors`), with the
+same `answers.Answer`.
+"""

@@ -1,0 +1,211 @@
+"""Calls between two processes of a run over one connection. Either end may call.
+
+Messages are pickled: both ends are one program, and the connection is private or takes a key (`sockets`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from trivium.models.weights.stream import receive_together, send_together, spec
+from trivium.processes.answers import Answer, Failures
+from trivium.processes.transfer import Group, Incoming, Outgoing
+
+_CLOSE_S = 60.0
+"""How long the threads of a link may take to end."""
+CANCEL, CLOSE = "cancel", "close"
+"""The methods of a `Call` that cancels an earlier call of its number, and of the last call."""
+_NO_WEIGHTS = Incoming(lambda: None)
+
+
+class Gone(Exception):
+    """The other process has ended, or one end has closed the connection."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the other process has made."""
+
+    link: Link
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    weights: Incoming = _NO_WEIGHTS
+    """The weights that the other process sends with the call, if it sends any."""
+
+    def answer(self, answer: Answer) -> None:
+        """Ends the call."""
+        self.link.answer(self.number, answer)
+
+
+class Link:
+    """One end of a connection. A thread sends, another one receives: a process that hangs blocks neither end."""
+
+    def __init__(self, connection: Connection, name: str, gone: Callable[[], Exception] = Gone) -> None:
+        """`name` names the threads. `gone` makes the error of a call whose process has ended."""
+        self._connection, self._gone = connection, gone
+        self.calls = SimpleQueue[Call | None]()
+        """The calls of the other process, in order; None once it has ended or closed the connection."""
+        self._numbers = count()
+        self._unsent = SimpleQueue[tuple[bytes, Group] | None]()
+        self._waiting: dict[int, tuple[Future[Any], Outgoing | None]] = {}
+        """Calls of this process that are not answered."""
+        self._serving: dict[int, Incoming] = {}
+        """Weights of the calls of the other process that are not answered."""
+        self._is_gone = False
+        self._failing = Lock()
+        self._receiving = Thread(target=self._receive_all, name=f"trivium-{name}", daemon=True)
+        self._sending = Thread(target=self._send_all, name=f"trivium-to-{name}", daemon=True)
+        self._receiving.start()
+        self._sending.start()
+
+    def call(self, method: str, *args: object, weights: Outgoing | None = None) -> Future[Any]:
+        """Calls the other process, without waiting. Cancelling the future cancels the call there. The future raises the
+        error of the call, or `gone()`."""
+        number, future = next(self._numbers), Future[Any]()
+        if weights is not None:
+            weights.put = partial(self._send, "weights", number, None)
+        self._waiting[number] = future, weights
+        future.add_done_callback(partial(self._settled, number))
+        if self._is_gone:
+            self._fail(future)
+        else:
+            self._send("call", number, (method, args, weights is not None))
+        return future
+
+    def answer(self, number: int, answer: Answer) -> None:
+        self._serving.pop(number, None)
+        self._send("answer", number, (answer.value, answer.error))
+
+    def close(self) -> None:
+        """Sends what is unsent, unless the other process reads nothing, and disconnects."""
+        self._unsent.put(None)
+        self._sending.join(_CLOSE_S)
+        self.disconnect()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until the other process has ended or closed the connection, for at most so long."""
+        self._receiving.join(timeout_s)
+
+    def disconnect(self) -> None:
+        """Ends both threads, even during a read or a write."""
+        if self._connection.closed:
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
+            connected.shutdown(socket.SHUT_RDWR)  # fails if the other process has ended
+        for thread in (self._receiving, self._sending):  # they must end before the connection is closed
+            thread.join(_CLOSE_S)
+        self._connection.close()
+
+    # ------------------------------------------------------------------ sending
+
+    def _send(self, kind: str, number: int, content: object, group: Group = ()) -> None:
+        specs = [spec(name, tensor) for name, tensor in group]
+        self._unsent.put((pickle.dumps((kind, number, content, specs)), group))
+
+    def _send_all(self) -> None:
+        with suppress(OSError):  # the other process has ended; the receiving thread fails the waiting calls
+            while self._send_next():
+                pass
+
+    def _send_next(self) -> bool:
+        message = self._unsent.get()  # in a function: the tensors are freed before the next message is there
+        if message is None:
+            return False
+        self._connection.send_bytes(message[0])
+        if message[1]:
+            send_together(self._connection, message[1])
+        return True
+
+    def _settled(self, number: int, future: Future[Any]) -> None:
+        _, outgoing = self._waiting.pop(number)
+        if future.cancelled():
+            self._send(CANCEL, number, None)
+        elif outgoing is not None:
+            outgoing.end()
+
+    # ------------------------------------------------------------------ receiving
+
+    def _receive_all(self) -> None:
+        try:
+            with suppress(EOFError, ConnectionError):  # the other process has ended
+                while True:
+                    self._receive_next()
+        finally:
+            self._end()
+
+    def _receive_next(self) -> None:
+        kind, number, content, specs = pickle.loads(self._connection.recv_bytes())
+        group = [*receive_together(self._connection, specs)] if specs else []
+        incoming, (future, outgoing) = self._serving.get(number), self._waiting.get(number, (None, None))
+        if kind == "call":
+            method, args, has_weights = content
+            weights = Incoming(partial(self._send, "taken", number, None)) if has_weights else _NO_WEIGHTS
+            if has_weights:
+                self._serving[number] = weights
+            self.calls.put(Call(self, number, method, args, weights))
+        elif kind == CANCEL:
+            self._serving.pop(number, None)
+            self.calls.put(Call(self, number, CANCEL, ()))
+        elif kind == "weights" and incoming is not None:
+            incoming.put(group)
+        elif kind == "taken" and outgoing is not None:
+            outgoing.has_taken.set()
+        elif kind == "answer" and future is not None and future.set_running_or_notify_cancel():
+            value, error = content
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+        # Any other message belongs to a call that has ended here.
+
+    def _end(self) -> None:
+        self._is_gone = True
+        self._unsent.put(None)
+        for future, _ in [*self._waiting.values()]:
+            self._fail(future)
+        for incoming in [*self._serving.values()]:
+            incoming.fail(self._gone())
+        self.calls.put(None)
+
+    def _fail(self, future: Future[Any]) -> None:
+        with self._failing:  # `call` and `_end` may fail the same one
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(self._gone())
+
+
+async def serve(link: Link, start: Callable[[Call], Awaitable[Any]], failures: Failures) -> None:
+    """Runs the calls of the other process concurrently, until it ends or makes the last call (`CLOSE`). Then cancels
+    those that run."""
+
+    async def run(call: Call) -> None:
+        try:
+            answer = Answer(await start(call))
+        except Exception as error:
+            answer = failures.answer(error)
+        call.answer(answer)
+
+    tasks = dict[int, asyncio.Task[None]]()
+    while (call := await asyncio.to_thread(link.calls.get)) is not None and call.method != CLOSE:
+        number = call.number
+        if call.method == CANCEL:
+            if number in tasks:
+                tasks[number].cancel()
+            continue
+        tasks[number] = asyncio.ensure_future(run(call))
+        tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))
+    for task in [*tasks.values()]:
+        task.cancel()
