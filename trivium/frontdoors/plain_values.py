@@ -1,4 +1,7 @@
-"""Converts configs of any kind to plain mappings, lists and values, and resolves references (`${...}`)."""
+"""Converts configs of any kind to plain mappings, lists and values, and resolves references (`${...}`).
+
+`Section` and `read` give user code and adapters access to a config by attribute or by key.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -55,6 +58,31 @@ def _of_omegaconf(omegaconf: Any, config: Any) -> Any:
         return plain(omegaconf.OmegaConf.to_container(config, resolve=True, **options))
     except omegaconf.errors.OmegaConfBaseException:
         return plain(omegaconf.OmegaConf.to_container(config, resolve=False, **options))
+
+
+class Section(dict[str, Any]):
+    """A config section that supports `section.key`, `section["key"]` and `section.get("key", default)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the config has no {name!r}: it has {', '.join(self)}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Returns the value with its mappings converted to sections."""
+        if isinstance(value, Mapping):
+            return cls({str(name): cls.of(part) for name, part in value.items()})
+        return [cls.of(part) for part in value] if isinstance(value, list) else value
+
+
+def read(config: Any, key: str, default: Any = None) -> Any:
+    """Returns a key of a mapping or an attribute of an object, or the default if it is absent or None."""
+    value = config.get(key) if hasattr(config, "get") else getattr(config, key, None)
+    return default if value is None else value
 
 
 def resolved(config: Any) -> Any:

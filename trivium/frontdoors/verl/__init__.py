@@ -1,17 +1,22 @@
-"""verl's object API, over the loop and components of `trivium run`.
+"""verl's object API, over the loop and components of `trivium run`: every name that its users import, in one place.
 
-Names are imported on first use, because most of them import Ray and torch.
+A script for verl changes its import lines alone: `from trivium.frontdoors.verl import RayPPOTrainer, core_algos`. Names
+are imported on first use, because most of them import Ray and torch.
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import MissingPackage
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
     from trivium.algorithms import (
+        AdaptiveKLController,
+        FixedKLController,
         agg_loss,
         compute_entropy_loss,
         compute_policy_loss,
@@ -19,18 +24,58 @@ if TYPE_CHECKING:
         get_kl_controller,
         kl_penalty,
     )
-    from trivium.algorithms.kl import AdaptiveKLController, FixedKLController
     from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
-    from trivium.frontdoors.verl.batch_view import BatchView, DataProto, Scored, living, scored_rows
-    from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-    from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
-    from trivium.frontdoors.verl.registered import (
+    from trivium.frontdoors.verl import core_algos, hydra, metric_utils, protocol, rollout_corr_helper
+    from trivium.frontdoors.verl.batch_steps import apply_kl_penalty, compute_advantage, compute_response_mask
+    from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
+    from trivium.frontdoors.verl.core_algos import (
+        AdvantageEstimator,
         get_adv_estimator_fn,
         get_policy_loss_fn,
         register_adv_est,
         register_policy_loss,
     )
-    from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+    from trivium.frontdoors.verl.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn
+    from trivium.frontdoors.verl.hydra import DictConfig, ListConfig, OmegaConf, open_dict
+    from trivium.frontdoors.verl.launching import (
+        auto_set_device,
+        copy_to_local,
+        get_ppo_ray_runtime_env,
+        is_cuda_available,
+        load_extern_object,
+        load_extern_type,
+    )
+    from trivium.frontdoors.verl.main_ppo import (
+        TaskRunner,
+        need_critic,
+        need_reference_policy,
+        need_reward_model,
+        run_ppo,
+        validate_config,
+    )
+    from trivium.frontdoors.verl.metric_utils import (
+        compute_data_metrics,
+        compute_throughout_metrics,
+        compute_timing_metrics,
+        process_validation_metrics,
+        reduce_metrics,
+    )
+    from trivium.frontdoors.verl.model_workers import (
+        ActorRolloutRefWorker,
+        AsyncActorRolloutRefWorker,
+        CriticWorker,
+        RewardModelWorker,
+    )
+    from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
+    from trivium.frontdoors.verl.protocol import (
+        DataProto,
+        DataProtoItem,
+        fold_batch_dim,
+        pad_dataproto_to_divisor,
+        unfold_batch_dim,
+        unpad_dataproto,
+    )
+    from trivium.frontdoors.verl.resource_pools import RayResourcePool, ResourcePoolManager, Role
     from trivium.frontdoors.verl.reward_bases import (
         AbstractRewardManager,
         RawRewardFn,
@@ -51,9 +96,22 @@ if TYPE_CHECKING:
         NaiveRewardManager,
         PrimeRewardManager,
     )
+    from trivium.frontdoors.verl.rl_dataset import (
+        RLHFDataset,
+        collate_fn,
+        create_rl_dataset,
+        create_rl_sampler,
+        get_dataset_class,
+    )
     from trivium.frontdoors.verl.scorer import default_compute_score
     from trivium.frontdoors.verl.trainer import RayPPOTrainer
-    from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+    from trivium.frontdoors.verl.worker import Worker
+    from trivium.frontdoors.verl.worker_group import (
+        DataProtoFuture,
+        RayClassWithInitArgs,
+        RayWorkerGroup,
+        create_colocated_worker_cls,
+    )
     from trivium.text import hf_processor, hf_tokenizer
 
 __all__ = [
@@ -62,104 +120,119 @@ __all__ = [
     "AbstractSampler",
     "ActorRolloutRefWorker",
     "AdaptiveKLController",
+    "AdvantageEstimator",
+    "AsyncActorRolloutRefWorker",
     "BatchRewardManager",
     "BatchView",
     "CriticWorker",
     "DAPORewardManager",
     "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "DictConfig",
+    "Dispatch",
+    "Execute",
     "FixedKLController",
+    "ListConfig",
     "NaiveRewardManager",
+    "OmegaConf",
     "PrimeRewardManager",
+    "RLHFDataset",
     "RawRewardFn",
+    "RayClassWithInitArgs",
     "RayPPOTrainer",
+    "RayResourcePool",
     "RayWorkerGroup",
     "ResourcePoolManager",
     "RewardManagerBase",
     "RewardModelWorker",
     "Role",
     "Scored",
+    "TaskRunner",
+    "Worker",
     "agg_loss",
+    "apply_kl_penalty",
+    "auto_set_device",
+    "collate_fn",
+    "compute_advantage",
+    "compute_data_metrics",
     "compute_entropy_loss",
     "compute_policy_loss",
+    "compute_response_mask",
     "compute_reward",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
     "compute_value_loss",
+    "copy_to_local",
+    "core_algos",
+    "create_colocated_worker_cls",
+    "create_rl_dataset",
+    "create_rl_sampler",
     "default_compute_score",
+    "fold_batch_dim",
     "get_adv_estimator_fn",
+    "get_dataset_class",
     "get_event_loop",
     "get_kl_controller",
     "get_policy_loss_fn",
+    "get_ppo_ray_runtime_env",
     "get_reward_manager_cls",
     "hf_processor",
     "hf_tokenizer",
+    "hydra",
+    "is_cuda_available",
     "kl_penalty",
     "living",
     "load_compute_score",
+    "load_extern_object",
+    "load_extern_type",
     "load_reward_manager",
+    "make_nd_compute_dataproto_dispatch_fn",
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "metric_utils",
+    "need_critic",
+    "need_reference_policy",
+    "need_reward_model",
+    "open_dict",
+    "pad_dataproto_to_divisor",
+    "process_validation_metrics",
+    "protocol",
+    "reduce_metrics",
     "register",
     "register_adv_est",
     "register_policy_loss",
+    "rollout_corr_helper",
+    "run_ppo",
     "score_groups",
     "scored_rows",
+    "unfold_batch_dim",
+    "unpad_dataproto",
+    "validate_config",
 ]
 
-_MODULES = {
-    "trivium.algorithms": (
-        "agg_loss",
-        "compute_entropy_loss",
-        "compute_policy_loss",
-        "compute_value_loss",
-        "get_kl_controller",
-        "kl_penalty",
-    ),
-    "trivium.algorithms.kl": ("AdaptiveKLController", "FixedKLController"),
-    "trivium.algorithms.stats": ("masked_mean", "masked_var", "masked_sum"),
-    "trivium.frontdoors.verl.batch_view": ("BatchView", "DataProto", "Scored", "living", "scored_rows"),
-    "trivium.frontdoors.verl.resource_pools": ("ResourcePoolManager", "Role"),
-    "trivium.frontdoors.verl.reward_loading": (
-        "compute_reward",
-        "load_compute_score",
-        "load_reward_manager",
-        "score_groups",
-    ),
-    "trivium.frontdoors.verl.reward_bases": (
-        "AbstractRewardManager",
-        "RawRewardFn",
-        "RewardManagerBase",
-        "get_event_loop",
-        "get_reward_manager_cls",
-        "register",
-    ),
-    "trivium.frontdoors.verl.reward_managers": (
-        "BatchRewardManager",
-        "DAPORewardManager",
-        "NaiveRewardManager",
-        "PrimeRewardManager",
-    ),
-    "trivium.frontdoors.verl.registered": (
-        "get_adv_estimator_fn",
-        "get_policy_loss_fn",
-        "register_adv_est",
-        "register_policy_loss",
-    ),
-    "trivium.frontdoors.verl.scorer": ("default_compute_score",),
-    "trivium.frontdoors.verl.orders": ("AbstractCurriculumSampler", "AbstractSampler"),
-    "trivium.frontdoors.verl.trainer": ("RayPPOTrainer",),
-    "trivium.frontdoors.verl.worker_group": ("RayWorkerGroup",),
-    "trivium.frontdoors.verl.model_workers": ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"),
-    "trivium.text": ("hf_processor", "hf_tokenizer"),
-}
+
+def _homes() -> dict[str, str]:
+    """Returns the module of each name."""
+    body = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    imports = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    return {
+        alias.name: str(node.module) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+_HOMES = _homes()
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            try:
-                return getattr(import_module(module), name)
-            except ModuleNotFoundError as error:
-                if error.name != "ray":
-                    raise
-                raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _HOMES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        home = import_module(f"{module}.{name}" if module == __name__ else module)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error
+    return home if module == __name__ else getattr(home, name)

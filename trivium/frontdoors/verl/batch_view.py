@@ -6,61 +6,23 @@ includes the messages of tools and environments in between, with a `response_mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trivium.errors import DataError
+from trivium.frontdoors.verl.protocol import DataProto, objects
 from trivium.policy import finite_number
 from trivium.types import Batch, Experience, Group, Trajectory, experiences_of
 
-Rows = slice | Sequence[int] | npt.NDArray[Any] | Tensor
 
-
-class Tensors(dict[str, Tensor]):
-    """Tensors by name that share their leading dimensions."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], batch_size: Sequence[int]) -> None:
-        super().__init__(tensors)
-        self.batch_size = torch.Size(batch_size)
-
-
-@dataclass(slots=True)
-class Item:
-    """One row: tensors without the batch dimension, and one object per column."""
-
-    batch: Tensors
-    non_tensor_batch: dict[str, Any]
-    meta_info: dict[str, Any]
-
-
-@dataclass(slots=True)
-class BatchView:
-    """B rows: `.batch["responses"]` (B, R), `.non_tensor_batch["data_source"]` (B,), `.meta_info`, and `view[i]`."""
-
-    batch: Tensors
-    non_tensor_batch: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Arrays of objects, or of numbers, of length B."""
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(
-        cls,
-        tensors: Mapping[str, Tensor],
-        non_tensors: Mapping[str, Sequence[Any] | npt.NDArray[Any]] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-    ) -> BatchView:
-        """Builds a view of tensors and columns. Raises DataError unless all have the same number of rows."""
-        columns = {name: _objects(column) for name, column in (non_tensors or {}).items()}
-        rows = {name: len(column) for name, column in [*tensors.items(), *columns.items()]}
-        if len(set(rows.values())) > 1:
-            raise DataError("tensors and columns with one entry per row", str(rows), "make them equally long")
-        return cls(Tensors(tensors, [next(iter(rows.values()), 0)]), columns, dict(meta_info or {}))
+@dataclass
+class BatchView(DataProto):
+    """A DataProto that can be built from groups. `.batch["responses"]` is (B, R)."""
 
     @classmethod
     def of(
@@ -94,43 +56,6 @@ class BatchView:
             {name: [row.get(name) for row in columns] for name in names},
             meta_info,
         )
-
-    def __len__(self) -> int:
-        return self.batch.batch_size[0]
-
-    @overload
-    def __getitem__(self, rows: int | np.integer[Any]) -> Item: ...
-
-    @overload
-    def __getitem__(self, rows: Rows) -> BatchView: ...
-
-    def __getitem__(self, rows: int | np.integer[Any] | Rows) -> Item | BatchView:
-        """Returns an `Item` for an integer, a `BatchView` for a slice, integers or a mask."""
-        if isinstance(rows, int | np.integer):
-            row = range(len(self))[int(rows)]  # IndexError beyond the last
-            tensors = {name: tensor[row] for name, tensor in self.batch.items()}
-            return Item(Tensors(tensors, ()), {n: c[row] for n, c in self.non_tensor_batch.items()}, self.meta_info)
-        chosen = np.arange(len(self))[rows if isinstance(rows, slice) else np.asarray(rows)]
-        tensors = {name: tensor[torch.from_numpy(chosen)] for name, tensor in self.batch.items()}
-        columns = {name: column[chosen] for name, column in self.non_tensor_batch.items()}
-        return BatchView(Tensors(tensors, [len(chosen)]), columns, self.meta_info)
-
-    def __iter__(self) -> Iterator[Item]:
-        return (self[row] for row in range(len(self)))
-
-    def reorder(self, indices: Rows) -> None:
-        """Reorders the rows in place."""
-        ordered = self[indices]
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """Number of tokens of each response without padding (B,)."""
-        return self.batch["attention_mask"][:, self.batch["prompts"].shape[-1] :].sum(-1)
-
-
-DataProto = BatchView
-"""verl's name of BatchView."""
 
 
 def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
@@ -175,7 +100,7 @@ def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step:
         if length:
             scores[place, length - 1] = member.reward
     for name in dict.fromkeys(name for _, member in members for name in member.metrics):
-        view.non_tensor_batch.setdefault(name, _objects([member.metrics.get(name) for _, member in members]))
+        view.non_tensor_batch.setdefault(name, objects([member.metrics.get(name) for _, member in members]))
     return view
 
 
@@ -284,13 +209,3 @@ def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
         "__num_turns__": 2 * len(member.turns),
         "reward_scores": dict(member.rewards),
     }
-
-
-def _objects(column: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Returns an object array with one entry per row."""
-    if isinstance(column, np.ndarray):
-        return column
-    result = np.empty(len(column), dtype=object)
-    for row, value in enumerate(column):
-        result[row] = value
-    return result

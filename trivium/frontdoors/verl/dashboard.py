@@ -17,6 +17,7 @@ from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.batches import column, padded
 from trivium.algorithms.kl import apply_kl_penalty
 from trivium.frontdoors.verl.batch_view import BatchView, living, row_lengths
+from trivium.frontdoors.verl.rollout_corr_helper import OFF_POLICY, REJECTION, WEIGHTS
 from trivium.metrics import declare, declared
 from trivium.protocols import Monitor
 from trivium.schedule import OrderedTasks, Schedule
@@ -53,45 +54,11 @@ _TRAINED = {
     "actor/reward_kl_penalty": "train/ref_kl",
     "actor/reward_kl_penalty_coeff": "train/kl_coef",
 }
-_SPREAD = {
-    "mean": "mean",
-    "std": "std",
-    "max": "max",
-    "min": "min",
-    "seq_mean": "sequence_mean",
-    "seq_std": "sequence_std",
-    "seq_max": "sequence_max",
-    "seq_min": "sequence_min",
-    "seq_max_deviation": "sequence_deviation",
-    "seq_fraction_high": "sequence_above",
-    "seq_fraction_low": "sequence_below",
-}
 _CORRECTION = {
-    "training_ppl": "perplexity",
-    "training_log_ppl": "log_perplexity",
-    "rollout_ppl": "perplexity_engine",
-    "rollout_log_ppl": "log_perplexity_engine",
-    "kl": "kl_k1",
-    "k3_kl": "kl",
-    "log_ppl_diff": "log_perplexity_gap",
-    "log_ppl_abs_diff": "log_perplexity_gap_abs",
-    "log_ppl_diff_max": "log_perplexity_gap_above",
-    "ppl_ratio": "perplexity_ratio",
-    "chi2_token": "chi2",
-    "chi2_seq": "sequence_chi2",
-    **{f"rollout_is_{theirs}": f"weight/{ours}" for theirs, ours in _SPREAD.items()},
-    "rollout_is_ratio_fraction_high": "weight/above",
-    "rollout_is_ratio_fraction_low": "weight/below",
-    "rollout_is_eff_sample_size": "weight/ess",
+    **OFF_POLICY,
+    **{f"rollout_is_{theirs}": f"weight/{ours}" for theirs, ours in WEIGHTS.items()},
     "rollout_rs_masked_fraction": "rejected_tokens",
     "rollout_rs_seq_masked_fraction": "rejected_sequences",
-}
-_REJECTION = {
-    **_SPREAD,
-    "fraction_high": "above",
-    "fraction_low": "below",
-    "masked_fraction": "tokens",
-    "seq_masked_fraction": "sequences",
 }
 _TIMES = {
     "step": "step",
@@ -242,7 +209,7 @@ def renamed(metrics: Mapping[str, float]) -> Metrics:
         area, _, rest = key.partition("mismatch/rejection/")
         if not area and rest:
             option, _, statistic = rest.partition("/")
-            row |= {f"rollout_corr/rollout_rs_{option}_{t}": value for t, o in _REJECTION.items() if o == statistic}
+            row |= {f"rollout_corr/rollout_rs_{option}_{t}": value for t, o in REJECTION.items() if o == statistic}
     return row
 
 
@@ -296,7 +263,11 @@ def penalised(algorithm: GroupAlgorithm, whole: Batch, batch: Batch) -> tuple[Nu
 
 def value_metrics(batch: Batch) -> Metrics:
     """Returns the fraction of the returns' variance that the critic explains, over trained tokens."""
-    values, returns = (trained(batch, name) for name in ("values", "returns"))
+    return explained(*(trained(batch, name) for name in ("values", "returns")))
+
+
+def explained(values: Numbers, returns: Numbers) -> Metrics:
+    """Returns the fraction of the returns' variance that the values explain; empty for fewer than two of them."""
     if min(len(values), len(returns)) < 2:
         return {}
     error, variance = (returns - values).var(ddof=1), returns.var(ddof=1)

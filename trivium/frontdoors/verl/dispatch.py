@@ -30,6 +30,13 @@ class Dispatch(Enum):
     RANK_ZERO = "rank 0 alone; its result"
 
 
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
+    """Returns the rule that splits values by data rank. `mesh_name` has no effect: a worker has one data rank, which it
+    sets with `set_data_rank`."""
+    del mesh_name
+    return Dispatch.DP_COMPUTE_PROTO
+
+
 SPLITS = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, Dispatch.DP_COMPUTE_METRIC)
 """The rules that split values by their rows."""
 

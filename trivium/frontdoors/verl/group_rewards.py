@@ -16,8 +16,9 @@ from pydantic import PrivateAttr
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
+from trivium.frontdoors.verl.batch_view import BatchView, living, scored_rows
 from trivium.frontdoors.verl.orders import Orders
+from trivium.frontdoors.verl.protocol import DataProtoItem
 from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
 from trivium.frontdoors.verl.scorer import Scorer
 from trivium.policy import MAX_METRIC, finite_number
@@ -250,7 +251,7 @@ class PlainReward:
             rewards[row, max(0, length - 1)] = result.score
         return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
 
-    def _sample(self, row: int, item: Item, length: int) -> _PlainSample:
+    def _sample(self, row: int, item: DataProtoItem, length: int) -> _PlainSample:
         columns = item.non_tensor_batch
         prompts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
         arguments = {

@@ -234,6 +234,10 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.rollout
 
 
+AsyncActorRolloutRefWorker = ActorRolloutRefWorker
+"""verl's name for workers whose rollout engine answers requests one by one, as every engine does here."""
+
+
 class CriticWorker(ModelWorker):
     """Holds the critic."""
 

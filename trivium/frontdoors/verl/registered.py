@@ -1,4 +1,4 @@
-"""Advantage estimators and policy losses with verl's signatures, registered by verl's decorators.
+"""Runs advantage estimators and policy losses of users, which verl's decorators register (`core_algos`).
 
 An estimator is called with `token_level_rewards, response_mask, config, index` and returns (advantages, returns). A
 loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights`. It
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -24,84 +23,36 @@ from trivium.algorithms import advantage, policy_loss
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import ConfigError, DataError
-from trivium.registry import CATALOGUE, is_only_here, name_of, resolve
+from trivium.frontdoors.plain_values import Section
+from trivium.frontdoors.verl import core_algos
+from trivium.registry import is_only_here, name_of, resolve
 
 Function = Callable[..., Any]
-FunctionT = TypeVar("FunctionT", bound=Function)
 
-_ADVANTAGES: dict[str, Function] = {}
-_LOSSES: dict[str, Function] = {}
 _METRICS = ("train/clip_fraction", "train/kl", "train/clip_fraction_lower")
 """Names of the numbers that follow the loss if a function returns four values."""
 
 
-def register_adv_est(name_or_enum: str | Enum) -> Callable[[FunctionT], FunctionT]:
-    """Registers a function as a value of `algorithm.adv_estimator`. Raises ConfigError for a name in use."""
-    return _registering(_ADVANTAGES, "advantages", name_or_enum)
-
-
-def register_policy_loss(name: str | Enum) -> Callable[[FunctionT], FunctionT]:
-    """Registers a function as a value of `actor.policy_loss.loss_mode`. Raises ConfigError for a name in use."""
-    return _registering(_LOSSES, "policy_losses", name)
-
-
-def get_adv_estimator_fn(name_or_enum: str | Enum) -> Function:
-    """Returns the registered estimator of a name. Raises ConfigError for an unknown name."""
-    return _registered(_ADVANTAGES, "register_adv_est", name_or_enum)
-
-
-def get_policy_loss_fn(name: str | Enum) -> Function:
-    """Returns the registered policy loss of a name. Raises ConfigError for an unknown name."""
-    return _registered(_LOSSES, "register_policy_loss", name)
-
-
 def advantage_address(name: str) -> str | None:
     """Returns the address `module:function` of a user's estimator, or None for a name that is not the user's."""
-    return _address(_ADVANTAGES, "advantages", "register_adv_est", name)
+    return _address(core_algos.ADV_ESTIMATOR_REGISTRY, "advantages", "register_adv_est", name)
 
 
 def loss_address(name: str) -> str | None:
     """Returns the address `module:function` of a user's policy loss, or None for a name that is not the user's."""
-    return _address(_LOSSES, "policy_losses", "register_policy_loss", name)
+    return _address(core_algos.POLICY_LOSS_REGISTRY, "policy_losses", "register_policy_loss", name)
 
 
 def functions_here() -> dict[str, Function]:
     """Returns the registered functions that other processes cannot import, by address: those of the main script, and
     nested functions."""
-    named = {name_of(function): function for function in (*_ADVANTAGES.values(), *_LOSSES.values())}
+    functions = {*core_algos.ADV_ESTIMATOR_REGISTRY.values(), *core_algos.POLICY_LOSS_REGISTRY.values()}
+    named = {name_of(function): function for function in functions - core_algos.BUILT_IN}
     return {name: function for name, function in named.items() if is_only_here(name)}
 
 
-def _registering(functions: dict[str, Function], kind: str, name: str | Enum) -> Callable[[FunctionT], FunctionT]:
-    key = _key(name)
-
-    def register(function: FunctionT) -> FunctionT:
-        taken = functions.get(key)
-        again = taken is not None and (taken.__module__, taken.__qualname__) == (
-            function.__module__,
-            function.__qualname__,
-        )
-        if key in CATALOGUE[kind] or (taken is not None and not again):
-            what = "one that ships" if taken is None else name_of(taken)
-            raise ConfigError(f"register {key!r}", f"the name stands for {what}", "choose another name")
-        functions[key] = function
-        return function
-
-    return register
-
-
-def _registered(functions: Mapping[str, Function], decorator: str, name: str | Enum) -> Function:
-    if (function := functions.get(_key(name))) is None:
-        raise ConfigError(
-            f"the function registered as {_key(name)!r}",
-            f"@{decorator} was used for {', '.join(functions) or 'none'}",
-            "import the module that registers it first; those that ship are functions of trivium.algorithms",
-        )
-    return function
-
-
 def _address(functions: Mapping[str, Function], kind: str, decorator: str, name: str) -> str | None:
-    if name in functions:
+    if name in functions and functions[name] not in core_algos.BUILT_IN:
         return name_of(functions[name])
     if ":" not in name:
         return None
@@ -112,26 +63,6 @@ def _address(functions: Mapping[str, Function], kind: str, decorator: str, name:
         raise ConfigError(f"use {name!r} here", "it is not decorated", f"decorate it with @{decorator}('a_name')")
     file, _, attribute = name.rpartition(":")
     return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else name
-
-
-def _key(name: str | Enum) -> str:
-    return str(name.value) if isinstance(name, Enum) else name
-
-
-class Section(dict[str, Any]):
-    """A config section that supports `section.key`, `section["key"]` and `section.get("key", default)`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the config has no {name!r}: it has {', '.join(self)}")
-        return self[name]
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """Returns the value with its mappings converted to sections."""
-        if isinstance(value, Mapping):
-            return cls({str(name): cls.of(part) for name, part in value.items()})
-        return [cls.of(part) for part in value] if isinstance(value, list) else value
 
 
 Address = Annotated[str, Field(description="The function, as `module:function` or `file.py:function`.")]
@@ -153,7 +84,7 @@ def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> 
         "index": np.array([str(number) for number in x.group.tolist()], dtype=object),
     }
     with torch.no_grad():
-        given = _called(resolve("advantages", function), function, arguments)
+        given = called(resolve("advantages", function), function, arguments)
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
         raise DataError(f"(advantages, returns) from {function}", f"a {type(given).__name__}", "return two tensors")
     return Advantages(*(shape(part, x.token_level_rewards, function) for part in given))
@@ -191,7 +122,7 @@ def computed(
         "config": Section.of({**config, "global_batch_info": {}}),
         "rollout_is_weights": None if weights is None else cut(weights),
     }
-    loss, metrics = _loss_of(_called(resolve("policy_losses", function), function, arguments), function)
+    loss, metrics = _loss_of(called(resolve("policy_losses", function), function, arguments), function)
     values = {name: torch.as_tensor(value).detach().to(loss).expand(mask.shape) for name, value in metrics.items()}
     return PerToken(loss * _share(mask, arguments["log_prob"].shape[1], loss_agg_mode).to(loss), values)
 
@@ -215,7 +146,7 @@ def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
     return loss, dict(zip(_METRICS, rest, strict=False))
 
 
-def _called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
+def called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
     """Calls a function with the arguments that it has parameters for."""
     parameters, takes_all = _parameters(fn)
     required = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]

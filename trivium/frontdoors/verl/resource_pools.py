@@ -8,7 +8,8 @@ from enum import Enum
 import ray
 
 from trivium.cluster.pools import ResourcePool, reserve_all
-from trivium.errors import ConfigError, TriviumError
+from trivium.errors import ConfigError, TriviumError, UnknownName
+from trivium.registry import suggest
 
 
 class Role(Enum):
@@ -26,6 +27,14 @@ class Role(Enum):
     def __str__(self) -> str:
         return _ROLE_NAMES[self]
 
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """Returns the role of a group's name. Raises UnknownName."""
+        for role, known in _ROLE_NAMES.items():
+            if known == name.lower():
+                return role
+        raise UnknownName(f"the role {name!r}", "no such role", suggest(name, _ROLE_NAMES.values()))
+
 
 _ROLE_NAMES = {
     Role.Actor: "actor",
@@ -37,6 +46,26 @@ _ROLE_NAMES = {
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.Env: "env",
 }
+
+
+class RayResourcePool(ResourcePool):
+    """A pool of places with verl's arguments. Each place has a GPU with `use_gpu`, else a CPU alone."""
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+    ) -> None:
+        """Raises ConfigError for a detached pool, and for a type of accelerators."""
+        if detached or accelerator_type is not None:
+            found = f"detached={detached}, accelerator_type={accelerator_type!r}"
+            raise ConfigError("a pool that ends with its script, on any GPU", found, "leave both out")
+        count = max_colocate_count
+        super().__init__(process_on_nodes, name_prefix or "pool", 1.0, float(use_gpu), max_colocate_count=count)
 
 
 class ResourcePoolManager:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trivium.errors import ConfigError, RewardError, TriviumError
-from trivium.frontdoors.plain_values import plain, resolved
+from trivium.frontdoors.plain_values import Section, plain, resolved
 from trivium.frontdoors.tables import Settings, refuse
 from trivium.frontdoors.verl.batch_view import BatchView, Scored, scored_rows
 from trivium.frontdoors.verl.config_table import TABLE
@@ -175,21 +175,8 @@ def _manager_of(verl: Settings) -> tuple[str, RewardManager]:
 def _with_rewards(config: Any, reward_kwargs: Mapping[str, Any]) -> Any:
     """Returns the config for a manager of verl 0.7: with attributes, and a section `reward`."""
     if isinstance(config, dict):
-        return _Attributes({"reward": {"reward_kwargs": dict(reward_kwargs)}, **config})
+        return Section.of({"reward": {"reward_kwargs": dict(reward_kwargs)}, **config})
     return config
-
-
-class _Attributes(dict[str, Any]):
-    """A mapping whose keys are also attributes, at every level."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__({key: _Attributes(v) if isinstance(v, dict) else v for key, v in config.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the config has no key {name!r}; there are: {', '.join(self)}") from None
 
 
 def address(path: str, name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from trivium.algorithms.shaping import overlong_fraction
 from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.plain_values import plain
+from trivium.frontdoors.plain_values import plain, read
 from trivium.frontdoors.verl.batch_view import BatchView
 from trivium.frontdoors.verl.reward_bases import (
     AbstractRewardManager,
@@ -363,12 +363,3 @@ async def _first_of(
     result = function(data_source, solution_str, ground_truth, extra_info)
     result = await result if inspect.isawaitable(result) else result
     return result[0] if isinstance(result, Sequence) and not isinstance(result, str) else result
-
-
-_MISSING = object()
-
-
-def read(config: Any, key: str, default: object = None) -> Any:
-    """Returns a key of a mapping or an attribute of an object, or the default if it is absent or None."""
-    value = config.get(key, _MISSING) if hasattr(config, "get") else getattr(config, key, _MISSING)
-    return default if value is _MISSING or value is None else value

@@ -1,7 +1,8 @@
 """Splits values with rows into shares of equal length, and joins the shares again without loss.
 
 Values with rows are batches (experiences), lists, tuples, arrays and tensors (leading axis), mappings of such values,
-and objects with `__len__`, `select(rows)` and a class method `concat(parts)`. Other values go to all ranks whole.
+and objects with `__len__`, `select_idxs(rows)` or `select(rows)`, and `concat(parts)`, such as a DataProto. Other
+values go to all ranks whole.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def take(value: object, rows: Sequence[int]) -> object:
     if isinstance(value, np.ndarray) or _is_tensor(value):
         # Consecutive rows are taken as a view, because sending them to the worker copies them.
         return value[rows.start : rows.stop] if isinstance(rows, range) and rows.step == 1 else value[list(rows)]
-    return value.select(list(rows)) if _is_joinable(value) else value
+    if not _is_joinable(value):
+        return value
+    return getattr(value, "select_idxs", value.select)(list(rows))
 
 
 def split(value: object, parts: int) -> list[Piece]:

@@ -12,12 +12,12 @@ import torch
 
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
+from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.tables import announce, refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.prompts import CutRenderer, template_of
 from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager
-from trivium.frontdoors.verl.reward_managers import read
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.frontdoors.verl.user_data import Sources, custom_dataset, custom_sampler

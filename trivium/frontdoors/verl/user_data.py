@@ -75,12 +75,18 @@ class Sources:
         return cls(train.dataset, None if val is None else val.dataset, train.collate_fn, train.sampler)
 
 
+def dataset_class(verl: Settings) -> Any:
+    """Returns the class that `data.custom_cls` names, or None."""
+    if not verl.has("data.custom_cls.path"):
+        return None
+    return resolve("tasks", address(expanduser(verl["data.custom_cls.path"]), _name(verl, "data.custom_cls.name")))
+
+
 def custom_dataset(verl: Settings, section: object, split: str, tokenizer: object, processor: object) -> Any:
     """Returns an instance of `data.custom_cls` over the files of a split, or None without a class or files."""
-    files = verl[f"data.{split}_files"]
-    if not verl.has("data.custom_cls.path") or not files:
+    files, cls = verl[f"data.{split}_files"], dataset_class(verl)
+    if cls is None or not files:
         return None
-    cls = resolve("tasks", address(expanduser(verl["data.custom_cls.path"]), _name(verl, "data.custom_cls.name")))
     arguments = {
         "data_files": files,
         "tokenizer": tokenizer,

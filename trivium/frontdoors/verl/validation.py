@@ -83,10 +83,25 @@ def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) 
 
 
 def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
-    """Returns `val-core/` and `val-aux/` metrics of (data source, table) pairs, averaged over the tasks of a source.
-    The average of a variable leaves out tasks in which a sample has no number for it (`number_of`)."""
-    rows: dict[tuple[str, str, str], list[float]] = {}
+    """Returns `val-core/` and `val-aux/` metrics of (data source, table) pairs, averaged over the tasks of a source
+    (`averages`)."""
     largest = max((len(values) for _, table in tables for values in table.values()), default=0)
+    core = {
+        source: "acc" if any("acc" in table for s, table in tables if s == source) else "reward" for source, _ in tables
+    }
+    metrics: Metrics = {}
+    for (source, name, metric), average in averages(tables).items():
+        is_core = name == core[source] and metric.partition("@")[0] in ("mean", "maj", "best")
+        is_core = is_core and metric.partition("/")[0].endswith(f"@{largest}")
+        area = "val-core" if is_core else "val-aux"
+        metrics[f"{area}/{source}/{name}/{metric}"] = average
+    return metrics
+
+
+def averages(tables: Sequence[tuple[str, Table]]) -> dict[tuple[str, str, str], float]:
+    """Returns (data source, variable, statistic) -> the average of `of_task` over the tasks of a source. It leaves out
+    tasks in which a sample has no number for the variable (`number_of`)."""
+    rows: dict[tuple[str, str, str], list[float]] = {}
     for source, table in tables:
         for name, values in table.items():
             numbers = [number for value in values if (number := number_of(value)) is not None]
@@ -94,16 +109,7 @@ def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
                 continue
             for metric, number in of_task(numbers, table.get("pred")).items():
                 rows.setdefault((source, name, metric), []).append(number)
-    core = {
-        source: "acc" if any("acc" in table for s, table in tables if s == source) else "reward" for source, _ in tables
-    }
-    metrics: Metrics = {}
-    for (source, name, metric), numbers in rows.items():
-        is_core = name == core[source] and metric.partition("@")[0] in ("mean", "maj", "best")
-        is_core = is_core and metric.partition("/")[0].endswith(f"@{largest}")
-        area = "val-core" if is_core else "val-aux"
-        metrics[f"{area}/{source}/{name}/{metric}"] = sum(numbers) / len(numbers)
-    return metrics
+    return {key: sum(numbers) / len(numbers) for key, numbers in rows.items()}
 
 
 def of_task(values: Sequence[float], predictions: Sequence[Any] | None) -> Metrics:

@@ -107,6 +107,10 @@ class DataFuture:
         return _itself, (self.travelling(),)
 
 
+DataProtoFuture = DataFuture
+"""verl's name of DataFuture."""
+
+
 def _itself(value: T) -> T:
     return value
 
@@ -146,17 +150,18 @@ class RayWorkerGroup:
         ray_cls_with_init: RayClassWithInitArgs | ColocatedClasses,
         *,
         name: str | None = None,
+        name_prefix: str | None = None,
         run_dir: Path | None = None,
         threads: int = 1,
         deadline_s: float = 3600.0,
     ) -> None:
         """Returns once every worker is built. Raises a constructor's exception, and RoleFailed if a rank is missing.
 
-        `name` identifies the group in errors and logs (default: its classes or roles); rank 1 is `<name>-rank-1`. The
-        processes write to `log.txt` in `run_dir`, or to the terminal without one. `threads` is the number of threads
-        for model work in each process. `deadline_s` limits every call.
+        `name` (or `name_prefix`) identifies the group in errors and logs; by default, its classes or roles. Rank 1 is
+        `<name>-rank-1`. The processes write to `log.txt` in `run_dir`, or to the terminal without one. `threads` is the
+        number of threads for model work in each process. `deadline_s` limits every call.
         """
-        self._name = ray_cls_with_init.name if name is None else name
+        self._name = name or name_prefix or ray_cls_with_init.name
         self._classes, self._layout = dict(ray_cls_with_init.roles), None
         self._deadline_s = deadline_s
         for made in self._classes.values():

@@ -121,7 +121,7 @@ def test_names_are_given_once_and_found_again() -> None:
 
     assert get_adv_estimator_fn("by_enum") is get_adv_estimator_fn(Names.MINE) is one
     assert get_policy_loss_fn("mine") is verl_user.my_loss
-    for decorator, name in ((register_adv_est, "grpo"), (register_policy_loss, "ppo"), (register_adv_est, "mine")):
+    for decorator, name in ((register_adv_est, "grpo"), (register_policy_loss, "vanilla"), (register_adv_est, "mine")):
         with pytest.raises(ConfigError, match="choose another name"):
             decorator(name)(lambda: None)
     with pytest.raises(ConfigError, match=r"@register_policy_loss was used for .*mine"):

@@ -1,0 +1,218 @@
+"""verl's core_algos, rollout_corr_helper and steps: the golden values through verl's own names and arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trivium.errors import ConfigError
+from trivium.frontdoors.verl import (
+    AdvantageEstimator,
+    DataProto,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+    core_algos,
+    get_kl_controller,
+    rollout_corr_helper,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+
+
+def cases(file: str, *functions: str) -> list[Any]:
+    found = [case for case in json.loads((GOLDEN / f"{file}.json").read_text()) if case["function"] in functions]
+    assert found
+    return [pytest.param(case, id=case["name"]) for case in found]
+
+
+def tensors(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    types = {"int64": torch.int64, "float64": torch.float64}
+    kinds = case.get("dtypes", {})
+    return {
+        name: torch.tensor(value, dtype=types.get(kinds.get(name, ""), torch.float32))
+        for name, value in case["inputs"].items()
+    }
+
+
+def same(found: Any, expected: Any, case: dict[str, Any]) -> None:
+    expected = torch.tensor(expected, dtype=torch.float64)
+    found = torch.as_tensor(found).detach().double()
+    torch.testing.assert_close(found, expected, rtol=case.get("rtol", 1e-6), atol=case.get("atol", 1e-6))
+
+
+ESTIMATORS = [name for name in core_algos.ADV_ESTIMATOR_REGISTRY if name != "grpo_vectorized"]
+
+
+@pytest.mark.parametrize("case", cases("advantages", *ESTIMATORS))
+def test_estimators_return_the_golden_values(case: dict[str, Any]) -> None:
+    inputs, kwargs = tensors(case), dict(case["kwargs"])
+    mask = inputs["response_mask"]
+    if "index" in inputs:
+        inputs["index"] = inputs["index"].numpy()  # verl's groups are an array
+    if case["function"] in ("reinforce_plus_plus", "grpo_passk"):
+        kwargs = {"config": SimpleNamespace(**kwargs)}
+    found = core_algos.get_adv_estimator_fn(case["function"])(**inputs, **kwargs)
+    for name, values in zip(("advantages", "returns"), found, strict=True):
+        assert not (values * (1 - mask)).any()
+        same(values * mask, (torch.tensor(case["expect"][name], dtype=torch.float64) * mask).tolist(), case)
+
+
+def test_groups_may_have_any_names() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0]]), torch.ones(3, 2)
+    by_name, by_number = (
+        core_algos.compute_rloo_outcome_advantage(rewards, mask, index)
+        for index in (np.array(["x", "y", "x"], dtype=object), torch.tensor([5, 2, 5]))
+    )
+    torch.testing.assert_close(by_name, by_number)
+    assert by_name[0][:, 0].tolist() == [-2.0, 0.0, 2.0]
+
+
+def actor(kwargs: dict[str, Any]) -> SimpleNamespace:
+    """The actor's section of verl's config, as a case sets it."""
+    own = {name: kwargs[name] for name in kwargs if "cov" in name or name in ("ppo_kl_coef", "dro_beta")}
+    rest = {name: kwargs[name] for name in kwargs if name not in own}
+    return SimpleNamespace(**{"global_batch_info": {}, **rest, "policy_loss": own})
+
+
+@pytest.mark.parametrize("case", cases("policy_loss", *core_algos.POLICY_LOSSES))
+def test_policy_losses_return_the_golden_values_and_gradients(case: dict[str, Any]) -> None:
+    inputs, kwargs = tensors(case), dict(case["kwargs"])
+    log_prob = inputs["log_prob"].requires_grad_()
+    loss, metrics = core_algos.get_policy_loss_fn(case["function"])(
+        **inputs, loss_agg_mode=kwargs.pop("loss_agg_mode"), config=actor(kwargs)
+    )
+    loss.backward()
+    same(loss, case["expect"]["loss"], case)
+    same(log_prob.grad, case["expect"]["grad_log_prob"], case)
+    assert metrics.keys() >= case["expect"]["metrics"].keys() or case["function"] in ("gpg", "clip_cov", "kl_cov")
+    for name, value in metrics.items():
+        same(value, case["expect"]["metrics"][name], case)
+
+
+@pytest.mark.parametrize("case", cases("rollout_correction", "bypass_mode"))
+def test_bypass_mode_returns_the_golden_values(case: dict[str, Any]) -> None:
+    inputs, kwargs = tensors(case), dict(case["kwargs"])
+    log_prob, mode = inputs["log_prob"].requires_grad_(), kwargs.pop("loss_agg_mode")
+    config = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "policy_loss": {"rollout_correction": kwargs}}
+    loss, metrics = core_algos.compute_policy_loss_bypass_mode(**inputs, loss_agg_mode=mode, config=config)
+    loss.backward()
+    same(loss, case["expect"]["loss"], case)
+    same(log_prob.grad, case["expect"]["grad_log_prob"], case)
+    for name, value in case["expect"]["metrics"].items():
+        same(metrics[name], value, case)
+
+
+def test_bypass_mode_needs_its_section() -> None:
+    ones = torch.ones(1, 2)
+    with pytest.raises(ConfigError, match="rollout_correction"):
+        core_algos.compute_policy_loss_bypass_mode(ones, ones, ones, ones, config={})
+
+
+@pytest.mark.parametrize("case", cases("rollout_correction", "full", "is_weights", "rejection", "offpolicy_metrics"))
+def test_rollout_correction_returns_the_golden_values(case: dict[str, Any]) -> None:
+    weights, kept, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+        **tensors(case), **case["kwargs"]
+    )
+    expected = case["expect"]
+    if expected.get("weights") is not None:
+        assert weights is not None
+        same(weights.batch["rollout_is_weights"], expected["weights"], case)
+    if "response_mask" in expected:
+        same(kept, expected["response_mask"], case)
+    for name, value in expected["metrics"].items():
+        same(metrics[f"rollout_corr/{name.removeprefix('rollout_corr/')}"], value, case)
+
+
+def test_rejection_by_the_names_of_earlier_versions() -> None:
+    old, rollout, mask = torch.tensor([[0.0, 1.0], [0.0, 0.1]]), torch.zeros(2, 2), torch.ones(2, 2)
+    helper = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
+    token = helper(old, rollout, mask, rollout_rs="token", rollout_rs_threshold=2.0)[1]
+    assert token.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    sequence = helper(old, rollout, mask, rollout_rs="sequence", rollout_rs_threshold=2.0)[1]
+    assert sequence.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    lower = helper(old, rollout, mask, rollout_rs="token", rollout_rs_threshold=3, rollout_rs_threshold_lower=1.05)[1]
+    assert lower.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    with pytest.raises(ConfigError, match="veto"):
+        helper(old, rollout, mask, rollout_token_veto_threshold=1e-4)
+    with pytest.raises(AssertionError, match="empty"):
+        helper(old, rollout, torch.zeros(2, 2))
+
+
+def test_a_correction_is_added_to_a_batch() -> None:
+    data = DataProto.from_dict(
+        {
+            "old_log_probs": torch.tensor([[0.0, 1.0], [0.0, 0.1]]),
+            "rollout_log_probs": torch.zeros(2, 2),
+            "response_mask": torch.ones(2, 2),
+        }
+    )
+    config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    data, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(data, config)
+    assert data.batch["response_mask"].tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    torch.testing.assert_close(data.batch["rollout_is_weights"], torch.tensor([[1.0, 2.0], [1.0, 1.1051709]]))
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
+    section: dict[str, Any] = {}
+    rollout_corr_helper.apply_bypass_mode(data, config, section)
+    assert section == {"rollout_correction": config, "loss_mode": "bypass_mode"}
+    assert data.batch["old_log_probs"].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+# --------------------------------------------------------------------------- registries
+
+
+def test_registries_hold_what_ships_and_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
+
+    @core_algos.register_adv_est("my_own")
+    def mine() -> None: ...
+
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["my_own"] is core_algos.get_adv_estimator_fn("my_own") is mine
+    assert core_algos.get_adv_estimator_fn(AdvantageEstimator.GAE) is core_algos.compute_gae_advantage_return
+    for raises in (lambda: core_algos.get_adv_estimator_fn("GAE"), lambda: core_algos.register_adv_est("grpo")(mine)):
+        with pytest.raises(ValueError, match=r"grpo|GAE"):
+            raises()
+    with pytest.raises(ValueError, match="register_policy_loss"):
+        core_algos.get_policy_loss_fn("nothing")
+
+
+# --------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("case", cases("kl", "apply_kl_penalty"))
+def test_the_kl_penalty_in_the_reward_has_the_golden_values(case: dict[str, Any]) -> None:
+    kwargs = dict(case["kwargs"])
+    controller, kind = get_kl_controller(SimpleNamespace(**kwargs)), kwargs["kl_penalty"]
+    data, metrics = apply_kl_penalty(DataProto.from_dict(tensors(case)), controller, kind)
+    same(data.batch["token_level_rewards"], case["expect"]["token_level_rewards"], case)
+    same(controller.value, case["expect"]["kl_coef_after"], case)
+    for name, value in case["expect"]["metrics"].items():
+        same(metrics[name], value, case)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "remax"])
+def test_advantages_of_a_batch_are_those_of_the_function(estimator: str) -> None:
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]])
+    columns = {"values": torch.rand(3, 2), "reward_baselines": torch.tensor([0.5, 0.5, 0.0])}
+    attention = torch.tensor([[0, 1, 1], [1, 1, 0], [1, 1, 1]])
+    data = DataProto.from_dict(
+        {"token_level_rewards": rewards, "responses": torch.zeros(3, 2), "attention_mask": attention, **columns},
+        {"uid": ["a", "a", "b"]},
+    )
+    mask = compute_response_mask(data)
+    data = compute_advantage(data, AdvantageEstimator(estimator), gamma=0.9, lam=0.8)
+    uid = data.non_tensor_batch["uid"]
+    expected = {
+        "gae": lambda: core_algos.compute_gae_advantage_return(rewards, columns["values"], mask, 0.9, 0.8),
+        "grpo": lambda: core_algos.compute_grpo_outcome_advantage(rewards, mask, uid),
+        "rloo": lambda: core_algos.compute_rloo_outcome_advantage(rewards, mask, uid),
+        "remax": lambda: core_algos.compute_remax_outcome_advantage(rewards, columns["reward_baselines"], mask),
+    }[estimator]()
+    torch.testing.assert_close((data.batch["advantages"], data.batch["returns"]), expected)
+    assert data.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
