@@ -106,12 +106,12 @@ def register_policy_loss(name: str | Enum) -> Callable[[FunctionT], FunctionT]:
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> Function:
     """Returns the estimator of a name. Raises RegistryError for an unknown name."""
-    return _found(ADV_ESTIMATOR_REGISTRY, "advantage estimator", "register_adv_est", name_or_enum)
+    return _lookup(ADV_ESTIMATOR_REGISTRY, "advantage estimator", "register_adv_est", name_or_enum)
 
 
 def get_policy_loss_fn(name: str | Enum) -> Function:
     """Returns the policy loss of a name. Raises RegistryError for an unknown name."""
-    return _found(POLICY_LOSS_REGISTRY, "policy loss", "register_policy_loss", name)
+    return _lookup(POLICY_LOSS_REGISTRY, "policy loss", "register_policy_loss", name)
 
 
 def _registered(functions: dict[str, Function], name: str | Enum, function: FunctionT) -> FunctionT:
@@ -123,7 +123,7 @@ def _registered(functions: dict[str, Function], name: str | Enum, function: Func
     return function
 
 
-def _found(functions: Mapping[str, Function], what: str, decorator: str, name: str | Enum) -> Function:
+def _lookup(functions: Mapping[str, Function], what: str, decorator: str, name: str | Enum) -> Function:
     key = _key(name)
     if key not in functions:
         raise RegistryError(

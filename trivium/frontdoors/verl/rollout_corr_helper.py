@@ -153,11 +153,11 @@ def compute_offpolicy_metrics(
     """Returns metrics of the distance of trainer and engine. Without `rollout_log_prob`: the trainer's perplexity."""
     engine = old_log_prob if rollout_log_prob is None else rollout_log_prob
     mask = _checked(old_log_prob, engine, response_mask)
-    found = mismatch(old_log_prob.detach(), engine.detach(), mask)
-    metrics = {theirs: found[f"mismatch/{ours}"] for theirs, ours in OFF_POLICY.items()}
+    measured = mismatch(old_log_prob.detach(), engine.detach(), mask)
+    metrics = {theirs: measured[f"mismatch/{ours}"] for theirs, ours in OFF_POLICY.items()}
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
-    return metrics | {"log_ppl_diff_min": -found["mismatch/log_perplexity_gap_below"]}
+    return metrics | {"log_ppl_diff_min": -measured["mismatch/log_perplexity_gap_below"]}
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -238,28 +238,28 @@ def _checked(trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
     return mask.bool()
 
 
-def _weight_metrics(found: Mapping[str, float], correction: Correction) -> dict[str, float]:
-    metrics = {f"rollout_is_{theirs}": found[f"mismatch/weight/{ours}"] for theirs, ours in WEIGHTS.items()}
+def _weight_metrics(measured: Mapping[str, float], correction: Correction) -> dict[str, float]:
+    metrics = {f"rollout_is_{theirs}": measured[f"mismatch/weight/{ours}"] for theirs, ours in WEIGHTS.items()}
     if correction.weights == "sequence":  # verl's extremes are then those of the ratios
-        metrics["rollout_is_max"] = found["mismatch/weight/ratio_max"]
-        metrics["rollout_is_min"] = found["mismatch/weight/ratio_min"]
+        metrics["rollout_is_max"] = measured["mismatch/weight/ratio_max"]
+        metrics["rollout_is_min"] = measured["mismatch/weight/ratio_min"]
     if correction.outside == "mask":
-        metrics["rollout_is_oob_ratio"] = found["mismatch/weight/outside"]
+        metrics["rollout_is_oob_ratio"] = measured["mismatch/weight/outside"]
     if correction.normalise:
         mean = "mean" if correction.weights == "token" else "sequence_mean"
-        metrics["rollout_is_batch_norm_factor"] = found[f"mismatch/weight/{mean}"]
+        metrics["rollout_is_batch_norm_factor"] = measured[f"mismatch/weight/{mean}"]
     return metrics
 
 
-def _rejection_metrics(found: Mapping[str, float], correction: Correction) -> dict[str, float]:
+def _rejection_metrics(measured: Mapping[str, float], correction: Correction) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for option in correction.rejection:
         for theirs, ours in REJECTION.items():
             if option.endswith("k1") or theirs != "seq_fraction_low":  # the other statistics have no lower bound
-                metrics[f"rollout_rs_{option}_{theirs}"] = found[f"mismatch/rejection/{option}/{ours}"]
+                metrics[f"rollout_rs_{option}_{theirs}"] = measured[f"mismatch/rejection/{option}/{ours}"]
     return metrics | {
-        "rollout_rs_masked_fraction": found["mismatch/rejected_tokens"],
-        "rollout_rs_seq_masked_fraction": found["mismatch/rejected_sequences"],
+        "rollout_rs_masked_fraction": measured["mismatch/rejected_tokens"],
+        "rollout_rs_seq_masked_fraction": measured["mismatch/rejected_sequences"],
     }
 
 

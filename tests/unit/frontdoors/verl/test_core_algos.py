@@ -23,7 +23,7 @@ from trivium.frontdoors.verl import (
     rollout_corr_helper,
 )
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+GOLDEN = Path(__file__).parents[3] / "golden" / "data"
 
 
 def cases(file: str, *functions: str) -> list[Any]:
