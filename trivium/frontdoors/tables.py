@@ -34,6 +34,8 @@ _log = logging.getLogger("trivium")
 _announced: set[str] = set()
 
 
+_NONE = "None"
+"""How a command line may write null: Hydra reads it as text, and the original takes it for null."""
 _PATH = re.compile(r"[a-z]\w*(\.\w+)+")
 """Matches the path of a RunConfig field."""
 
@@ -198,9 +200,9 @@ class Table:
                 continue
             entry = self.entries.get(target)
             value = _typed(value, entry)[0] if isinstance(entry, Mapped) else value
-            if target == key:
+            if target == key and value is not None:
                 values[key] = value
-            else:
+            elif target != key:
                 moved.append((key, target, value))
         for key, target, value in moved:
             if value is None or value == self.default_of(target) or isinstance(self.entry_of(target), Ignored):
@@ -232,6 +234,7 @@ class Table:
     def _leaves(self, value: object, key: str) -> Iterator[tuple[str, Any]]:
         """Yields (dotted key, value) of every known key and innermost value. Skips missing values (`???`)."""
         known_whole = key in self.entries and key not in self.sections
+        value = None if value == _NONE else value
         if isinstance(value, dict) and value and not known_whole:
             for name, part in value.items():
                 yield from self._leaves(part, f"{key}.{name}" if key else name)
@@ -406,6 +409,8 @@ def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
         return _expanded(value)
     if value is None or kind not in _TYPES:
         return value, ""
+    if value == "" and kind is not str:  # a shell variable without a value
+        return None, ""
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value), ""
     if kind in (int, float) and isinstance(value, str):  # YAML reads 1e-6 as text

@@ -22,6 +22,7 @@ from trivium.protocols.learning import (
     TrainerProtocol,
 )
 from trivium.protocols.rollout import (
+    ClosedEnvironment,
     Environment,
     ReadableEngine,
     Renderer,
@@ -44,6 +45,7 @@ from trivium.protocols.weight_channel import (
 __all__ = [
     "Algorithm",
     "Buffer",
+    "ClosedEnvironment",
     "CutAnywhere",
     "DescribedWeights",
     "EngineSettings",

@@ -114,6 +114,15 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class ClosedEnvironment(Protocol):
+    """An environment that holds something until its trajectory ends. Optional."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Ends the environment, after its last step or a failure."""
+        ...
+
+
 class Reward(Protocol):
     """Computes the reward of one trajectory; may be `async`. Receives the task's columns by name."""
 

@@ -19,7 +19,7 @@ from trivium.concurrency import Threads
 from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
-from trivium.protocols import Environment
+from trivium.protocols import ClosedEnvironment, Environment
 from trivium.registry import resolve
 from trivium.types import Message, Task
 
@@ -68,6 +68,14 @@ class MultiTurn:
         name = self._environment.__name__
         made = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
         world = cast(Environment, made)
+        try:
+            return await self._episode(task, policy, world)
+        finally:
+            if isinstance(world, ClosedEnvironment):
+                await self._ask(f"{name}.close", task, world.close)
+
+    async def _episode(self, task: Task, policy: Policy, world: Environment) -> dict[str, float]:
+        name = self._environment.__name__
         seen = _messages(await self._ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
         conversation, earned, done = seen, 0.0, False
         for _ in range(self.config.max_turns):

@@ -108,6 +108,8 @@ def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_pat
     seven = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert layers(LoraConfig()) == seven
     assert layers(LoraConfig(targets=("q_proj", "v_proj"))) == {"q_proj", "v_proj"}
+    assert layers(LoraConfig(exclude=("q_proj",))) == seven - {"q_proj"}
+    assert layers(LoraConfig(exclude=r".*\.(q|k)_proj")) == seven - {"q_proj", "k_proj"}
     for target, found in (("lm_head", "the output layer is among"), ("embed_tokens", "is not a linear layer")):
         with pytest.raises(TriviumError, match=found):
             layers(LoraConfig(targets=("q_proj", target)))

@@ -340,3 +340,35 @@ async def test_only_what_was_replied_can_be_credited_and_only_once() -> None:
     assert (credited.reward, credited.state) == (2.0, "here")
     with pytest.raises(RolloutError, match="not in the record"):
         player.credit(turn, reward=1.0)
+
+
+# --- the end of an environment
+
+
+class Held:
+    """An environment that counts its ends."""
+
+    ended = 0
+
+    def reset(self, task: Task) -> list[Message]:
+        return list(task.prompt)
+
+    async def step(self, completion: str) -> tuple[list[Message], float, bool]:
+        if completion == "9":
+            raise ValueError("broken")
+        return [Message("user", "on")], 0.0, completion == "6"
+
+    async def close(self) -> None:
+        Held.ended += 1
+
+
+@pytest.mark.parametrize(("text", "max_turns"), [("6", 8), ("3", 1), ("9", 8)])
+async def test_an_environment_is_closed_however_its_trajectory_ends(text: str, max_turns: int) -> None:
+    resolved = resolve("environments", f"{__file__}:Held")
+    before, failed = resolved.ended, text == "9"
+    try:
+        await here("Held", max_turns=max_turns).run(TASK, policy(text))
+        assert not failed
+    except EnvironmentFailure:
+        assert failed
+    assert resolved.ended == before + 1

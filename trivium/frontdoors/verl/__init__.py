@@ -104,6 +104,13 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
         get_dataset_class,
     )
     from trivium.frontdoors.verl.scorer import default_compute_score
+    from trivium.frontdoors.verl.tool_classes import (
+        BaseInteraction,
+        BaseTool,
+        OpenAIFunctionToolSchema,
+        ToolResponse,
+        function_tool,
+    )
     from trivium.frontdoors.verl.trainer import RayPPOTrainer
     from trivium.frontdoors.verl.worker import Worker
     from trivium.frontdoors.verl.worker_group import (
@@ -122,6 +129,8 @@ __all__ = [
     "AdaptiveKLController",
     "AdvantageEstimator",
     "AsyncActorRolloutRefWorker",
+    "BaseInteraction",
+    "BaseTool",
     "BatchRewardManager",
     "BatchView",
     "CriticWorker",
@@ -136,6 +145,7 @@ __all__ = [
     "ListConfig",
     "NaiveRewardManager",
     "OmegaConf",
+    "OpenAIFunctionToolSchema",
     "PrimeRewardManager",
     "RLHFDataset",
     "RawRewardFn",
@@ -149,6 +159,7 @@ __all__ = [
     "Role",
     "Scored",
     "TaskRunner",
+    "ToolResponse",
     "Worker",
     "agg_loss",
     "apply_kl_penalty",
@@ -170,6 +181,7 @@ __all__ = [
     "create_rl_sampler",
     "default_compute_score",
     "fold_batch_dim",
+    "function_tool",
     "get_adv_estimator_fn",
     "get_dataset_class",
     "get_event_loop",

@@ -9,7 +9,7 @@ from trivium.errors import Problem
 from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config_table import TABLE
-from trivium.frontdoors.verl.conflicts import ACTOR
+from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 
@@ -27,6 +27,8 @@ _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 
 
 _CORRECTION = "algorithm.rollout_correction"
+SINGLE = ("grpo", "rloo")
+"""Estimators whose advantage is the reward itself in a group of one."""
 _CLIPS_RATIO = ("ppo", "gspo", "cispo", "clip_cov")
 """Losses that clip the ratio."""
 
@@ -37,7 +39,9 @@ def names_of(verl: Settings) -> dict[str, str]:
     loss = "" if loss_address(mode) else _LOSSES.get(mode, mode)
     if _bypasses(verl) and verl[f"{_CORRECTION}.loss_type"] == "reinforce":
         loss = "reinforce"
-    return {"advantage": "" if advantage_address(estimator) else _ESTIMATORS.get(estimator, estimator), "loss": loss}
+    advantage = "" if advantage_address(estimator) else _ESTIMATORS.get(estimator, estimator)
+    alone = verl[f"{ROLLOUT}.n"] == 1 and advantage in SINGLE
+    return {"advantage": "reinforce" if alone else advantage, "loss": loss}
 
 
 def _bypasses(verl: Settings) -> bool:
@@ -53,11 +57,11 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     problems += _unknown(kind, "advantages", "algorithm.adv_estimator", "register_adv_est") if own is None else ()
     problems += _unknown(loss["kind"], "policy_losses", f"{ACTOR}.policy_loss.loss_mode", "register_policy_loss")
     if own is None:
-        problems += _unread_by_estimator(verl, kind)
+        problems += _unread_by_estimator(verl, _ESTIMATORS.get(estimator, estimator))
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
-        "advantage": {"kind": kind} if own is None else _own(verl, own),
+        "advantage": {"kind": kind, **_gdpo(verl, kind, problems)} if own is None else _own(verl, own),
         "policy_loss": loss,
         "mini_batches": mini_batches,
     }
@@ -151,11 +155,11 @@ def _policy_loss(verl: Settings) -> dict[str, Any]:
 
 def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Returns the source of the old log-probabilities, and the correction for those of the engine."""
-    weights, bounds = verl[f"{_CORRECTION}.rollout_is"], _rejection(verl, problems)
+    (weights, threshold), bounds = _weights(verl), _rejection(verl, problems)
     bypass = _bypasses(verl)
     correction: dict[str, Any] = {"against": "current" if bypass else "old"}
     if weights:
-        correction |= {"weights": weights, **_weight_bounds(verl[f"{_CORRECTION}.rollout_is_threshold"])}
+        correction |= {"weights": weights, **_weight_bounds(threshold)}
         correction["normalise"] = bool(verl[f"{_CORRECTION}.rollout_is_batch_normalize"])
     if bounds:
         correction["rejection"] = bounds
@@ -168,6 +172,62 @@ def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]
     if weights:  # PPO's ratio against the engine is the importance weight
         active = {"correction": {"kind": "custom", "against": "current", "rejection": bounds} if bounds else "none"}
     return active | {"old_log_prob": "rollout"}
+
+
+def _weights(verl: Settings) -> tuple[str | None, object]:
+    """Returns (level of the importance weights, or None, and their threshold), from the keys of any version."""
+    section, cap = "algorithm.rollout_is", verl[f"{ACTOR}.tis_imp_ratio_cap"]
+    threshold = verl.first(f"{section}_threshold", f"{_CORRECTION}.rollout_is_threshold")
+    if verl[f"{_CORRECTION}.rollout_is"]:
+        return verl[f"{_CORRECTION}.rollout_is"], verl[f"{_CORRECTION}.rollout_is_threshold"]
+    if verl[section]:
+        lower = verl[f"{section}_threshold_lower"] or 1 / float(threshold)
+        masks = verl[f"{section}_mode"] == "mask"
+        return verl[f"{section}_level"], f"{lower}_{threshold}" if masks else threshold
+    return ("token", cap) if (cap or 0) > 0 else (None, threshold)
+
+
+def _gdpo(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:
+    """Returns the weights of GDPO's rewards by name."""
+    names, weights = verl["algorithm.gdpo_reward_keys"], verl["algorithm.gdpo_reward_weights"]
+    if kind != "gdpo" or not weights:
+        return {}
+    if len(weights) != len(names or []):
+        found, do = f"gdpo_reward_keys has {len(names or [])} name(s)", "give one weight for each name"
+        problems.append(Problem("algorithm.gdpo_reward_weights", repr(weights), found, do))
+    return {"weights": dict(zip(names or [], weights, strict=False))}
+
+
+def distillation_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """Returns the algorithm of on-policy distillation, which replaces that of the other keys."""
+    paths = [path for key in ("teacher_models", "teacher_model") for path in _paths(verl[f"distillation.{key}"])]
+    if len(paths) != 1:
+        found = f"{len(paths)} teachers"
+        do = "name one: distillation.teacher_models.teacher_model.model_path"
+        problems.append(Problem("distillation.teacher_models", "the model_path of one teacher", found, do))
+        return {}
+    mode = str(verl["distillation.distillation_loss.loss_mode"])
+    top_k = verl["distillation.distillation_loss.topk"]
+    teacher: dict[str, Any] = {"path": paths[0]}
+    loss: dict[str, Any] = {"kind": "distill"}
+    if mode.endswith(("topk", "full_vocab")):
+        loss = {"kind": "distill_top_k", "direction": "reverse" if mode.startswith("reverse") else "forward"}
+        teacher |= {"top_k": top_k} if top_k else {}
+    return {
+        "kind": "distill",
+        "teacher": teacher,
+        "policy_loss": loss,
+        "aggregate": verl[f"{ACTOR}.loss_agg_mode"],
+        "epochs": verl[f"{ACTOR}.ppo_epochs"],
+        "mini_batches": _mini_batches(verl),
+    }
+
+
+def _paths(teachers: Mapping[str, Any] | None) -> list[str]:
+    """Returns the model paths of a section with teachers, or of one teacher."""
+    teachers = teachers or {}
+    entries = [teachers, *(entry for entry in teachers.values() if isinstance(entry, Mapping))]
+    return [str(entry["model_path"]) for entry in entries if entry.get("model_path")]
 
 
 def _weight_bounds(threshold: object) -> dict[str, Any]:

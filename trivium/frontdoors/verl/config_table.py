@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, ignored, under
 from trivium.frontdoors.verl.keys_of_models import (
     ACTOR,
     CRITIC,
@@ -24,6 +24,8 @@ from trivium.frontdoors.verl.keys_of_models import (
     optim,
 )
 from trivium.frontdoors.verl.keys_of_rewards import REWARD_MODEL_TYPES, REWARDS, WHOLE
+
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 DATA: dict[str, Entry] = {
     "train_files": Mapped("the taskset train", type=Path),
@@ -54,12 +56,8 @@ DATA: dict[str, Entry] = {
     "use_shm": Ignored("files are not copied to shared memory"),
     "audio_key": Ignored("rows with audio are refused"),
     "mm_processor_kwargs": Restricted(({},), "set them in the processor that is passed"),
-    "tool_config_path": Restricted(
-        (None,), "use a RunConfig with workflow.kind multi_turn, whose environment has the tools"
-    ),
-    "function_tool_path": Restricted(
-        (None,), "use a RunConfig with workflow.kind multi_turn, whose environment has the tools"
-    ),
+    "tool_config_path": Moved(f"{_ROLLOUT}.multi_turn.tool_config_path"),
+    "function_tool_path": Moved(f"{_ROLLOUT}.multi_turn.function_tool_path"),
     "continuous_token": Restricted((None,), "tokens of earlier turns are never tokenized again: leave it out"),
     "image_key": Mapped("the column with the images", "images"),
     "video_key": Ignored("rows with videos are refused"),
@@ -122,15 +120,31 @@ ALGORITHM: dict[str, Entry] = {
     ),
     "rollout_correction.rollout_token_veto_threshold": Restricted((None,), "bound the ratios by rollout_rs"),
     "rollout_correction.use_policy_gradient": Restricted(OFF, "set loss_type: reinforce, and bypass_mode: true"),
-    **dict.fromkeys(
-        ("gdpo_reward_keys", "gdpo_reward_weights"),
-        Restricted((None,), "use a RunConfig with several rewards"),
+    "gdpo_reward_keys": Mapped("the names of rewards, one reward for each of them; with adv_estimator gdpo", type=list),
+    "gdpo_reward_weights": Mapped("the weights of algorithm.advantage, one for each of gdpo_reward_keys", type=list),
+    "rollout_is": Mapped("whether algorithm.correction has weights, at rollout_is_level", False),
+    "rollout_is_level": Restricted((None, "token", "sequence"), "use token or sequence", "token"),
+    "rollout_is_mode": Restricted((None, "truncate", "mask"), "use truncate or mask", "truncate"),
+    "rollout_is_threshold": Mapped("the threshold of algorithm.correction, with rollout_is", type=object),
+    "rollout_is_threshold_lower": Mapped(
+        "the lower bound of algorithm.correction, with rollout_is_mode mask", type=float
     ),
-    "rollout_is": Restricted(OFF, "set algorithm.rollout_correction.rollout_is: token or sequence"),
+    "rollout_is_veto_threshold": Restricted((None,), "bound the ratios by rollout_correction.rollout_rs"),
+    "pf_ppo": Ignored("the switch of the section is off"),
+}
+
+DISTILLATION: dict[str, Entry] = {
+    "enabled": Mapped("whether algorithm.kind is distill", False),
+    "teacher_models": Mapped("the teacher of algorithm.kind distill: the model_path of the only one", type=dict),
+    "teacher_model": Mapped("the same for the only teacher: its model_path", type=dict),
+    "distillation_loss.loss_mode": Mapped("the kind of algorithm.policy_loss: distill or distill_top_k", "k3"),
+    "distillation_loss.topk": Mapped("the top_k of the teacher, for forward_kl_topk", type=int),
+    "distillation_loss.use_task_rewards": Restricted(OFF, "set false: the loss reads the teacher alone"),
+    "distillation_loss.use_policy_gradient": Ignored("the loss is a policy gradient towards the teacher"),
+    "distillation_loss": Ignored("the loss has no such option"),
     **ignored(
-        "the switch of the section is off",
-        "pf_ppo rollout_is_level rollout_is_mode rollout_is_threshold rollout_is_threshold_lower",
-        "rollout_is_veto_threshold",
+        "the trainer scores the completions with the teacher",
+        "n_gpus_per_node nnodes num_workers enable_resource_pool strategy teacher_key",
     ),
 }
 
@@ -160,9 +174,9 @@ TRAINER: dict[str, Entry] = {
     "balance_batch": Mapped("whether `_balance_batch` is called; sequences are balanced over ranks in any case", True),
     "rollout_data_dir": Mapped("RayPPOTrainer writes <step>.jsonl there: what each step trained on", type=Path),
     "validation_data_dir": Mapped("RayPPOTrainer writes <step>.jsonl there: every validation sample", type=Path),
-    "del_local_ckpt_after_load": Restricted(OFF, "set max_actor_ckpt_to_keep"),
-    "remove_previous_ckpt_in_save": Restricted(OFF, "set max_actor_ckpt_to_keep to 1"),
-    "esi_redundant_time": Restricted((None, 0), "leave it out"),
+    "del_local_ckpt_after_load": Ignored("checkpoint.keep is the number of checkpoints on disk"),
+    "remove_previous_ckpt_in_save": Mapped("checkpoint.keep", False, convert={True: 1}),
+    "esi_redundant_time": Ignored("save_freq alone decides when a checkpoint is written"),
     "ray_wait_register_center_timeout": Ignored("sync.deadline_s bounds every wait"),
     "use_legacy_worker_impl": Ignored("there is one implementation"),
     "use_v1": Ignored("there is one implementation"),
@@ -225,15 +239,10 @@ _KEYS: dict[str, Entry] = {
     "ray_init": Mapped("arguments of ray.init, if Ray does not run yet", type=dict),
     "global_profiler": Ignored("the phases of every step are timed"),
     "transfer_queue": Ignored("not needed: workers receive their rows directly from the driver"),
-    "distillation": Restricted((None,), "use algorithm.kind distill in a RunConfig, with trivium run"),
+    **under("distillation", DISTILLATION),
     "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
 }
 
-_UNSUPPORTED = {
-    "verl_megatron": "Megatron",
-    "megatron": "Megatron",
-    "sglang": "SGLang",
-    "trtllm": "TensorRT-LLM",
-}
+_UNSUPPORTED = {"verl_megatron": "Megatron", "megatron": "Megatron"}
 
 TABLE = Table(_KEYS, unsupported=_UNSUPPORTED, marks=frozenset({"_target_"}))

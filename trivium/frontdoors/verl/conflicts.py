@@ -8,6 +8,7 @@ from pathlib import Path
 from trivium.config.reading import read_bounded
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.verl.keys_of_models import REPLACED_ENGINES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -33,7 +34,7 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
     if "megatron" in str(verl.values.get("defaults")):
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not supported", "use the FSDP configs")
     top_p = verl[f"{ROLLOUT}.top_p"]
-    if verl[f"{ROLLOUT}.name"] == "vllm" and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
+    if verl[f"{ROLLOUT}.name"] in ("vllm", *REPLACED_ENGINES) and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
         found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
         do = "set rollout.top_k, too, leave it out (val_kwargs may set it), or set rollout.name: torch"
         yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", found, do)
@@ -81,17 +82,16 @@ def _trainer_conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem
     mode = verl["trainer.resume_mode"]
     if mode not in ("auto", "disable", "resume_path"):
         yield Problem("trainer.resume_mode", repr(mode), "no such mode", "use auto, disable or resume_path")
-    elif (mode == "resume_path") != verl.has("trainer.resume_from_path"):
+    elif mode == "resume_path" and not verl.has("trainer.resume_from_path"):
         yield Problem(
             "trainer.resume_from_path",
             repr(verl["trainer.resume_from_path"]),
             f"resume_mode is {mode!r}",
             "set both: resume_mode: resume_path, and the checkpoint's directory",
         )
-    for key in () if has_validation else ("trainer.test_freq", "trainer.val_only"):
-        if verl.has(key) and verl[key] not in (-1, False):
-            do = "name data.val_files, or pass val_dataset"
-            yield Problem(key, repr(verl[key]), "there is no validation set", do)
+    if verl["trainer.val_only"] and not has_validation:
+        do = "name data.val_files, or pass val_dataset"
+        yield Problem("trainer.val_only", "True", "there is no validation set", do)
     keeps = {verl.values.get(f"trainer.max_{role}_ckpt_to_keep") for role in ("actor", "critic")} - {None}
     if len(keeps) > 1:
         yield Problem(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored
+from trivium.frontdoors.verl.keys_of_conversations import CONVERSATIONS
 
 CUT = "micro-batches are formed by number of tokens; the gradient does not depend on them"
 ENGINE = "a tuning option of an inference engine; results do not depend on it"
@@ -14,9 +15,9 @@ OFF = (None, False)
 _CHUNKS = "logits are always computed in chunks"
 _PADDING = "sequences are always packed"
 _QAT = Restricted((None,), "quantization-aware training is not supported: leave it out")
-_TOOLS = Restricted((None,), "use a RunConfig with workflow.kind multi_turn, whose environment has the tools")
 _REMOTE_CODE = Ignored("no code of a model repository is run; a model that needs it is refused")
 _ATTENTION = Ignored("attention is computed by torch's scaled_dot_product_attention")
+_FLOAT32 = Ignored("weights and optimizer state are float32; fsdp_config.dtype sets the dtype of the computation")
 _BACKENDS = "veomni torchtitan automodel mindspeed"
 _SHM = Ignored("files are not copied to shared memory")
 
@@ -77,9 +78,7 @@ FSDP: dict[str, Entry] = {
     "dtype": Mapped("train.dtype", convert=dtype_of),
     "mixed_precision.reduce_dtype": Restricted((None, "fp32", "float32"), "set fp32: gradients are reduced in float32"),
     "mixed_precision.buffer_dtype": Ignored("buffers keep the model's dtype"),
-    "model_dtype": Restricted(
-        (None, "fp32", "float32"), "weights and optimizer state are float32; set fsdp_config.dtype for the computation"
-    ),
+    "model_dtype": _FLOAT32,
     "use_orig_params": Ignored("FSDP2 always does"),
     "seed": Ignored("run.seed seeds everything"),
     "full_determinism": Mapped("train.deterministic_kernels", False, convert={True: True}),
@@ -118,7 +117,7 @@ UPDATE: dict[str, Entry] = {
     "loss_agg_mode": Mapped("algorithm.aggregate", "token-mean"),
     "grad_clip": Mapped("train.max_grad_norm", 1.0),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
-    "shuffle": Restricted(OFF, "leave it out: mini-batches keep the order of the batch, as by default in verl"),
+    "shuffle": Ignored("prompts are shuffled in every epoch, and mini-batches keep their order"),
     "data_loader_seed": Ignored("mini-batches are not shuffled"),
     "checkpoint": Ignored("a checkpoint always contains models, optimizers and counters"),
     "profiler": Ignored("the phases of every step are timed"),
@@ -168,6 +167,9 @@ ACTOR: dict[str, Entry] = {
     "kl_loss_coef": Mapped("algorithm.kl.coef", 0.001, when=_KL_LOSS),
     "kl_loss_type": Mapped("algorithm.kl.estimator.kind", "low_var_kl", when=_KL_LOSS),
     "use_torch_compile": Ignored("models are not compiled"),
+    "tis_imp_ratio_cap": Mapped("above 0: the threshold of algorithm.correction, with weights for tokens", type=float),
+    "policy_loss.tau_pos": Moved("actor_rollout_ref.actor.tau_pos"),
+    "policy_loss.tau_neg": Moved("actor_rollout_ref.actor.tau_neg"),
     "use_rollout_log_probs": Mapped("true: rollout as algorithm.old_log_prob", False),
     "entropy_checkpointing": Ignored("logits are always computed in chunks, and recomputed in the backward pass"),
     "freeze_vision_tower": Mapped("train.vision_tower", False, convert={True: "frozen"}),
@@ -213,7 +215,7 @@ REFERENCE: dict[str, Entry] = {
     ),
 }
 
-_LORA = {"actor_rollout_ref.model.lora_rank": True}
+_LORA = {"actor_rollout_ref.model.lora_rank": True, "actor_rollout_ref.model.lora_adapter_path": False}
 
 
 def _unless_all(names: object) -> object:
@@ -239,18 +241,19 @@ MODEL: dict[str, Entry] = {
     "override_config.attn_implementation": _ATTENTION,
     "enable_gradient_checkpointing": Mapped("train.gradient_checkpointing", True),
     "gradient_checkpointing_kwargs": Ignored("gradient checkpointing is always non-reentrant"),
-    "enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
+    "enable_activation_offload": Ignored("train.gradient_checkpointing and train.cpu_offload save memory"),
+    "torch_dtype": _FLOAT32,
     "use_remove_padding": Ignored(_PADDING),
-    "lora_rank": Mapped("train.lora.rank", 0, convert=lambda rank: rank or None),
+    "lora_rank": Mapped("train.lora.rank", 0, when=_LORA),
     "lora_alpha": Mapped("train.lora.alpha", 16, when=_LORA),
     "target_modules": Mapped("train.lora.targets", "all-linear", type=object, when=_LORA, convert=_unless_all),
-    "exclude_modules": Restricted((None,), "list the adapted modules in target_modules"),
+    "exclude_modules": Mapped("train.lora.exclude", type=object, when=_LORA),
     "target_parameters": Restricted((None,), "list the adapted modules in target_modules"),
-    "lora_adapter_path": Restricted((None,), "merge the adapter into the model directory first"),
+    "lora_adapter_path": Mapped("train.lora.path", type=Path, note="the adapter has its own rank, alpha and targets"),
     "lora": Restricted(
         (None,), "a setting of Megatron, which is not supported: set lora_rank and lora_alpha", switch="rank"
     ),
-    "use_liger": Restricted(OFF, "Liger kernels are not supported: leave it out"),
+    "use_liger": Ignored("layers are computed by torch's kernels; results do not depend on it"),
     "tiled_mlp": Ignored("train.max_tokens_per_micro_batch bounds the activations"),
     "mtp": Restricted((None,), "multi-token prediction is not supported: leave it out"),
     **ignored(
@@ -285,6 +288,8 @@ VAL: dict[str, Entry] = {
     "do_sample": Mapped("false: evaluation.sampling.temperature is 0", False),
 }
 
+REPLACED_ENGINES = ("sglang", "trtllm")
+"""Engines that vLLM replaces on a GPU, and the built-in engine on a CPU."""
 VLLM = {"engine": "vllm"}
 VLLM_ON_GPU = {"engine": "vllm", "device": "cuda"}
 
@@ -295,9 +300,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROLLOUT: dict[str, Entry] = {
-    "name": Restricted(
-        ("torch", "hf", "vllm"), "SGLang and TensorRT-LLM are not supported: set rollout.name: torch or vllm", "torch"
-    ),
+    "name": Restricted(("torch", "hf", "vllm", *REPLACED_ENGINES), "set rollout.name: torch or vllm", "torch"),
     "mode": Ignored("requests are always asynchronous; weights are updated between steps"),
     "n": Mapped("schedule.group_size", 1),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
@@ -313,29 +316,16 @@ ROLLOUT: dict[str, Entry] = {
     "dtype": Mapped("engine.dtype", convert=dtype_of),
     "seed": Ignored("run.seed seeds everything"),
     "ignore_eos": Restricted(OFF, "leave it out"),
-    "over_sample_rate": Restricted((None, 0), "use schedule.over_rollout in a RunConfig"),
-    "tensor_model_parallel_size": Restricted(
-        (None, 1),
-        "set 1: every actor worker has its own engine; or use engine.tensor_parallel_size of a RunConfig, with vLLM",
-        1,
+    "over_sample_rate": Mapped("schedule.over_rollout", 0.0, convert=lambda rate: rate / (1 - rate) if rate else None),
+    "tensor_model_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when=VLLM_ON_GPU),
+    **ignored(
+        "cluster.engines counts the engines; results do not depend on how one is spread over GPUs",
+        "data_parallel_size expert_parallel_size pipeline_model_parallel_size",
     ),
-    "data_parallel_size": Restricted((None, 1), "set 1: every actor worker has its own engine"),
-    "expert_parallel_size": Restricted((None, 1), "set 1: every actor worker has its own engine"),
-    "pipeline_model_parallel_size": Restricted((None, 1), "set 1: every actor worker has its own engine"),
     "load_format": Ignored("the trainer sends the weights before the first rollout"),
     "calculate_log_probs": Ignored("the engine's log-probabilities are always recorded"),
     "update_weights_bucket_megabytes": Ignored("weights are sent in buckets of a fixed size"),
-    "multi_turn.enable": Restricted(OFF, "use a RunConfig with workflow.kind multi_turn"),
-    "multi_turn.tool_config_path": _TOOLS,
-    "multi_turn.function_tool_path": _TOOLS,
-    "multi_turn.interaction_config_path": _TOOLS,
-    "multi_turn": Ignored("the switch of the section is off"),
-    "chat_scheduler": _TOOLS,
-    "agent.agent_loop_config_path": _TOOLS,
-    "agent.agent_loop_manager_class": _TOOLS,
-    "agent.custom_async_server": Restricted((None,), "use an engine by path in a RunConfig: engine.kind"),
-    "agent.default_agent_loop": Restricted((None, "single_turn_agent"), "use a RunConfig with workflow.kind"),
-    "agent": Ignored("all rollouts of a batch are requested at once"),
+    **CONVERSATIONS,
     "disaggregation": Restricted((None,), "separate engines for prefill and decode are not supported: leave it out"),
     "full_determinism": Ignored("sampling repeats bit for bit on a CPU; there is no such setting for a GPU"),
     "qat": _QAT,
@@ -345,9 +335,7 @@ ROLLOUT: dict[str, Entry] = {
     "repetition_penalty": Restricted((None, 1, 0), "a repetition penalty is not supported: leave it out"),
     "custom": Restricted((None,), "use a RunConfig with workflow.kind"),
     "checkpoint_manager_class": Restricted((None,), "use sync.method in a RunConfig"),
-    "quantization": Restricted(
-        (None,), "with rollout.name vllm set engine_kwargs.vllm.quantization; else leave it out"
-    ),
+    "quantization": Mapped("engine.options.quantization", type=str, when=VLLM_ON_GPU),
     "skip_rollout": Restricted(OFF, "use buffer.kind recorded in a RunConfig"),
     "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
     "gpu_memory_utilization": Mapped("engine.gpu_memory_utilization", 0.5, when=VLLM_ON_GPU),

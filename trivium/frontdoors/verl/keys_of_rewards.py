@@ -18,7 +18,7 @@ _MANAGER: dict[str, Entry] = {
 }
 
 _SANDBOX: dict[str, Entry] = {
-    "url": Restricted((None, ""), "programs run in a sandbox on this machine (docs/extend-rewards.md): leave it out"),
+    "url": Ignored("programs run in a sandbox on this machine (docs/extend-rewards.md)"),
     "max_concurrent": Ignored("programs run on this machine, reward_kwargs.workers at a time"),
     "memory_limit_mb": Mapped("memory limit of a program, in MiB", 1024),
 }

@@ -48,6 +48,8 @@ def _separated(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     rest, options, overrides = list(arguments), dict[str, str](), list[str]()
     while rest:
         argument = rest.pop(0)
+        if not argument.strip():  # a shell variable without a value
+            continue
         if not argument.startswith("-"):
             overrides.append(argument)
             continue

@@ -13,7 +13,7 @@ from trivium.registry import resolve
 
 
 class ScoredReward:
-    """Returns a verl scorer's score of a completion. If the scorer returns a dict, the reward is its `score`."""
+    """Returns a verl scorer's score of a completion. If the scorer returns a dict, the reward is its value at `key`."""
 
     class Config(RewardConfig):
         kind: str = "trivium.frontdoors.verl.scored_reward:ScoredReward"
@@ -21,9 +21,12 @@ class ScoredReward:
         """`file.py:name` or `package.module:name`."""
         options: dict[str, Any] = Field(default_factory=dict)
         """Further arguments."""
+        key: str = "score"
+        """The key of the scorer's dict that is the reward."""
 
     def __init__(self, config: Config) -> None:
         self._function, self._options = resolve("rewards", config.function), config.options
+        self._key = config.key
 
     def __call__(
         self,
@@ -42,8 +45,9 @@ class ScoredReward:
             extra_info=extra_info,
             **self._options,
         )
-        if not isinstance(score, Mapping):
+        if not isinstance(score, Mapping) and self._key == "score":
             return score
-        if "score" not in score:
-            raise DataError("a `score` in what the scorer returned", f"{sorted(score)}", "return {'score': number}")
-        return score["score"]
+        if not isinstance(score, Mapping) or self._key not in score:
+            found = f"{sorted(score)}" if isinstance(score, Mapping) else f"a {type(score).__name__}"
+            raise DataError(f"{self._key!r} in the result of the scorer", found, f"return {{{self._key!r}: number}}")
+        return score[self._key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ def listed(value: object) -> list[Any]:
 def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, Any]:
     """Returns the task source of a split's files. All files must have the same type."""
     files, limit = listed(verl[f"data.{split}_files"]), verl[f"data.{split}_max_samples"]
+    if verl.has("data.custom_cls.path") or (split == "train" and verl.has("data.sampler.class_path")):
+        kind = "trivium.frontdoors.verl.configured_tasks:ConfiguredTasks"
+        model = verl["actor_rollout_ref.model.path"]
+        return {"kind": kind, "model": model, "split": split, "data": verl.section("data")}
     kinds = {"jsonl" if Path(file).suffix in (".jsonl", ".json") else "parquet" for file in files}
     if len(kinds) != 1:
         found = "files of JSON lines and Parquet files" if kinds else "none"
@@ -39,7 +43,7 @@ def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, A
 def rows_of_files(verl: Settings) -> int | None:
     """Returns the number of rows of the training set, or None if its files are not on this machine."""
     files = listed(verl["data.train_files"])
-    if not all(Path(file).is_file() for file in files):
+    if verl.has("data.custom_cls.path") or not all(Path(file).is_file() for file in files):
         return None
     rows, limit = len(read_files(files, "data.train_files")), verl["data.train_max_samples"]
     return min(rows, limit) if limit >= 0 else rows
@@ -48,7 +52,9 @@ def rows_of_files(verl: Settings) -> int | None:
 def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
     """Returns the reward that the config names: a reward model, a scorer, or the grader of each `data_source`."""
     manager = verl["reward_manager.name"]
-    if manager not in ("naive", "dapo", "prime") or verl["reward_manager.source"] == "importlib":
+    components = (verl["algorithm.gdpo_reward_keys"] or []) if verl["algorithm.adv_estimator"] == "gdpo" else []
+    known = ("naive", "dapo", "prime", *(["gdpo"] if components else []))
+    if manager not in known or verl["reward_manager.source"] == "importlib":
         found = "a RunConfig calls a reward for each completion"
         problems.append(Problem("reward_manager.name", repr(manager), found, f"use naive, or {_HERE}"))
     metric, scorer = verl["algorithm.filter_groups.metric"], verl["custom_reward_function.path"]
@@ -58,11 +64,16 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
     if verl["reward_model.enable"]:
         dtype = reward_model_dtype(verl)
         return [{"kind": "model", "path": verl["reward_model.model.path"]} | ({"dtype": dtype} if dtype else {})]
-    if path := verl["custom_reward_function.path"]:
+    if path := scorer:
         function = f"{path.removeprefix('pkg://').removeprefix('file://')}:{verl['custom_reward_function.name']}"
         options = verl["custom_reward_function.reward_kwargs"] or {}
         kind = "trivium.frontdoors.verl.scored_reward:ScoredReward"
-        return [{"kind": kind, "function": function} | ({"options": options} if options else {})]
+        reward = {"kind": kind, "function": function} | ({"options": options} if options else {})
+        return [reward | {"name": key, "key": key} for key in components] or [reward]
+    if components:
+        found = "the scorer of each data_source returns one number"
+        do = "name a scorer that returns them: custom_reward_function.path"
+        problems.append(Problem("algorithm.gdpo_reward_keys", repr(components), found, do))
     limit = verl["reward_model.sandbox_fusion.memory_limit_mb"]
     return [{"kind": "by_source", "memory_limit_mb": limit} if limit != 1024 else "by_source"]
 
@@ -96,8 +107,27 @@ _OBJECTS = (
 """Keys that only RayPPOTrainer reads."""
 
 
-def notes_of(verl: Settings, rows: int | None) -> Iterator[str]:
-    """Yields notes on keys that the RunConfig does not cover or that need a change by hand."""
+UNSUPPORTED_MONITORS = ("swanlab", "clearml", "vemlp_wandb", "trackio", "rl_logging_board")
+"""Loggers of verl that have no monitor here."""
+_ENGINE = "actor_rollout_ref.rollout"
+
+
+def notes_of(verl: Settings, run: Mapping[str, Any], rows: int | None) -> Iterator[str]:
+    """Yields notes on keys that the RunConfig `run` does not cover or that need a change by hand."""
+    yield from _engine_notes(verl, run["engine"]["kind"])
+    for name in listed(verl["trainer.logger"]):
+        if name in UNSUPPORTED_MONITORS:
+            yield f"trainer.logger: no monitor is named {name}; metrics.jsonl of the run directory has every metric"
+    for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
+        file = verl[f"{_ENGINE}.multi_turn.{name}"]
+        if file and not Path(file).is_file():
+            yield f"{_ENGINE}.multi_turn.{name}: {file} is not on this machine; the run reads it when it starts"
+    if "evaluation" in run and run["evaluation"]["samples"] < verl[f"{_ENGINE}.val_kwargs.n"]:
+        yield f"{_ENGINE}.val_kwargs.n: greedy samples of a task are equal, so validation takes one"
+    if "evaluation" not in run and verl["trainer.test_freq"] > 0:
+        yield "trainer.test_freq: there is no validation set (data.val_files)"
+    if verl["algorithm.adv_estimator"] in ("grpo", "rloo") and verl[f"{_ENGINE}.n"] == 1:
+        yield f"{_ENGINE}.n: a group of one has no baseline, so the advantage is the reward itself"
     for key in _OBJECTS:
         if verl[key] != verl.table.default_of(key):
             yield f"{key}: RayPPOTrainer alone reads it"
@@ -109,8 +139,17 @@ def notes_of(verl: Settings, rows: int | None) -> Iterator[str]:
     if rows is None and not verl["trainer.total_training_steps"]:
         epochs = verl["trainer.total_epochs"]
         yield (
-            f"schedule.steps: data.train_files are not on this machine, so {epochs} epoch(s) are {epochs} step(s); "
+            f"schedule.steps: the number of rows is not known here, so {epochs} epoch(s) are {epochs} step(s); "
             "multiply it by the batches of an epoch"
         )
     if verl["data.filter_overlong_prompts"]:
         yield "data.filter_overlong_prompts: `trivium check` counts prompts that are too long; their rows stay"
+
+
+def _engine_notes(verl: Settings, kind: str) -> Iterator[str]:
+    name, size = verl[f"{_ENGINE}.name"], verl[f"{_ENGINE}.tensor_model_parallel_size"]
+    if name not in (kind, "hf"):
+        shown = "vLLM" if kind == "vllm" else "the built-in engine"
+        yield f"{_ENGINE}.name: {shown} samples instead of {name}"
+    if (size or 1) > 1 and kind == "torch":
+        yield f"{_ENGINE}.tensor_model_parallel_size: the built-in engine holds the whole model on one device"

@@ -12,14 +12,17 @@ from functools import reduce
 from typing import Any
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, Problem
+from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Translation, refuse
-from trivium.frontdoors.verl.algorithm_section import algorithm_of, names_of
+from trivium.frontdoors.verl.algorithm_section import algorithm_of, distillation_of, names_of
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts
+from trivium.frontdoors.verl.conversation_section import has_conversation, workflow_of
+from trivium.frontdoors.verl.keys_of_models import REPLACED_ENGINES
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.frontdoors.verl.sourced_sections import (
+    UNSUPPORTED_MONITORS,
     listed,
     notes_of,
     rewards_of,
@@ -34,17 +37,23 @@ _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard"
 
 def settings_of(config: object) -> Settings:
     """Returns the values of a config in verl's layout. Raises ConfigError with all keys that cannot be translated."""
+    verl = _read(config)
+    refuse(verl.problems)
+    return verl
+
+
+def _read(config: object) -> Settings:
+    """Returns the values and the problems of a config."""
     verl = _with_own_keys(TABLE.read(config), config)
     problems = list(verl.problems)
     for strategy in [problem.where for problem in problems if problem.where.endswith(".strategy")]:
         section = strategy.removesuffix("strategy")  # the other keys belong to that backend
         problems = [p for p in problems if p.where == strategy or not p.where.startswith(section)]
     for name in listed(verl["trainer.logger"]):
-        if name not in _MONITORS:
+        if name not in (*_MONITORS, *UNSUPPORTED_MONITORS):
             do = f"use some of {', '.join(_MONITORS)}"
             problems.append(Problem("trainer.logger", repr(name), "no monitor of that name", do))
-    refuse(problems)
-    return verl
+    return replace(verl, problems=tuple(problems))
 
 
 def _with_own_keys(verl: Settings, config: object) -> Settings:
@@ -68,37 +77,40 @@ def translate(config: object) -> Translation:
 
     Raises ConfigError with all keys that cannot be translated.
     """
-    verl, problems = settings_of(config), list[Problem]()
-    problems += [
-        Problem(key, repr(verl[key]), "a class of data needs a script", "use RayPPOTrainer, or a taskset")
-        for key in ("data.custom_cls.path", "data.sampler.class_path")
-        if verl.has(key)
-    ]
+    verl = _read(config)
+    problems = list(verl.problems)
     splits = ("train", "val") if verl["data.val_files"] else ("train",)
     tasks = {split: tasks_of(verl, split, problems) for split in splits}
     rewards, shaping = rewards_of(verl, problems), shaping_of(verl)
     device = _device(verl, problems)
-    refuse(problems)
     rows = rows_of_files(verl)
     known = rows or verl["data.train_batch_size"]
-    mapping = translated(verl, rows=known, has_validation="val" in tasks, device=device)
+    mapping = translated(verl, rows=known, has_validation="val" in tasks, device=device, problems=problems)
     mapping["engine"].setdefault("max_context", _longest(verl))
-    if template := _template(verl):
-        mapping["model"]["chat_template"] = template
+    notes = [*_with_template(mapping, verl), *notes_of(verl, mapping, rows), *verl.notes()]
     mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
-    mapping |= {"tasks": tasks, "rewards": rewards}
-    refuse(problem for problem in _run_problems(mapping) if not problem.where.endswith("path"))
-    return Translation(mapping, (*notes_of(verl, rows), *verl.notes()))
+    mapping |= {"tasks": tasks, "rewards": [] if verl["distillation.enabled"] else rewards}
+    of_run = [problem for problem in _run_problems(mapping) if not problem.where.endswith("path")]
+    if problems:  # these sections may be incomplete because of a problem that is listed
+        of_run = [problem for problem in of_run if not problem.where.startswith(("tasks", "rewards"))]
+    refuse([*problems, *of_run])
+    return Translation(mapping, tuple(notes))
 
 
-def _template(verl: Settings) -> str | None:
-    """Returns the chat template that the config sets; it overrides that of the model's tokenizer."""
-    if not verl["data.apply_chat_template_kwargs"]:
-        return verl["actor_rollout_ref.model.custom_chat_template"]
+def _with_template(mapping: dict[str, Any], verl: Settings) -> list[str]:
+    """Writes the variables of the chat template into it. Returns a note if the model is not on this machine."""
+    key = "data.apply_chat_template_kwargs"
+    if not verl[key] or not verl["actor_rollout_ref.model.path"]:
+        return []
     from trivium.frontdoors.verl.prompts import template_of
     from trivium.text import hf_tokenizer
 
-    return template_of(verl, hf_tokenizer(verl["actor_rollout_ref.model.path"]))
+    try:
+        tokenizer = hf_tokenizer(verl["actor_rollout_ref.model.path"])
+    except TriviumError as error:
+        return [f"{key}: {error.found}: write the chat template with these variables into model.chat_template"]
+    mapping["model"]["chat_template"] = template_of(verl, tokenizer)
+    return []
 
 
 def _device(verl: Settings, problems: list[Problem]) -> str:
@@ -123,26 +135,32 @@ def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
 # --------------------------------------------------------------------------- sections
 
 
-def translated(verl: Settings, *, rows: int, has_validation: bool, device: str) -> dict[str, Any]:
+def translated(
+    verl: Settings, *, rows: int, has_validation: bool, device: str, problems: list[Problem] | None = None
+) -> dict[str, Any]:
     """Returns the RunConfig as a mapping, without its tasks. `rows` is the size of the training set.
 
-    Raises ConfigError with all keys that contradict each other.
+    Appends keys that contradict each other to `problems`; raises them in a ConfigError without such a list.
     """
-    problems: list[Problem] = []
-    steps = total_steps(verl, rows)
+    conflicting: list[Problem] = []
+    steps = total_steps(verl, rows, conflicting)
     gae = verl["algorithm.adv_estimator"] == "gae"
-    algorithm = algorithm_of(verl, problems)
+    algorithm = algorithm_of(verl, conflicting)
     run = merged(
         {
             "run": {"dir": run_dir_of(verl), "seed": 0},
             "model": {"kind": "hf"},
-            "engine": {"kind": _engine_of(verl), "device": device, "dtype": _default_dtype(device)},
+            "engine": {"kind": _engine_of(verl, device), "device": device, "dtype": _default_dtype(device)},
             "train": {"kind": "torch", "device": device, "dtype": _default_dtype(device)},
             "checkpoint": {"keep": _KEEP_ALL},
             "evaluation": {"taskset": "val"},
         },
-        verl.mapped(device=device, engine=_engine_of(verl), **names_of(verl)),
+        verl.mapped(
+            device=device, engine=_engine_of(verl, device), conversation=has_conversation(verl), **names_of(verl)
+        ),
     )
+    if workflow := workflow_of(verl, conflicting):
+        run["workflow"] = merged(workflow, run.get("workflow", {}))
     run["engine"] |= _engine(verl, run["engine"])
     run["train"]["optimizer"]["warmup_steps"] = _warmup(verl, f"{ACTOR}.optim", steps)
     if gae:
@@ -155,8 +173,15 @@ def translated(verl: Settings, *, rows: int, has_validation: bool, device: str) 
         run["evaluation"] |= _evaluation(verl, run["evaluation"])
     else:
         del run["evaluation"]
-    problems += conflicts(verl, has_validation)
-    refuse(problems, "a config whose keys fit together")
+    distilled = distillation_of(verl, conflicting) if verl["distillation.enabled"] else {}
+    conflicting += conflicts(verl, has_validation)
+    if problems is None:
+        refuse(conflicting, "a config whose keys fit together")
+    else:
+        problems += conflicting
+    if verl["distillation.enabled"]:
+        run["train"].pop("critic_optimizer", None)
+        return run | {"algorithm": distilled}
     return merged(run, {"algorithm": algorithm})
 
 
@@ -166,24 +191,23 @@ def run_dir_of(verl: Settings) -> str:
     return verl["trainer.default_local_dir"] or named
 
 
-def total_steps(verl: Settings, rows: int) -> int:
+def total_steps(verl: Settings, rows: int, problems: list[Problem]) -> int:
     """Returns the configured train steps, else whole batches per epoch times epochs. Incomplete batches are dropped.
 
-    Raises ConfigError if the rows do not fill one batch.
+    Appends a problem if the rows do not fill one batch.
     """
     batch = verl["data.train_batch_size"]
     if rows < batch:
-        raise ConfigError(
-            f"a batch of {batch} prompts (data.train_batch_size)",
-            f"the training set has {rows} (after filtering)",
-            "lower data.train_batch_size, or give more rows",
-        )
-    return int(verl["trainer.total_training_steps"] or rows // batch * verl["trainer.total_epochs"])
+        found = f"the training set has {rows} (after filtering)"
+        do = "lower data.train_batch_size, or give more rows"
+        problems.append(Problem("data.train_batch_size", f"a batch of {batch} prompts", found, do))
+    return int(verl["trainer.total_training_steps"] or max(1, rows // batch) * verl["trainer.total_epochs"])
 
 
-def _engine_of(verl: Settings) -> str:
-    """Returns the kind of the rollout engine."""
-    return "vllm" if verl[f"{ROLLOUT}.name"] == "vllm" else "torch"
+def _engine_of(verl: Settings, device: str) -> str:
+    """Returns the kind of the rollout engine. vLLM replaces the engines that exist only on GPUs."""
+    name = verl[f"{ROLLOUT}.name"]
+    return "vllm" if name == "vllm" or (name in REPLACED_ENGINES and device == "cuda") else "torch"
 
 
 def _engine(verl: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,10 +237,11 @@ def _longest(verl: Settings) -> int:
 
 def _evaluation(verl: Settings, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the evaluation that follow from several keys."""
-    samples, greedy = evaluation["samples"], not verl[f"{ROLLOUT}.val_kwargs.do_sample"]
+    temperature = evaluation["sampling"]["temperature"] if verl[f"{ROLLOUT}.val_kwargs.do_sample"] else 0.0
+    samples = evaluation["samples"] if temperature else 1  # greedy samples of a task are equal
     powers = tuple(2**power for power in range(int(math.log2(samples)) + 1))
-    sampling = evaluation["sampling"] | ({"temperature": 0.0} if greedy else {})
-    return {"k": tuple(dict.fromkeys((*powers, samples))), "sampling": sampling}
+    sampling = evaluation["sampling"] | {"temperature": temperature}
+    return {"samples": samples, "k": tuple(dict.fromkeys((*powers, samples))), "sampling": sampling}
 
 
 def _monitors(verl: Settings) -> list[dict[str, Any]]:
@@ -225,7 +250,7 @@ def _monitors(verl: Settings) -> list[dict[str, Any]]:
         "wandb": {"project": project, "name": experiment},
         "mlflow": {"experiment": project, "name": experiment},
     }
-    names = [_MONITORS[name] for name in listed(verl["trainer.logger"])]
+    names = [_MONITORS[name] for name in listed(verl["trainer.logger"]) if name in _MONITORS]
     return [{"kind": name, **about.get(name, {})} for name in dict.fromkeys([*names, "jsonl"])]
 
 

@@ -73,6 +73,8 @@ class LoraConfig(Config):
     """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset: every linear layer except
     the output layer; in a mixture of experts, those of attention. In a vision model, names mean layers of the language
     part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
+    exclude: tuple[str, ...] | str | None = None
+    """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
     path: ModelPath | None = None
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
     Unset: a new adapter, which does not change outputs at first."""
@@ -83,7 +85,7 @@ class LoraConfig(Config):
         """The problems of the section by itself."""
         if self.path is None:
             return
-        changed = sorted({"rank", "alpha", "targets"} & self.model_fields_set)
+        changed = sorted({"rank", "alpha", "targets", "exclude"} & self.model_fields_set)
         if changed:
             yield Problem(
                 f"{where}.{changed[0]}",
@@ -137,13 +139,17 @@ def inject(
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
     else:
         targets = _targets(module, section.targets)
-        config = peft.LoraConfig(r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets)
+        exclude = [*section.exclude] if isinstance(section.exclude, tuple) else section.exclude
+        config = peft.LoraConfig(
+            r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets, exclude_modules=exclude
+        )
     config.inference_mode, config.task_type = False, peft.TaskType.CAUSAL_LM
     config.base_model_name_or_path = module.config.name_or_path
     output = module.get_output_embeddings()
     try:
         with warnings.catch_warnings():  # both cases are handled: weights stored as (in, out), and ties
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            warnings.filterwarnings("ignore", message="You have passed exclude_modules")  # a pattern may match none
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             peft.inject_adapter_in_model(config, module, _NAME)
     except ValueError as error:

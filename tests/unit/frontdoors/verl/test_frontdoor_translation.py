@@ -19,6 +19,7 @@ from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.configured_tasks import ConfiguredTasks
 from trivium.frontdoors.verl.prompts import template_of
 from trivium.frontdoors.verl.scored_reward import ScoredReward
 from trivium.frontdoors.verl.translation import settings_of, translate, translated
@@ -63,6 +64,16 @@ def test_vllm_on_a_gpu_takes_what_it_is_told_of_gpus(model: str) -> None:
     assert engine.items() >= {**wanted, "device": "cuda", "dtype": "bfloat16"}.items()
     assert engine["options"] == {"enable_chunked_prefill": True}
     assert engine["sleep_level"] == 2, "free_cache_engine is true by default"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+def test_engines_of_gpus_become_vllm_over_as_many_gpus(model: str, name: str) -> None:
+    settings = settings_of(
+        verl_config(model, **GRPO, **{ROLLOUT + "name": name, ROLLOUT + "tensor_model_parallel_size": 4})
+    )
+    engine = translated(settings, rows=20, has_validation=False, device="cuda")["engine"]
+    assert (engine["kind"], engine["tensor_parallel_size"]) == ("vllm", 4)
+    assert "tensor_parallel_size" not in translated(settings, rows=20, has_validation=False, device="cpu")["engine"]
 
 
 @pytest.mark.parametrize("key", ["free_cache_engine", "enable_sleep_mode"])
@@ -165,6 +176,37 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
         "engine.options",
         {"enable_prefix_caching": False, "block_size": 32, "limit_mm_per_prompt": {"image": 3}},
     ),
+    ({ROLLOUT + "name": "sglang"}, "engine.kind", "torch"),
+    ({ROLLOUT + "over_sample_rate": 0.2}, "schedule.over_rollout", 0.25),
+    ({ROLLOUT + "tensor_model_parallel_size": 2}, "engine.kind", "torch"),
+    ({ACTOR + "fsdp_config__model_dtype": "bf16"}, "train.dtype", "float32"),
+    ({**GRPO, ROLLOUT + "n": 1}, "algorithm.advantage.kind", "reinforce"),
+    ({"trainer__max_actor_ckpt_to_keep": "None"}, "checkpoint.keep", 1_000_000),
+    ({"trainer__remove_previous_ckpt_in_save": True}, "checkpoint.keep", 1),
+    ({ACTOR + "use_kl_loss": ""}, "algorithm.kl.coef", 0.0),
+    ({"trainer__resume_from_path": "/saved"}, "run.resume", True),
+    ({"trainer__test_freq": 2}, "evaluation.taskset", None),
+    ({"algorithm": {"rollout_is": True, "rollout_is_threshold": 3}}, "algorithm.correction.threshold", 3.0),
+    (
+        {"algorithm": {"rollout_is": True, "rollout_is_threshold": 2, "rollout_is_mode": "mask"}},
+        "algorithm.correction.bounds",
+        (0.5, 2.0),
+    ),
+    ({ACTOR + "tis_imp_ratio_cap": 4.0}, "algorithm.correction.threshold", 4.0),
+    (
+        {"actor_rollout_ref__model": {"lora_rank": 4, "exclude_modules": ["lm_head"]}},
+        "train.lora.exclude",
+        ("lm_head",),
+    ),
+    (
+        {
+            "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
+        },
+        "algorithm.advantage.weights",
+        {"a": 1.0, "b": 0.5},
+    ),
+    ({ROLLOUT + "multi_turn": {"enable": True, "max_assistant_turns": 3}}, "workflow.max_turns", 3),
+    ({ROLLOUT + "multi_turn": {"enable": False, "max_assistant_turns": 3}}, "workflow.kind", "single_turn"),
     ({"trainer__save_freq": 5}, "checkpoint.save_every", 5),
     ({"trainer__max_actor_ckpt_to_keep": 2}, "checkpoint.keep", 2),
     ({"trainer__resume_mode": "disable"}, "run.resume", False),
@@ -231,9 +273,20 @@ def test_whatever_holds_the_keys(model: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not supported"),
     ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not supported"),
-    ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not supported"),
+    ({ROLLOUT + "name": "tgi"}, "actor_rollout_ref.rollout.name", "set rollout.name: torch or vllm"),
+    ({ROLLOUT + "name": "sglang", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
-    ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
+    (
+        {ROLLOUT + "agent__default_agent_loop": "mine"},
+        "actor_rollout_ref.rollout.agent.default_agent_loop",
+        "write it as a workflow",
+    ),
+    ({"distillation": {"enabled": True}}, "distillation.teacher_models", "0 teachers"),
+    (
+        {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]}},
+        "algorithm.gdpo_reward_weights",
+        "2 name(s)",
+    ),
     ({ROLLOUT + "response_length": 9}, "actor_rollout_ref.rollout.response_length", "both are the same"),
     ({ROLLOUT + "prompt_length": 9}, "actor_rollout_ref.rollout.prompt_length", "both are the same"),
     ({ROLLOUT + "use_fire_sampling": True}, "actor_rollout_ref.rollout.use_fire_sampling", "change the rollouts"),
@@ -244,20 +297,24 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({ROLLOUT + "mtp": {"enable": True}}, "actor_rollout_ref.rollout.mtp", "change the rollouts"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
-    ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),
+    (
+        {ROLLOUT + "multi_turn": {"enable": True, "format": "xml"}},
+        "actor_rollout_ref.rollout.multi_turn.format",
+        "Hermes and Llama",
+    ),
     ({"algorithm__use_pf_ppo": True}, "algorithm.use_pf_ppo", "PF-PPO"),
     (
         {"algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}, "use_kl_in_reward": True}},
         "algorithm.filter_groups.metric",
         "use seq_reward",
     ),
-    ({"trainer__logger": ["swanlab"]}, "trainer.logger", "swanlab"),
+    ({"trainer__logger": ["nothing"]}, "trainer.logger", "no monitor of that name"),
     ({"actor_rollout_ref__model__lora": {"rank": 8}}, "actor_rollout_ref.model.lora", "Megatron"),
     ({ACTOR + "ppo_epoch": 2}, "actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
     ({"epochs": 3}, "epochs", "translated"),
     ({"trainer__resume_mode": "maybe"}, "trainer.resume_mode", "auto, disable or resume_path"),
     ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path", "resume_path"),
-    ({"trainer__test_freq": 2}, "trainer.test_freq", "no validation set"),
+    ({"trainer__val_only": True}, "trainer.val_only", "no validation set"),
     ({ACTOR + "ppo_mini_batch_size": 3}, "actor_rollout_ref.actor.ppo_mini_batch_size", "divisor"),
     ({"critic__ppo_epochs": 2}, "critic.ppo_epochs", "follows the actor"),
     ({"critic__enable": False}, "critic.enable", "gae"),
@@ -290,13 +347,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay", "leave the key out"),  # a model without experts
     ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3, which replays"),
     ({"data__gen_batch_size": 16}, "data.gen_batch_size", "a step has 8 prompts"),
-    ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
     (
         {"sandbox_fusion__memory_limit_mb": 9, "reward_model__sandbox_fusion__memory_limit_mb": 8},
         "sandbox_fusion.memory_limit_mb",
         "both are the same",
     ),
-    ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
     ({"reward_model__rollout__dtype": "float16"}, "reward_model.rollout.dtype", "float32, bfloat16 or auto"),
     ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
     (
@@ -387,7 +442,7 @@ def test_what_chooses_rewards_is_no_list_of_errors(model: str) -> None:
 
 def test_everything_is_reported_at_once(model: str) -> None:
     problems = problems_of(
-        verl_config(model, trainer={"sav_freq": 1, "logger": "clearml"}, actor_rollout_ref__actor__lr=1)
+        verl_config(model, trainer={"sav_freq": 1, "logger": "nothing"}, actor_rollout_ref__actor__lr=1)
     )
     assert set(problems) == {"trainer.sav_freq", "trainer.logger", "actor_rollout_ref.actor.lr"}
     assert "trainer.save_freq" in problems["trainer.sav_freq"]
@@ -395,7 +450,7 @@ def test_everything_is_reported_at_once(model: str) -> None:
 
 
 def test_less_than_a_batch_is_an_error(model: str) -> None:
-    with pytest.raises(ConfigError, match="the training set has 7"):
+    with pytest.raises(ConfigError, match="1 problem"):
         config_of(verl_config(model), rows=7)
 
 
@@ -519,3 +574,69 @@ def test_the_command_names_every_problem(tmp_path: Path) -> None:
     assert ran.exit_code == 2
     assert "data.train_batch_size" in ran.stderr
     assert "critic.strategy" in ran.stderr
+
+
+def test_distillation_has_the_teacher_alone(model: str) -> None:
+    teacher = {"model_path": model, "inference": {"name": "vllm"}}
+    loss = {"loss_mode": "forward_kl_topk", "topk": 8, "use_task_rewards": False}
+    keys = {"enabled": True, "teacher_models": {"teacher_model": teacher}, "distillation_loss": loss}
+    algorithm: Any = config_of(verl_config(model, distillation=keys)).algorithm
+    assert (algorithm.kind, algorithm.teacher.path, algorithm.teacher.top_k) == ("distill", model, 8)
+    assert (algorithm.policy_loss.kind, algorithm.policy_loss.direction) == ("distill_top_k", "forward")
+    with pytest.raises(ConfigError, match="1 problem"):
+        config_of(verl_config(model, distillation=keys | {"teacher_models": {"a": teacher, "b": teacher}}))
+
+
+def test_translate_reports_all_problems_at_once(model: str) -> None:
+    wrong = verl_config(model, trainer__sav_freq=1, critic__enable=False, algorithm__adv_estimator="nothing")
+    wrong["data"] |= {"train_files": ["a.parquet"], "max_response_length": 0}
+    with pytest.raises(ConfigError) as error:
+        translate(wrong)
+    assert {problem.where for problem in error.value.problems} >= {
+        "trainer.sav_freq",
+        "algorithm.adv_estimator",
+        "engine.sampling.max_new_tokens",
+    }
+
+
+DATASET = """
+from torch.utils.data import Dataset
+from trivium.frontdoors.verl import AbstractSampler
+
+class Rows(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        self.count, self.key = config.train_batch_size * 3, config.get("prompt_key")
+        assert tokenizer.encode("1") and list(data_files) == ["rows.jsonl"]
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return {self.key: [{"role": "user", "content": f"{index}+1"}], "data_source": "sums"}
+
+class Backwards(AbstractSampler):
+    def __init__(self, data_source, data_config):
+        self.length = len(data_source)
+
+    def __iter__(self):
+        return iter(reversed(range(self.length)))
+
+    def __len__(self):
+        return self.length
+"""
+
+
+def test_classes_of_data_are_translated(model: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(DATASET, encoding="utf-8")
+    config = verl_config(model, **GRPO)
+    config["data"] |= {
+        "train_files": ["rows.jsonl"],
+        "custom_cls": {"path": str(tmp_path / "own.py"), "name": "Rows"},
+        "sampler": {"class_path": str(tmp_path / "own.py"), "class_name": "Backwards"},
+    }
+    translation = translate(config)
+    run = config_from_mapping(yaml.safe_load(translation.to_yaml()))
+    source = ConfiguredTasks(run.tasks["train"], name="train", seed=0)  # pyright: ignore[reportArgumentType]
+    assert len(source) == 24
+    assert source[0].prompt[0].content == "23+1"
+    assert any(note.startswith("schedule.steps: the number of rows is not known") for note in translation.notes)

@@ -245,7 +245,6 @@ def test_a_default_beside_a_choice_is_none(tokenizer: Any, named: Any, manager: 
         ({"reward_manager": {**DEFAULT, "module": {"path": FILE}}}, "set source: importlib"),
         ({"reward_manager": {"source": "importlib", "name": "X"}}, r"module\.path"),
         ({"reward_manager": {"source": "git", "name": "X"}}, "set register, or importlib"),
-        ({"reward": {"sandbox_fusion": {"url": "http://x"}}}, "programs run in a sandbox on this machine"),
     ],
 )
 def test_contradictions_are_refused(tokenizer: Any, named: Any, message: str) -> None:
