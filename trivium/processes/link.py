@@ -31,7 +31,7 @@ CANCEL, CLOSE = "cancel", "close"
 _NO_WEIGHTS = Incoming(lambda: None)
 
 
-class Gone(Exception):
+class Disconnected(Exception):
     """The other process has ended, or one end has closed the connection."""
 
 
@@ -54,7 +54,7 @@ class Call:
 class Link:
     """One end of a connection. A thread sends, another one receives: a process that hangs blocks neither end."""
 
-    def __init__(self, connection: Connection, name: str, gone: Callable[[], Exception] = Gone) -> None:
+    def __init__(self, connection: Connection, name: str, gone: Callable[[], Exception] = Disconnected) -> None:
         """`name` names the threads. `gone` makes the error of a call whose process has ended."""
         self._connection, self._gone = connection, gone
         self.calls = SimpleQueue[Call | None]()

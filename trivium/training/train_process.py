@@ -22,7 +22,7 @@ from trivium.concurrency import HeartbeatTracker, ProcessLife
 from trivium.errors import RoleFailed, TriviumError
 from trivium.models.weights.stream import Described, Named, groups
 from trivium.processes.answers import Answer, Failures
-from trivium.processes.link import Gone, Link
+from trivium.processes.link import Disconnected, Link
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
 from trivium.training.data_parallel import RankVerbs
@@ -104,7 +104,7 @@ class TrainProcess:
                 while (offer := self._wait_for(self._link.calls.get)) is not None:
                     offer.answer(self._offer(offer.weights, *offer.args))
                 return result.result()
-            except Gone as error:
+            except Disconnected as error:
                 code = self._exit_code()
                 raise RoleFailed(_NAME, self._stall or f"it ended with exit code {code}") from error
 

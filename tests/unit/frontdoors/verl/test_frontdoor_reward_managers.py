@@ -551,7 +551,6 @@ def test_a_scorer_and_a_manager_of_the_users_own(tokenizer: Any, user_file: str)
     [
         ({"reward_model": {"reward_manager": "niave"}}, "did you mean 'naive'"),
         ({"reward_model": {"reward_kwargs": {"max_len": 3}}}, "unexpected keyword argument 'max_len'"),
-        ({"reward_model": {"sandbox_fusion": {"url": "http://x"}}}, "sandbox_fusion.url"),
         ({"custom_reward_function": {"path": "nowhere.py"}}, "no file at"),
         ({"reward_manager": {"source": "importlib", "name": "M"}}, "module.path"),
     ],
