@@ -39,7 +39,7 @@ CHANGES_NOTHING = {
     "verl/hydra.py to_container": "options: the container holds plain values already",
     "verl/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
     "verl/main_ppo.py add_actor_rollout_worker": "config: the roles do not depend on it",
-    "verl/metric_utils.py process_validation_metrics": "seed: the bootstrap draws are counted, not seeded",
+    "verl/metric_utils.py process_validation_metrics": "seed: values are exact over all choices of samples",
     "verl/model_workers.py offer": "weights: the worker group offers its own",
     "verl/model_workers.py save": "directory, on_copied: the worker group saves, and training waits",
     "verl/rl_dataset.py create_rl_dataset": "is_train: both kinds are read alike",

@@ -16,7 +16,7 @@ import torch
 from trivium.errors import ConfigError, RoleFailed
 from trivium.models.weights.stream import Named
 from trivium.processes.answers import Answer, Failures
-from trivium.processes.link import CANCEL, CLOSE, Call, Gone, Link, serve
+from trivium.processes.link import CANCEL, CLOSE, Call, Disconnected, Link, serve
 from trivium.processes.sockets import Listening, connect
 from trivium.processes.transfer import Outgoing, send_to_all
 
@@ -74,11 +74,11 @@ def test_the_death_of_a_process_fails_every_call_and_the_later_ones(links: tuple
     call = other.calls.get(timeout=PATIENCE_S)
     assert call is not None
     one.disconnect()
-    with pytest.raises(Gone):
+    with pytest.raises(Disconnected):
         list(call.weights)
     assert other.calls.get(timeout=PATIENCE_S) is None
     for failed in (waiting, one.call("rest")):
-        with pytest.raises(Gone):
+        with pytest.raises(Disconnected):
             failed.result(PATIENCE_S)
     assert outgoing.has_taken.wait(PATIENCE_S)
 
