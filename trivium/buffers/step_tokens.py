@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -87,24 +87,18 @@ def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: st
     return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
 
 
-def kept_means(
-    run_dir: Path, step: int, name: str, groups: Collection[tuple[int, int]] | None = None
-) -> Mapping[tuple[int, int, int], float]:
+def kept_means(run_dir: Path, step: int, name: str) -> Mapping[tuple[int, int, int], float]:
     """(slot, attempt, index) -> the mean of a column over the trained tokens, for each rollout in a train step's batch.
-    Empty if the column was not kept. With `groups`, (slot, attempt) pairs, reads only the values of these groups."""
+    Empty if the column was not kept."""
     path = tokens_file(run_dir, step)
-    kept = _kept(path)
-    if kept is None or name not in kept.names:
-        return {}
-    if groups is None:
-        return _all_means(path, path.stat().st_mtime_ns, name)
-    wanted = frozenset(groups)
-    return {place: kept.mean(name, spans) for place, spans in kept.places.items() if place[:2] in wanted}
+    return _means(path, path.stat().st_mtime_ns, name) if path.is_file() else {}
 
 
 @lru_cache(maxsize=8)
-def _all_means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int, int], float]:
+def _means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int, int], float]:
     kept = _opened(path, written_ns)
+    if name not in kept.names:
+        return {}
     mask = kept.file.get_tensor(MASK)
     sums = np.concatenate([[0.0], np.cumsum(np.where(mask, kept.file.get_tensor(name), 0.0), dtype=np.float64)])
     counts = np.concatenate([[0], np.cumsum(mask)])
@@ -134,13 +128,6 @@ class _Kept:
     names: frozenset[str]
     places: Mapping[tuple[int, int, int], tuple[tuple[int, int], ...]]
     """(slot, attempt, index) -> [start, stop) of each of its sequences."""
-
-    def mean(self, name: str, spans: Sequence[tuple[int, int]]) -> float:
-        """The mean of a column over the trained tokens of some sequences."""
-        numbers, masks = (
-            np.concatenate([self.file.get_slice(each)[start:stop] for start, stop in spans]) for each in (name, MASK)
-        )
-        return float(np.where(masks, numbers, 0.0).sum(dtype=np.float64)) / max(1, int(masks.sum()))
 
     def columns(self, start: int, stop: int) -> Columns:
         return {name: self.file.get_slice(name)[start:stop] for name in sorted(self.names)}

@@ -31,7 +31,7 @@ from trivium.buffers.step_tokens import tokens_file
 from trivium.checkpoint.atomic import writing
 from trivium.config.merging import is_mapping
 from trivium.errors import RunDirError
-from trivium.inspection.replay_stage import machine_of, replayed_stage, taken_by
+from trivium.inspection.replay_stage import replayed_stage, taken_by
 from trivium.inspection.rollouts import read_groups
 from trivium.inspection.run import RecordedRun
 from trivium.registry import resolve
@@ -105,7 +105,7 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
             "step": step,
             "task": task,
             "not_included": writer.absent,
-            "machine": dict(machine_of(run, step)),
+            "machine": dict(run.record(step).machine),
             "machine_of_the_bundle": described_machine(stage.config, stage.threads),
             "packages": dict(sorted((each.metadata["Name"], each.version) for each in distributions())),
             "report": report.splitlines(),

@@ -1,17 +1,18 @@
-"""Reads files that a run in progress changes: complete lines only, and each part once."""
+"""Reads files that a run in progress changes: complete lines only, and again only if a file has changed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Row = Mapping[str, float]
 """A row of metrics.jsonl: `step`, and metrics by key."""
-Stamp = tuple[int, int]
-"""Size and modification time of a file, (0, 0) if it does not exist: another stamp means that the content changed."""
 _END = 256
 """Number of bytes before the read position that are compared to detect a cut file."""
 
@@ -30,7 +31,7 @@ class MetricRows:
     @property
     def written_s(self) -> float | None:
         """The time of the last write, in seconds of `time.time`; None if there is no such file."""
-        _, written_ns = stamp(self._path)
+        _, written_ns = _stamp(self._path)
         return written_ns / 1e9 if written_ns else None
 
     def refresh(self) -> list[Row]:
@@ -53,8 +54,30 @@ class MetricRows:
             return self.rows
 
 
-def stamp(path: Path) -> Stamp:
-    """Returns the stamp of a file. The functions that parse files cache their results by it."""
+def cached_while_unchanged(
+    *names: str, maxsize: int = 16
+) -> Callable[[Callable[Concatenate[Path, P], T]], Callable[Concatenate[Path, P], T]]:
+    """Decorates a function of a path. Caches its results until the file changes; with `names`, until one of these
+    changes in the directory."""
+
+    def decorate(function: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
+        @lru_cache(maxsize=maxsize)
+        def cached(stamps: object, path: Path, *args: Any, **kwargs: Any) -> T:
+            del stamps
+            return function(path, *args, **kwargs)
+
+        @wraps(function)
+        def read(path: Path, *args: P.args, **kwargs: P.kwargs) -> T:
+            files = [path / name for name in names] or [path]
+            return cached(tuple(map(_stamp, files)), path, *args, **kwargs)
+
+        return read
+
+    return decorate
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Returns size and modification time of a file; (0, 0) if it does not exist."""
     try:
         about = path.stat()
     except FileNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
@@ -28,6 +28,10 @@ _POINTS = 300
 _COLOURS = 6
 _SMOOTHED = 40
 """Number of points from which a smoothed curve is drawn over the noisy one."""
+
+
+Scale = Callable[[float], float]
+"""Maps a number to its position on an axis."""
 
 
 class Chart(NamedTuple):
@@ -208,15 +212,10 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return [sum(part := values[max(0, at - 4) : at + 5]) / len(part) for at in range(len(values))]
 
 
-class _scale:
-    """Maps a number to a position on an axis."""
-
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self._low, self._start = low, start
-        self._factor = (end - start) / ((high - low) or 1.0)
-
-    def __call__(self, value: float) -> float:
-        return self._start + (value - self._low) * self._factor
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    """Returns a function from numbers to their positions on an axis."""
+    factor = (end - start) / ((high - low) or 1.0)
+    return lambda value: start + (value - low) * factor
 
 
 def _ticks(low: float, high: float, floor: float = 0.0) -> list[float]:
@@ -233,19 +232,20 @@ def _ticks(low: float, high: float, floor: float = 0.0) -> list[float]:
     return [number * step for number in range(first, max(last, first + 1) + 1)]
 
 
-def _grid(ticks: Sequence[float], y: _scale) -> Iterator[str]:
+def _grid(ticks: Sequence[float], y: Scale) -> Iterator[str]:
     for tick in ticks:
         at = f"{y(tick):.1f}"
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
         yield f'<text x="{_LEFT - 6}" y="{at}" dy=".32em" text-anchor="end">{shown(_short(tick))}</text>'
 
 
-def _steps(first: int, last: int, x: _scale) -> Iterator[str]:
-    step = max(1, round(_ticks(first, max(last, first + 1))[1] - _ticks(first, max(last, first + 1))[0]))
+def _steps(first: int, last: int, x: Scale) -> Iterator[str]:
+    lowest, second, *_ = _ticks(first, max(last, first + 1))
+    step = max(1, round(second - lowest))
     for tick in range(math.ceil(first / step) * step, last + 1, step):
         yield f'<text x="{x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{tick}</text>'
 
 
-def _line(points: tuple[Sequence[int], Sequence[float]], x: _scale, y: _scale, kind: str) -> str:
+def _line(points: tuple[Sequence[int], Sequence[float]], x: Scale, y: Scale, kind: str) -> str:
     places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(*points, strict=True))
     return f'<polyline class="{kind}" points="{places}"/>'

@@ -19,7 +19,7 @@ from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
 from trivium.errors import Problem, RunDirError
 from trivium.inspection.rollout_view import decoder
-from trivium.inspection.rollouts import Rollout, journal_bytes, planned_steps, read_rollouts
+from trivium.inspection.rollouts import Rollout, journals, read_rollouts
 from trivium.inspection.run import RecordedRun, bound
 from trivium.monitors.health import RULES, earlier_problems, evidence_of
 from trivium.training.device import processor_name
@@ -63,8 +63,8 @@ def diagnose(run_dir: Path) -> Report:
 
 def _steps_to_read(run_dir: Path) -> list[int]:
     """Returns the train steps whose rollouts are read, including the newest; empty if none are recorded."""
-    size = journal_bytes(run_dir)
-    steps = planned_steps(run_dir) if size else []
+    files = [(step, path.stat().st_size) for _, step, path in journals(run_dir)]
+    size, steps = sum(each for _, each in files), sorted({step for step, _ in files if step is not None})
     number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
     return [steps[(at + 1) * len(steps) // number - 1] for at in range(number)]
 

@@ -13,7 +13,7 @@ import torch
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.step_log import StepRecord, Taken
+from trivium.buffers.step_log import Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
@@ -65,7 +65,7 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
     """Returns the stage of a train step, configured to run in this process alone and without the `left_out` rewards."""
     number, first = run.stage_at(step)
     config = without_rewards(run.stage_config(step), left_out)
-    threads = int(machine_of(run, step).get("threads", 0)) or config.cluster.threads
+    threads = int(run.record(step).machine.get("threads", 0)) or config.cluster.threads
     tasks = dict(config.tasks)
     if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         # Recorded groups contain their tasks; tasksets with expert data are still read.
@@ -89,14 +89,9 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
     return Stage(config.model_copy(update=update), number, first, True, scratch, run.model_dir(step))
 
 
-def machine_of(run: RecordedRun, step: int) -> Mapping[str, str]:
-    """Returns the machine that computed a train step; empty if it was not recorded."""
-    return run.steps[step].machine if step in run.steps else {}
-
-
 def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
     """Returns the reasons why bits may differ from those of the run; empty if they may not."""
-    there, here = machine_of(run, step), described_machine(stage.config, stage.threads)
+    there, here = run.record(step).machine, described_machine(stage.config, stage.threads)
     if not there:
         return ["the run did not note the machine that it trained on"]
     names = dict.fromkeys([*there, *here])
@@ -292,8 +287,8 @@ class ReplayedTrainer:
     def _note_hash(self) -> None:
         """Offers the weights to the channel, and notes their hash in the form of the recorded hash."""
         if self.trainer.engine.offer_weights().delivered:
-            record = self.run.steps.get(self.version, StepRecord(self.version))
-            self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or None)
+            recorded = self.run.record(self.version).weights
+            self.hashes[self.version] = hash_of(self.channel.collect(self.version), recorded or None)
 
     def close(self) -> None:
         self.trainer.engine.close()

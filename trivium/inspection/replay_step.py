@@ -302,7 +302,7 @@ def _compare_hash(
     comparison: Comparison, stage: StageName, run: RecordedRun, trainer: ReplayedTrainer, version: int
 ) -> bool:
     """Compares the hash of a version with the recorded one; returns whether one was recorded."""
-    noted = run.steps[version].weights if version in run.steps else ""
+    noted = run.record(version).weights
     if noted and comparison.inexact and noted != trainer.hashes[version]:
         comparison.note(stage, f"the weights of version {version} are not the run's bit for bit")
     elif noted:

@@ -18,13 +18,12 @@ import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import msgpack
 
 from trivium.buffers.journal import read_record, read_recorded
-from trivium.buffers.step_log import STEPS, Taken, read_steps
+from trivium.buffers.step_log import STEPS, StepRecord, Taken, read_steps
 from trivium.buffers.step_tokens import (
     MASK,
     TOKENS,
@@ -34,7 +33,7 @@ from trivium.buffers.step_tokens import (
     kept_values,
 )
 from trivium.errors import DataError, RunDirError
-from trivium.inspection.changing_files import Stamp, stamp
+from trivium.inspection.changing_files import cached_while_unchanged
 from trivium.types import (
     AnyArray,
     BoolArray,
@@ -126,7 +125,7 @@ def read_rollouts(
     recorded rollouts, DataError for a damaged file.
     """
     wanted = {step} if isinstance(step, int) else None if step is None else set(step)
-    takers, kept = _takers(run_dir, taken_stamps(run_dir)), {*kept_steps(run_dir)}
+    takers, kept = _takers(run_dir), {*kept_steps(run_dir)}
     for stage, planned, path in _journals_of(run_dir, _recorded_journals(run_dir), wanted):
         for _, group in read_recorded(path):
             by = () if planned is None else takers.get((stage, group.slot, group.attempt), ())
@@ -169,11 +168,6 @@ def planned_steps(run_dir: Path) -> list[int]:
     return sorted({planned for _, planned, _ in _recorded_journals(run_dir) if planned is not None})
 
 
-def journal_bytes(run_dir: Path) -> int:
-    """The size of all recorded rollouts, without their media."""
-    return sum(path.stat().st_size for _, _, path in _journals(run_dir))
-
-
 # --------------------------------------------------------------------------- one group at a time
 
 
@@ -205,8 +199,8 @@ class RecordedGroups:
 
     def steps(self) -> list[int]:
         """Returns the train steps that took groups or for which groups were planned, in order."""
-        planned = {step for _, step, _ in _journals(self.run_dir) if step is not None}
-        return sorted(planned | set(_taken(self.run_dir, taken_stamps(self.run_dir))))
+        planned = {step for _, step, _ in journals(self.run_dir) if step is not None}
+        return sorted(planned | _taken(self.run_dir).keys())
 
     def of_step(self, step: int) -> list[Place]:
         """Returns the groups that a train step took, in the order of its batch, followed by those planned for it that
@@ -214,9 +208,9 @@ class RecordedGroups:
 
         Raises RunDirError if the step has no groups.
         """
-        stage, taken = _taken(self.run_dir, taken_stamps(self.run_dir)).get(step, (None, ()))
+        stage, taken = _taken(self.run_dir).get(step, (None, ()))
         places: dict[Attempt, Place] = {}
-        for place in self._places(_journals_of(self.run_dir, _journals(self.run_dir), {step})):
+        for place in self._places(_journals_of(self.run_dir, journals(self.run_dir), {step})):
             if step in place.takers or (place.planned_step == step and not place.takers):
                 places[place.stage, place.slot, place.attempt] = place
         order = {(stage, each.slot, each.attempt): n for n, each in enumerate(taken)}
@@ -227,12 +221,12 @@ class RecordedGroups:
 
     def of_run(self) -> Iterator[Place]:
         """Yields every group that a train step took or that is planned for one, file by file."""
-        return self._places(entry for entry in _journals(self.run_dir) if entry[1] is not None)
+        return self._places(entry for entry in journals(self.run_dir) if entry[1] is not None)
 
-    def _places(self, journals: Iterable[Journal]) -> Iterator[Place]:
-        takers = _takers(self.run_dir, taken_stamps(self.run_dir))
-        for stage, number, path in journals:
-            for offset, slot, attempt, checksum in _records(path, stamp(path)):
+    def _places(self, files: Iterable[Journal]) -> Iterator[Place]:
+        takers = _takers(self.run_dir)
+        for stage, number, path in files:
+            for offset, slot, attempt, checksum in _records(path):
                 by = takers.get((stage, slot, attempt), ())
                 yield Place(stage, number, path, offset, slot, attempt, checksum, by)
 
@@ -259,7 +253,7 @@ Journal = tuple[int, int | None, Path]
 """(stage, planned step, file) of a journal file; the planned step is None for groups that a resumed run replaced."""
 
 
-def _journals(run_dir: Path) -> list[Journal]:
+def journals(run_dir: Path) -> list[Journal]:
     """Returns every journal file with a record, in order."""
     files: list[Journal] = []
     for path in (run_dir / "rollouts").glob("stage-*/*.msgpack"):
@@ -272,7 +266,7 @@ def _journals(run_dir: Path) -> list[Journal]:
 
 def _recorded_journals(run_dir: Path) -> list[Journal]:
     """Returns the journal files. Raises RunDirError if there are none."""
-    if not (files := _journals(run_dir)):
+    if not (files := journals(run_dir)):
         raise RunDirError(
             f"the rollouts of {run_dir}",
             "no rollouts/stage-*/step-*.msgpack there" if run_dir.is_dir() else "no such directory",
@@ -282,54 +276,48 @@ def _recorded_journals(run_dir: Path) -> list[Journal]:
     return files
 
 
-def _journals_of(run_dir: Path, journals: Iterable[Journal], steps: Collection[int] | None) -> Iterator[Journal]:
+def _journals_of(run_dir: Path, files: Iterable[Journal], steps: Collection[int] | None) -> Iterator[Journal]:
     """Yields the files that hold groups of these train steps: those planned for one, and those that one took."""
-    taken = _taken(run_dir, taken_stamps(run_dir))
-    files = {
-        (stage, each.planned_step)
-        for step in steps or ()
-        if step in taken
-        for stage, groups in (taken[step],)
-        for each in groups
-    }
-    return (each for each in journals if steps is None or each[1] in steps or each[:2] in files)
+    taken = [_taken(run_dir).get(step, (0, ())) for step in steps or ()]
+    holding = {(stage, each.planned_step) for stage, groups in taken for each in groups}
+    return (each for each in files if steps is None or each[1] in steps or each[:2] in holding)
+
+
+@cached_while_unchanged(STEPS)
+def step_records(run_dir: Path) -> Mapping[int, StepRecord]:
+    """The record of each train step (`steps.jsonl`)."""
+    return read_steps(run_dir)
 
 
 def taken_groups(run_dir: Path, step: int) -> tuple[Taken, ...]:
     """The groups that a train step took, in the order of its batch, replayed groups and expert data included; empty if
     that was not recorded."""
-    return _taken(run_dir, taken_stamps(run_dir)).get(step, (0, ()))[1]
+    return _taken(run_dir).get(step, (0, ()))[1]
 
 
-def taken_stamps(run_dir: Path) -> tuple[Stamp, Stamp]:
-    """Returns stamps that change with the groups that train steps took."""
-    return stamp(run_dir / STEPS), stamp(run_dir / TOKENS)
-
-
-@lru_cache(maxsize=16)
-def _taken(run_dir: Path, stamps: tuple[Stamp, Stamp]) -> Mapping[int, tuple[int, tuple[Taken, ...]]]:
+@cached_while_unchanged(STEPS, TOKENS)
+def _taken(run_dir: Path) -> Mapping[int, tuple[int, tuple[Taken, ...]]]:
     """Returns train step -> (stage, the groups it took), by steps.jsonl and, for steps without a record, by the tokens
     that they kept."""
-    del stamps
-    recorded = {step: (each.stage, each.taken) for step, each in read_steps(run_dir).items() if each.taken}
+    recorded = {step: (each.stage, each.taken) for step, each in step_records(run_dir).items() if each.taken}
     kept = {step: groups_of_kept(run_dir, step) for step in kept_steps(run_dir) if step not in recorded}
     return dict(sorted((recorded | kept).items()))
 
 
-@lru_cache(maxsize=16)
-def _takers(run_dir: Path, stamps: tuple[Stamp, Stamp]) -> Mapping[Attempt, tuple[int, ...]]:
+@cached_while_unchanged(STEPS, TOKENS)
+def _takers(run_dir: Path) -> Mapping[Attempt, tuple[int, ...]]:
     """Returns the train steps that took each group, in order."""
     takers = defaultdict[Attempt, tuple[int, ...]](tuple)
-    for step, (stage, groups) in _taken(run_dir, stamps).items():
+    for step, (stage, groups) in _taken(run_dir).items():
         for each in groups:
             takers[stage, each.slot, each.attempt] += (step,)
     return dict(takers)
 
 
-@lru_cache(maxsize=4096)
-def _records(path: Path, stamp: Stamp) -> list[tuple[int, int, int, int]]:
+@cached_while_unchanged(maxsize=4096)
+def _records(path: Path) -> list[tuple[int, int, int, int]]:
     """Returns (offset, slot, attempt, checksum) of every whole record of a journal file. Reads only the headers."""
-    size, _ = stamp
+    size = path.stat().st_size
     records, offset = list[tuple[int, int, int, int]](), 0
     if not size:
         return records

@@ -3,8 +3,7 @@ end. Changes no file.
 
     run = RecordedRun.open(Path("runs/sums"))
     print(run.config.algorithm.kind, run.rows()[-1], run.verdict)
-    for place in run.groups.of_step(12):
-        print(run.groups.group(place).task.task_id, run.advantages(12, [place]))
+    print([run.groups.group(place).task.task_id for place in run.groups.of_step(12)], run.advantages(12))
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trivium.buffers.step_log import STEPS, StepRecord, read_steps
-from trivium.buffers.step_tokens import MASK, Columns, kept_means, kept_values, tokens_file
+from trivium.buffers.step_log import STEPS, StepRecord
+from trivium.buffers.step_tokens import MASK, TOKENS, Columns, kept_means, kept_values, tokens_file
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, load_config, read_yaml
 from trivium.config.resume import as_begun
 from trivium.errors import RunDirError, TriviumError
-from trivium.inspection.changing_files import MetricRows, Row, Stamp, json_value, stamp
-from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, taken_groups, taken_stamps
+from trivium.inspection.changing_files import MetricRows, Row, cached_while_unchanged, json_value
+from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, step_records, taken_groups
 from trivium.metrics import depends_on_machine
 from trivium.phases import verdict
 from trivium.runtime.build import algorithm_of
@@ -58,19 +56,15 @@ class RecordedRun:
         """Opens a run directory. Raises RunDirError if it holds no run, ConfigError if its config cannot be read on
         this machine."""
         run = cls(path)
-        run.load_config()
+        _config(run.config_file)
         return run
 
     # ----------------------------------------------------------------------- config and stages
 
     @property
     def config(self) -> RunConfig:
-        """The config of the newest session."""
-        return self.load_config()
-
-    def load_config(self) -> RunConfig:
-        """Reads and validates the config; see `open`."""
-        return _config(self.config_file, stamp(self.config_file))
+        """The config of the newest session; raises the errors of `open`."""
+        return _config(self.config_file)
 
     @property
     def config_file(self) -> Path:
@@ -121,7 +115,11 @@ class RecordedRun:
     @property
     def steps(self) -> Mapping[int, StepRecord]:
         """The log of each step (`steps.jsonl`)."""
-        return _steps(self.path, stamp(self.path / STEPS))
+        return step_records(self.path)
+
+    def record(self, step: int) -> StepRecord:
+        """Returns the record of a train step; empty if it has none."""
+        return self.steps.get(step, StepRecord(step))
 
     def model_dir(self, step: int) -> Path:
         """Returns the directory of the weights that the stage of a train step began with."""
@@ -149,13 +147,11 @@ class RecordedRun:
 
     # ----------------------------------------------------------------------- rollouts
 
-    def advantages(self, step: int, places: Iterable[Place] | None = None) -> Mapping[Member, float]:
-        """Returns the mean advantage of each rollout that a train step trained on, or only of those in these groups.
-        Empty if the run did not keep the advantages and the rewards do not determine them."""
-        groups = None if places is None else {(place.slot, place.attempt) for place in places}
-        kept = kept_means(self.path, step, "advantages", groups)
-        estimated = {} if kept else self._estimated(step)
-        return kept or {it: _mean(parts) for it, parts in estimated.items() if groups is None or it[:2] in groups}
+    def advantages(self, step: int) -> Mapping[Member, float]:
+        """Returns the mean advantage of each rollout that a train step trained on. Empty if the run did not keep the
+        advantages and the rewards do not determine them."""
+        kept = kept_means(self.path, step, "advantages")
+        return kept or {member: _mean(parts) for member, parts in _estimated(self.path, step).items()}
 
     def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
         """Returns a rollout of a group with the values that a train step computed for it. With None, or a step that did
@@ -163,15 +159,9 @@ class RecordedRun:
         steps = place.takers if step is None or step not in place.takers else (step,)
         kept: dict[int, tuple[Columns, ...]] = {}
         for taker in () if trajectory is group.greedy else steps:
-            estimated = self._estimated(taker).get((group.slot, group.attempt, trajectory.index), ())
+            estimated = _estimated(self.path, taker).get((group.slot, group.attempt, trajectory.index), ())
             kept[taker] = kept_values(self.path, taker, group, trajectory.index) or estimated
         return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
-
-    def _estimated(self, step: int) -> Estimates:
-        """Returns the advantages that follow from the rewards of the groups that a step took; empty if the step kept
-        its own."""
-        kept = tokens_file(self.path, step).is_file()
-        return {} if kept else _estimated(self.path, taken_stamps(self.path), step)
 
     # ----------------------------------------------------------------------- metrics and end
 
@@ -230,11 +220,12 @@ def bound(rows: Iterable[Row]) -> str:
     return verdict(seconds, total)
 
 
-@lru_cache(maxsize=4)
-def _estimated(run_dir: Path, stamps: tuple[Stamp, Stamp], step: int) -> Estimates:
-    """Estimates the advantages of a step with the run's own algorithm, from the rewards. Empty if the estimator needs
-    more: scores of a model, state from earlier steps, or groups that are not recorded."""
-    del stamps
+@cached_while_unchanged(STEPS, TOKENS, maxsize=4)
+def _estimated(run_dir: Path, step: int) -> Estimates:
+    """Estimates the advantages of a step with the run's own algorithm, from the rewards. Empty if the step kept its
+    own, or the estimator needs more: scores of a model, state from earlier steps, or groups that are not recorded."""
+    if tokens_file(run_dir, step).is_file():
+        return {}
     run = RecordedRun(run_dir)
     places = [place for place in run.groups.of_step(step) if step in place.takers]
     try:
@@ -261,16 +252,9 @@ def _mean(parts: Sequence[Columns]) -> float:
     return float(trained.sum(dtype=np.float64)) / max(1, len(trained))
 
 
-@lru_cache(maxsize=32)
-def _config(file: Path, stamp: Stamp) -> RunConfig:
-    del stamp
+@cached_while_unchanged()
+def _config(file: Path) -> RunConfig:
     return as_begun(read_yaml(file), load_config(file, []))
-
-
-@lru_cache(maxsize=32)
-def _steps(run_dir: Path, stamp: Stamp) -> Mapping[int, StepRecord]:
-    del stamp
-    return read_steps(run_dir)
 
 
 def _put(values: Any, where: str, value: object) -> None:

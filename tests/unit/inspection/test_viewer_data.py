@@ -223,6 +223,39 @@ def test_curves_and_where_stages_begin_and_sessions_resume(run_dir: Path) -> Non
     assert recorded.verdict.startswith("bound by ")
 
 
+def test_rows_are_complete_lines_and_each_is_read_once_until_a_resumed_run_cuts_the_file(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    assert (run.rows(), run.last_step, run.metrics.written_s) == ([], 0, None)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert run.rows() == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert run.rows() == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert (run.last_step, run.metrics.generation) == (3, 0)
+    path.write_text('{"step": 1}\n{"step": 2, "train/version": 2.0}\n')
+    assert run.rows() == [{"step": 1}, {"step": 2, "train/version": 2.0}]
+    assert (run.last_step, run.metrics.generation) == (2, 1)
+    assert run.metrics_of(2) == {"train/version": 2.0}
+
+
+def test_a_changed_config_and_record_are_read_again(run_dir: Path, tmp_path: Path) -> None:
+    run = RecordedRun.open(without_tokens(run_dir, tmp_path / "run"))
+    assert (run.stage_bounds, run.stage_at(3), [*run.steps]) == ([0, 3], (0, 0), [0, 1, 2, 3])
+    with pytest.raises(RunDirError, match="steps 1 to 3"):
+        run.stage_at(4)
+    config = yaml.safe_load(run.config_file.read_text())
+    config["schedule"]["steps"] = 12
+    run.config_file.write_text(yaml.safe_dump(config))
+    assert run.stage_bounds == [0, 12]
+    (run.path / "steps.jsonl").unlink()
+    assert [*run.steps] == []
+    assert [each.takers for each in run.groups.of_step(3)] == [()] * GROUPS
+    (run.path / "config.yaml").unlink()
+    with pytest.raises(RunDirError, match=r"no config\.yaml there"):
+        RecordedRun.open(run.path)
+
+
 def test_what_is_not_a_number_is_no_point_of_a_curve() -> None:
     rows = [{"step": 1.0, "a/b": float("nan")}, {"step": 2.0, "a/b": 1.0}, {"step": 2.0, "a/b": 3.0}]
     assert curves(rows, ["a/b", "a/c"]).keys() == {"a/b"}

@@ -15,6 +15,7 @@ from trivium.inspection.run import RecordedRun
 
 Row = Mapping[str, Any]
 _CACHED_ROWS = 20_000
+_LARGEST_PAGE = 200
 SORTS: dict[str, Callable[[Row], float]] = {
     "reward": lambda row: _mean(row, "reward"),
     "spread": lambda row: _largest(row, "reward") + _largest(row, "reward", -1),
@@ -60,22 +61,21 @@ class GroupList:
     def page(self, step: int, query: Query) -> dict[str, Any]:
         """Returns the rows of a query, with the numbers of groups in the step (`total`) and of groups that match
         (`matching`)."""
-        places = self._run.groups.of_step(step)
+        places, means = self._run.groups.of_step(step), self._run.advantages(step)
         total = len(places)
         if query.text:
             wanted = query.text.casefold()
             places = [place for place in places if self._holds(place, wanted)]
         if query.sort in SORTS or query.show in FILTERS or query.least is not None or query.most is not None:
-            means = self._run.advantages(step) if query.sort == "advantage" else {}
             rows = [(self.row(place, means), place) for place in places]
             rows = [(row, place) for row, place in rows if _matches(row, query)]
             if query.sort in SORTS:
                 rows.sort(key=lambda each: SORTS[query.sort](each[0]), reverse=query.descending)
             places = [place for _, place in rows]
-        shown = places[query.first : query.first + query.count]
-        means = self._run.advantages(step, shown)
+        first = max(0, query.first)
+        shown = places[first : first + min(max(1, query.count), _LARGEST_PAGE)]
         rows = [self.row(place, means) for place in shown]
-        return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
+        return {"total": total, "matching": len(places), "first": first, "rows": rows}
 
     def row(self, place: Place, means: Means) -> dict[str, Any]:
         """Returns the row of a group, with the advantages that a step computed."""

@@ -6,9 +6,9 @@ import hmac
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -147,19 +147,7 @@ def _add_values(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
         return of(run).groups.tasks(step)
 
     @app.get("/api/groups")
-    def _(
-        run: int,
-        step: int,
-        sort: str = "",
-        descending: bool = True,
-        text: str = "",
-        show: str = "",
-        least: float | None = None,
-        most: float | None = None,
-        first: int = 0,
-        count: int = 50,
-    ) -> Any:
-        query = Query(sort, descending, text, show, least, most, max(0, first), min(max(1, count), 200))
+    def _(run: int, step: int, query: Annotated[Query, Depends()]) -> Any:
         return of(run).groups.page(step, query)
 
     @app.get("/api/rollouts")

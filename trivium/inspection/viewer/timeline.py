@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trivium.inspection.changing_files import Stamp, json_value, stamp
+from trivium.inspection.changing_files import cached_while_unchanged, json_value
 from trivium.phases import SPANS
 
 _PARTS = 1500
@@ -32,14 +31,13 @@ def read_spans(run_dir: Path) -> list[Span]:
     """Returns the spans that the processes of a run recorded, by start time; empty if there are none."""
     spans: list[Span] = []
     for path in sorted((run_dir / SPANS).glob("*.jsonl")):
-        spans += _of_process(path, stamp(path))
+        spans += _of_process(path)
     spans.reverse()  # an enclosing span is written after the enclosed ones, and may have the same start time
     return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
-@lru_cache(maxsize=32)
-def _of_process(path: Path, stamp: Stamp) -> tuple[Span, ...]:
-    del stamp
+@cached_while_unchanged(maxsize=32)
+def _of_process(path: Path) -> tuple[Span, ...]:
     began, spans = 0.0, list[Span]()
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json_value(line)
@@ -85,12 +83,10 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
     """Distributes spans to rows: a span that overlaps an earlier one, or lies within it, goes to the next row."""
     rows: list[list[Span]] = []
     for span in spans:
-        free = (row for row in rows if row[-1].stop <= span.start + 1e-6)
-        row = next(free, None)
+        row = next((row for row in rows if row[-1].stop <= span.start + 1e-6), None)
         if row is None:
-            rows.append([span])
-        else:
-            row.append(span)
+            rows.append(row := [])
+        row.append(span)
     return rows
 
 

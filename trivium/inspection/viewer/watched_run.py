@@ -74,12 +74,11 @@ class WatchedRun:
         """Returns the bottleneck, the problems and the objective of the run. Reads rollouts and builds the
         algorithm."""
 
-        def findings() -> list[dict[str, str]]:
-            return [{"rule": each.where, "figures": each.found, "do": each.do} for each in diagnose(self.path).findings]
-
         return {
             "verdict": self.run.verdict,
-            "findings": _or_error(findings),
+            "findings": _or_error(
+                lambda: [{"rule": e.where, "figures": e.found, "do": e.do} for e in diagnose(self.path).findings]
+            ),
             "objective": _or_error(lambda: explain(self.run.config)),
         }
 
@@ -88,7 +87,7 @@ class WatchedRun:
         slot and attempt. Returns at least one rollout: beyond the end, the last one."""
         recorded = self.run.groups.place(step, place["stage"], place["slot"], place["attempt"])
         group = self.run.groups.group(recorded)
-        members, means = [*group.rollouts], self.run.advantages(step, [recorded])
+        members, means = [*group.rollouts], self.run.advantages(step)
         about = {"task": group.task.task_id, "epoch": group.epoch, "dropped": group.dropped, "size": len(members)}
         rows: list[dict[str, Any]] = []
         for trajectory in members[first : first + count] or members[-1:]:
