@@ -17,7 +17,8 @@ from trivium.phases import TRAINER_LANE, Phase, span
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, joined_shares, prefixes_of, units
-from trivium.training.engine import SCORED_BY, TorchTrainEngine
+from trivium.training.engine import TorchTrainEngine
+from trivium.training.role_models import SCORED_BY
 from trivium.training.snapshot import wait_until_written, write_in_background
 from trivium.types import AnyArray, Batch, Metrics
 

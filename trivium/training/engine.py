@@ -11,49 +11,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
 
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
-from trivium.models.heads.loss import LossDenominators, ScoreHead
-from trivium.models.heads.trained_models import (
-    ActorCritic,
-    LanguageModel,
-    LanguageOptions,
-    ModelOptions,
-    ScoreModel,
-    ValueModel,
-)
-from trivium.models.heads.value_head import VALUE_HEAD, saved_head
+from trivium.errors import DataError, RunDirError, TriviumError
+from trivium.models.heads.loss import LossDenominators
+from trivium.models.heads.trained_models import ActorCritic, LanguageModel
+from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, set_matmul_precision
-from trivium.models.vision.encoder import freeze_vision
-from trivium.models.weights.lora import (
-    ADAPTER_STEM,
-    adapter_off,
-    adapter_parameters,
-    describe_adapter,
-    pushed_adapter,
-)
-from trivium.models.weights.quantized import is_quantized, original
+from trivium.models.weights.lora import ADAPTER_STEM, adapter_parameters, describe_adapter, pushed_adapter
 from trivium.models.weights.stream import Described
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
 from trivium.training.batching import first_pass
-from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
-from trivium.training.fsdp import shard
-from trivium.training.gradient_checkpointing import checkpoint_gradients
-from trivium.training.learner import Learner, RoleModel, TrainableObjective
-from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
-from trivium.training.passes import MicroBatching
+from trivium.training.learner import Learner, TrainableObjective
+from trivium.training.optim import Optimizer, learning_rate
 from trivium.training.ranks import ALONE, Ranks
+from trivium.training.role_models import SCORED_BY, ModelSources, RoleModels, model_dtype
 from trivium.training.section import TorchTrainConfig
 from trivium.training.snapshot import (
     Snapshot,
@@ -67,27 +47,6 @@ from trivium.training.snapshot import (
 )
 from trivium.types import AnyArray, Batch, Capabilities, Metrics
 
-SCORED_BY = {
-    "old": ("policy", "log_prob"),
-    "log_prob": ("policy", "log_prob"),
-    "entropy": ("policy", "entropy"),
-    "sum_pi_squared": ("policy", "sum_pi_squared"),
-    "mean_discriminant": ("policy", "mean_discriminant"),
-    "ref": ("reference", "log_prob"),
-    "teacher": ("teacher", "log_prob"),
-    "teacher_top": ("teacher", "top"),
-    "values": ("critic", "values"),
-}
-"""Score -> (role whose model computes it, name of the score in `Learner.score`)."""
-_METRIC_NAME = {
-    "policy": "policy",
-    "reference": "reference",
-    "teacher": "teacher",
-    "critic": "value",
-    "reward": "reward",
-}
-_EXACT_IDS = 2**24
-"""Token ids below this are exact in float32, the dtype of columns."""
 _ADAPTER = "policy-adapter"
 
 
@@ -123,23 +82,27 @@ class TorchTrainEngine(TrainEngine):
         that the algorithm needs.
         """
         self.config, self.algorithm = config.on_this_machine(), algorithm
-        self._model_dir, self._temperature = model_dir, temperature
-        self._max_response_length = max_response_length
-        self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
-        self._threads, self.version = threads, first_version
+        self._first_version, self._total_steps = first_version, total_steps
+        self.ranks, self.version = ranks, first_version
         self._moved_from: int | None = None
         """The version before the last optimizer step."""
-        self.ranks, self._roles = ranks, roles
-        self._device = ranks.device if ranks.size > 1 else device_of(config.device)
-        self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        frozen = "bfloat16" if is_quantized(config.frozen_dtype) else config.frozen_dtype
-        self._frozen = torch.float64 if config.dtype == "float64" else getattr(torch, frozen)
-        self._few_bits = config.frozen_dtype if is_quantized(config.frozen_dtype) else ""
-        if config.deterministic_kernels and self._device.type == "cuda":
+        device = ranks.device if ranks.size > 1 else device_of(config.device)
+        if config.deterministic_kernels and device.type == "cuda":
             use_deterministic_kernels("train.deterministic_kernels")
-        key = "train.head_precision"
-        self._head_precision = precision_of(config.head_precision, self._device, self.config.dtype, key)
-        set_matmul_precision(self._head_precision)
+        head_precision = precision_of(config.head_precision, device, self.config.dtype, "train.head_precision")
+        set_matmul_precision(head_precision)
+        self._models = RoleModels(
+            self.config,
+            model_dir=model_dir,
+            temperature=temperature,
+            max_response_length=max_response_length,
+            head_precision=head_precision,
+            seed=seed,
+            threads=threads,
+            ranks=ranks,
+            device=device,
+            roles=roles,
+        )
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()
@@ -148,35 +111,14 @@ class TorchTrainEngine(TrainEngine):
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
-        self._open(self._model_dir, self._model_dir, self._model_dir)
-
-    def _description(self) -> str:
-        """A line for the log: the trained models, device and dtype."""
-        models = []
-        for role, learner in self._learners.items():
-            if role == "critic" and self._shares_trunk:
-                models.append("critic, a head of the policy")
-                continue
-            parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
-            number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
-            packed = (layer for layer in learner.model.module.modules() if original(layer) is layer)
-            number += sum(layer.in_features * layer.out_features for layer in packed if isinstance(layer, nn.Linear))
-            frozen = learner.optimizer is None
-            some = "frozen" if frozen else f"{trained:,} of them trained" if trained < number else "all trained"
-            models.append(f"{role} of {number:,} parameters, {some}")
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else f"{self._threads} threads"
-        ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
-        if self.config.share_prefix and not all(each.passes.share_prefixes for each in self._learners.values()):
-            models.append("prefixes are not shared by a model that does not pack")
-        precision = precision_note(self._device, self.config.dtype)
-        return f"trains on {self._device.type} ({name}{ranks}) in {precision}: {'; '.join(models)}"
+        self._open(ModelSources(self._models.model_dir, self._models.model_dir, self._models.model_dir))
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
 
         Raises DataError for a sequence that is longer than the model's context.
         """
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._models.threads)
         if what not in SCORED_BY:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(SCORED_BY)}")
         role, kind = SCORED_BY[what]
@@ -191,11 +133,11 @@ class TorchTrainEngine(TrainEngine):
         Raises, weights untouched, TriviumError when the gradient is not finite, and DataError for a sequence that is
         longer than the model's context.
         """
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._models.threads)
         learner = self._learner(role)
         learner.keeps_tokens = self.settings.keeps_updates and role == "policy"
         taken = self.version - self._first_version
-        lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
+        lr = learning_rate(self._models.optimizer_config(role), taken, self._total_steps)
         optimizer = cast(Optimizer, learner.optimizer)
         before = optimizer.steps_started
         try:
@@ -232,7 +174,7 @@ class TorchTrainEngine(TrainEngine):
     ) -> Metrics:
         """Returns what `update` would report, without the learning rate and, unless `gradient` is set, without the
         gradient norm. Does not change the weights."""
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._models.threads)
         taken = self.version - self._first_version
         return self._learner(role).measure(
             batch, cast(TrainableObjective, objective), step=taken, totals=totals, gradient=gradient
@@ -245,9 +187,9 @@ class TorchTrainEngine(TrainEngine):
             self._shapes = self._read_shapes()
         if not self._shapes:
             return {}
-        torch.set_num_threads(self._threads)
-        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else self._dtype
-        peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
+        torch.set_num_threads(self._models.threads)
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else model_dtype(self.config)
+        peak = self.config.peak_flops or measured_peak(self._models.device, dtype, self._models.threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
         return utilisation(
             self._work.part_of(phases, self.ranks),
@@ -262,7 +204,7 @@ class TorchTrainEngine(TrainEngine):
         """The shapes by role; empty if a config.json lacks the sizes."""
         teacher = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
         try:
-            own = read_shape(self._model_dir)
+            own = read_shape(self._models.model_dir)
             roles = dict.fromkeys(("policy", "critic", "reward", "reference"), own)
             return {**roles, **{role: read_shape(path) for role, path in teacher.items()}}
         except DataError:
@@ -316,7 +258,8 @@ class TorchTrainEngine(TrainEngine):
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
-        self._open(directory / "policy", directory / "critic", directory / "reward", directory / _ADAPTER)
+        folders = (directory / name for name in ("policy", "critic", "reward", _ADAPTER))
+        self._open(ModelSources(*folders))
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
                 learner.optimizer.restore(read_tensors(directory, f"{role}-optimizer"))
@@ -324,7 +267,7 @@ class TorchTrainEngine(TrainEngine):
 
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
-        files, finish = weight_files(self._policy, ""), partial(copy_companions, self._model_dir)
+        files, finish = weight_files(self._policy, ""), partial(copy_companions, self._models.model_dir)
         take_snapshot(files, self.ranks, self.settings.save_strategy, finish, copy=False).write(directory)
 
     def snapshot(self, *, copy: bool) -> Snapshot:
@@ -344,7 +287,7 @@ class TorchTrainEngine(TrainEngine):
 
         def finish(directory: Path) -> None:
             if "policy" in self._learners:
-                copy_companions(self._model_dir, directory / "policy")
+                copy_companions(self._models.model_dir, directory / "policy")
             if adapted:
                 describe_adapter(self._policy.module, directory / _ADAPTER)
             (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
@@ -368,160 +311,9 @@ class TorchTrainEngine(TrainEngine):
             )
         return self._learners[role]
 
-    def _optimizer_config(self, role: str) -> OptimizerConfig:
-        critic = self.config.critic_optimizer if role == "critic" else None
-        return critic or self.config.optimizer
-
-    def _open(self, policy: Path, critic: Path, reward: Path, adapter: Path | None = None) -> None:
-        """Loads the models of the roles that the algorithm needs. With LoRA, the policy is the initial model plus
-        `adapter`; None: a new adapter, or that of `train.lora.path`."""
-        trained = {objective.role for objective in self.algorithm.objectives}
-        roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
-        if self._roles is not None:
-            roles &= set(self._roles)
-        lora = self.config.lora
-        if lora is not None and "policy" not in trained:
-            raise ConfigError(
-                "train.lora: an adapter of the policy",
-                f"the algorithm {self.algorithm.name!r} trains " + (", ".join(sorted(trained)) or "nothing"),
-                "leave the section out",
-            )
-        if self._few_bits and (why := self.config.refuses_few_bits(self._device.type, self.ranks.size)):
-            raise ConfigError(f"train.frozen_dtype: {self._few_bits}", why.reason, why.do)
-        torch.set_num_threads(self._threads)
-        is_first, self._learners = not self._learners, {}
-        if "policy" in roles:
-            options = self._language_options
-            options["weights"] = self._frozen if lora is not None or "policy" not in trained else None
-            options["quantized"] = self._few_bits if lora is not None else ""
-            source = policy if lora is None else self._model_dir
-            if self._shares_trunk:
-                model = ActorCritic(source, seed=self._seed, head=saved_head(critic), **options)
-            else:
-                model = LanguageModel(source, **options)
-            if lora is not None:
-                model.adapt(lora, seed=self._seed, adapter=adapter)
-            if self.config.router_replay != "off":
-                model.replay_routing()
-            self._add("policy", model, trained="policy" in trained)
-        if "critic" in roles and self._shares_trunk:
-            self._add_learner("critic", self._policy)
-        elif "critic" in roles:
-            self._add("critic", ValueModel(critic, seed=self._seed, **self._model_options), trained=True)
-        if "reward" in roles:
-            objective = next(each for each in self.algorithm.objectives if each.role == "reward")
-            head: ScoreHead = getattr(objective, "score_head", ScoreHead())
-            self._add("reward", ScoreModel(reward, outputs=head, seed=self._seed, **self._model_options), trained=True)
-        if "reference" in roles:
-            self._add_reference()
-        if "teacher" in roles:
-            self._add_teacher()
+    def _open(self, sources: ModelSources) -> None:
+        torch.set_num_threads(self._models.threads)
+        is_first, self._learners = not self._learners, {}  # frees the models before others are loaded
+        self._learners = self._models.open(self.algorithm, sources)
         if is_first:
-            announce(self._description())
-
-    @property
-    def _model_options(self) -> ModelOptions:
-        return {
-            "dtype": self._dtype,
-            "device": self._device,
-            "autocast": self.config.dtype == "bfloat16",
-            "sequence": self.ranks.sequence,
-            "empty": self.ranks.mesh is not None,  # a sharded model reads its weights after sharding
-        }
-
-    @property
-    def _language_options(self) -> LanguageOptions:
-        """The options of a frozen language model."""
-        return {
-            **self._model_options,
-            "temperature": self._temperature,
-            "weights": self._frozen,
-            "quantized": self._few_bits,
-        }
-
-    @property
-    def _shares_trunk(self) -> bool:
-        """Whether the critic is a value head on the policy's hidden states."""
-        return any(objective.head == "lm+value" for objective in self.algorithm.objectives)
-
-    def _add_reference(self) -> None:
-        """Adds the initial policy of the stage. With LoRA, this is the policy with its adapter disabled, if this
-        process holds the policy and the adapter started at zero."""
-        lora = self.config.lora
-        if lora is not None and lora.path is None and "policy" in self._learners:
-            self._add_learner("reference", self._policy, score_context=partial(adapter_off, self._policy.module))
-            return
-        reference = LanguageModel(self._model_dir, **self._language_options)
-        if lora is not None:
-            reference.adapt(lora, seed=self._seed)
-        self._add("reference", reference, trained=False)
-
-    def _add_teacher(self) -> None:
-        """Adds the teacher. Its distribution has the same temperature and the same vocabulary as the policy's."""
-        teacher = self.algorithm.teacher
-        if teacher is None:
-            raise TriviumError(
-                f"the teacher of the algorithm {self.algorithm.name!r}",
-                "it needs one and names none",
-                "set algorithm.teacher.path",
-            )
-        model = LanguageModel(Path(teacher.path), **self._language_options)
-        if model.vocabulary != self._policy.vocabulary:
-            raise TriviumError(
-                f"distill {teacher.path} into {self._model_dir}",
-                f"the teacher has {model.vocabulary} tokens, the policy {self._policy.vocabulary}",
-                "use a teacher with the policy's tokenizer and an output layer of the same size",
-            )
-        if "teacher_top" in self.algorithm.needs and model.vocabulary > _EXACT_IDS:
-            raise TriviumError(
-                f"the top-k tokens of the teacher {teacher.path}",
-                f"its vocabulary has {model.vocabulary} tokens",
-                f"use a loss that reads the teacher's log-probabilities alone: columns hold ids below {_EXACT_IDS}",
-            )
-        self._add("teacher", model, trained=False, top_k=min(teacher.top_k, model.vocabulary))
-
-    def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> None:
-        optimizer = None
-        if isinstance(model, LanguageModel):
-            model.head_precision = self._head_precision
-        if not trained:
-            model.requires_grad_(False)
-        elif self.config.lora is None or role != "policy":
-            freeze_vision(model.module, self.config.vision_tower)
-        if trained and self.config.gradient_checkpointing:
-            checkpoint_gradients(model.module)
-        shard(
-            model,
-            self.ranks,
-            trained=trained,
-            bfloat16=self.config.dtype == "bfloat16",
-            cpu_offload=self.config.cpu_offload,
-        )
-        model.fill(torch.device("cpu") if self.config.cpu_offload else None)
-        if trained:
-            network = model if isinstance(model, ValueModel | ActorCritic) else model.module
-            optimizer = Optimizer(network, self._optimizer_config(role))
-        self._add_learner(role, model, optimizer=optimizer, top_k=top_k)
-
-    def _add_learner(
-        self,
-        role: str,
-        model: LanguageModel | ValueModel,
-        *,
-        optimizer: Optimizer | None = None,
-        top_k: int = 0,
-        score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        batching = MicroBatching(
-            self.config.max_tokens_per_micro_batch,
-            share_prefix=self.config.share_prefix,
-            threads=self._threads,
-            replay_routing=role == "policy" or (role == "critic" and self._shares_trunk),
-            model_dir=self._model_dir,
-        )
-        self._learners[role] = Learner(
-            RoleModel(_METRIC_NAME[role], model, optimizer, top_k, score_context),
-            batching,
-            max_response_length=self._max_response_length,
-            ranks=self.ranks,
-        )
+            announce(self._models.description(self._learners))
