@@ -11,6 +11,7 @@ from abc import ABC
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,24 +182,19 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _open_learners(self) -> dict[str, Learner]:
         """Returns role -> learner. `actor` and `critic` use the training micro-batch size, others that of rollouts."""
-        longest, train, rollout = (
-            self.sampling.max_new_tokens,
-            self.micro_train_batch_size,
-            self.micro_rollout_batch_size,
-        )
-        open_learner = self.strategy.learner
-        how = {"max_response_length": longest}
+        train, rollout = self.micro_train_batch_size, self.micro_rollout_batch_size
+        open_learner = partial(self.strategy.learner, max_response_length=self.sampling.max_new_tokens)
         actor = (self.actor, self.actor_optim, self.actor_scheduler)
         learners = {
-            "actor": open_learner("policy", *actor, max_sequences=train, **how),
-            "actor_scores": open_learner("policy", self.actor, max_sequences=rollout, **how),
+            "actor": open_learner("policy", *actor, max_sequences=train),
+            "actor_scores": open_learner("policy", self.actor, max_sequences=rollout),
         }
         if self.initial_model is not None:
-            learners["reference"] = open_learner("reference", self.initial_model, max_sequences=rollout, **how)
+            learners["reference"] = open_learner("reference", self.initial_model, max_sequences=rollout)
         if self.critic is not None:
             critic = (self.critic, self.critic_optim, self.critic_scheduler)
-            learners["critic"] = open_learner("critic", *critic, max_sequences=train, **how)
-            learners["critic_scores"] = open_learner("critic", self.critic, max_sequences=rollout, **how)
+            learners["critic"] = open_learner("critic", *critic, max_sequences=train)
+            learners["critic_scores"] = open_learner("critic", self.critic, max_sequences=rollout)
         return learners
 
     def _read_args(self, args: Any) -> None:
@@ -369,8 +365,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             for part in self.replay_buffer.parts(parts):
                 experience = ExperienceVL.join(part) if part else blank_experience()
                 mask = self._entropy_mask(experience)
-                how = {} if mask is None else {"entropy_mask": mask}
-                statuses.append((float(len(part)), self.training_step(experience, global_steps, **how)))
+                take = self.training_step if mask is None else partial(self.training_step, entropy_mask=mask)
+                statuses.append((float(len(part)), take(experience, global_steps)))
         return {**mean_status(ranks, statuses), **buffer_status(ranks, self.replay_buffer.items)}
 
     def _entropy_mask(self, experience: ExperienceVL) -> torch.Tensor | None:
@@ -386,8 +382,10 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         critic, if any. All ranks must call it, each with its share of the sequences."""
         self._global_steps, status = global_steps, dict[str, float]()
         if global_steps > self.freezing_actor_steps:
-            how = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
-            status |= self.training_step_actor(experience, **how)
+            take = self.training_step_actor
+            if entropy_mask is not None:  # an override of the user's may not have the parameter
+                take = partial(take, entropy_mask=entropy_mask)
+            status |= take(experience)
         if self.critic is not None:
             status |= self.training_step_critic(experience)
         return status
@@ -431,8 +429,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         learner = self._learners[role]
         totals = self.strategy.totals(batch, learner.max_response_length)
         who = f"the {role} in step {self._global_steps}"
-        how = {"step": self._global_steps, "who": who, "totals": totals}
-        return learner.update(batch, objective, None, self.max_norm or math.inf, **how)
+        max_norm = self.max_norm or math.inf
+        return learner.update(batch, objective, None, max_norm, step=self._global_steps, who=who, totals=totals)
 
     # ------------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -448,8 +446,9 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         temperature = option(self.args, "eval_temperature")
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=float(temperature))
         samples = int(option(self.args, "eval_n_samples"))
-        how: dict[str, Any] = {"version": self.policy_version, "samples": samples, "sampling": sampling}
-        measured = evaluated(self.experience_maker, eval_dataloader, **how)
+        measured = evaluated(
+            self.experience_maker, eval_dataloader, version=self.policy_version, samples=samples, sampling=sampling
+        )
         self._logs_from(global_step).log(global_step, {f"eval/{name}": value for name, value in measured.items()})
         return measured
 
