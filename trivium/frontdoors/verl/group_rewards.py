@@ -18,9 +18,10 @@ from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl.batch_view import BatchView, living, scored_rows
 from trivium.frontdoors.verl.orders import Orders
-from trivium.frontdoors.verl.protocol import DataProtoItem
+from trivium.frontdoors.verl.protocol import DataProto
 from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
-from trivium.frontdoors.verl.scorer import Scorer
+from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
+from trivium.frontdoors.verl.scorer import RewardSample
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
 from trivium.rewards.calls import RewardCall
@@ -215,18 +216,23 @@ def as_manager(reward_fn: object, tokenizer: PreTrainedTokenizerBase) -> RewardM
         )
     names = set(inspect.signature(reward_fn).parameters)
     if "solution_str" in names:
-        from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
-
         return NaiveRewardManager(tokenizer, num_examine=0, compute_score=reward_fn)
     return PlainReward(reward_fn, tokenizer) if {"prompt", "completion"} <= names else reward_fn
 
 
-@dataclass(frozen=True, slots=True)
-class _PlainSample:
+@dataclass(frozen=True)
+class _PlainSample(RewardSample):
     """One row as arguments of `f(prompt, completion, **columns)`."""
 
-    name: str
-    arguments: Mapping[str, Any]
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.row} (data source {self.data_source!r})"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.columns, "prompt": self.prompt, "completion": self.response}
 
 
 def _as_float(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,32 +242,24 @@ def _as_float(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **arguments: float(function(**arguments))
 
 
-class PlainReward:
+class PlainReward(NaiveRewardManager):
     """A reward manager over `f(prompt, completion, **columns) -> float`. Columns are passed by parameter name."""
 
+    _scores_empty = True
+
     def __init__(self, function: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        self._scorer, self._tokenizer = Scorer(_as_float(function)), tokenizer
+        super().__init__(tokenizer, 0, _as_float(function))
         self._parameters = inspect.signature(function).parameters
 
-    def __call__(self, data: BatchView, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        lengths = data.response_lengths.tolist()
-        samples = [self._sample(row, data[row], length) for row, length in enumerate(lengths)]
-        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-        for row, (length, result) in enumerate(zip(lengths, self._scorer.each(samples), strict=True)):
-            rewards[row, max(0, length - 1)] = result.score
-        return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+    def _extract_reward_from_rm_scores(self, data: DataProto, return_dict: bool = False) -> None:
+        """The function alone gives the rewards."""
 
-    def _sample(self, row: int, item: DataProtoItem, length: int) -> _PlainSample:
-        columns = item.non_tensor_batch
-        prompts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
-        arguments = {
-            **self._columns(columns),
-            "prompt": prompts[-1] if prompts else "",
-            "completion": self._tokenizer.decode(item.batch["responses"][:length], skip_special_tokens=True),
-        }
-        return _PlainSample(f"sample {row} (data source {columns['data_source']!r})", arguments)
-
-    def _columns(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
-            return columns
-        return {name: columns[name] for name in self._parameters if name in columns}
+    def _sample(
+        self, row: int, columns: Mapping[str, Any], prompt: torch.Tensor, response: torch.Tensor
+    ) -> RewardSample:
+        texts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
+        decoded = str(self.tokenizer.decode(response, skip_special_tokens=True))
+        every = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        given = {name: value for name, value in columns.items() if every or name in self._parameters}
+        source, last = str(columns["data_source"]), texts[-1] if texts else ""
+        return _PlainSample(row, "", source, last, decoded, len(response), None, {}, given)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from trivium.algorithms.shaping import overlong_fraction
 from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import plain, read
+from trivium.frontdoors.reward_calls import OnError, Result, Scorer
 from trivium.frontdoors.verl.batch_view import BatchView
 from trivium.frontdoors.verl.reward_bases import (
     AbstractRewardManager,
@@ -28,7 +30,7 @@ from trivium.frontdoors.verl.reward_bases import (
     each_single,
     get_event_loop,
 )
-from trivium.frontdoors.verl.scorer import OnError, Result, Sample, Scorer, default_compute_score
+from trivium.frontdoors.verl.scorer import RewardSample, default_compute_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,11 +72,11 @@ def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
 class NaiveRewardManager(AbstractRewardManager):
     """Scores each response separately.
 
-    The manager logs `num_examine` samples per data source and batch. `reward_fn_key` is the column with the data source
-    of a task. If the scorer raises, exceeds `deadline_s` or returns no finite number, the manager raises a RewardError
-    that names the sample. With a number as `on_error`, the sample gets that reward instead, and the columns
+    The manager prints and logs `num_examine` samples per data source and batch. `reward_fn_key` is the column with the
+    data source of a task. If the scorer raises, exceeds `deadline_s` or returns no finite number, the manager raises a
+    RewardError that names the sample. With a number as `on_error`, the sample gets that reward instead, and the columns
     `reward_failed` and `reward_error` of the extra information record the error. A sample that exceeds
-    `compute_score_timeout` seconds gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.verl.scorer`.
+    `compute_score_timeout` seconds gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.reward_calls`.
 
     A subclass written for verl 0.7 or later passes `(config, tokenizer, compute_score)` instead. It may override
     `run_single`, which then scores each sample.
@@ -82,6 +84,10 @@ class NaiveRewardManager(AbstractRewardManager):
 
     config: Any
     """The config, if one was passed."""
+    default_on_error: ClassVar[OnError] = "raise"
+    """What `on_error` is if it is None."""
+    _scores_empty = False
+    """Whether an empty response has a reward, on the first place of its row."""
     loop = property(lambda self: get_event_loop())
     """The event loop that `run_single` runs in."""
 
@@ -96,13 +102,14 @@ class NaiveRewardManager(AbstractRewardManager):
         compute_score_timeout: float | None = None,
         deadline_s: float = 300.0,
         workers: int = 0,
-        on_error: OnError = "raise",
+        on_error: OnError | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = default_compute_score if compute_score is None else compute_score
         self.reward_fn_key = reward_fn_key
         self.compute_score_timeout = compute_score_timeout
+        on_error = self.default_on_error if on_error is None else on_error
         self._scorer = self._make_scorer(compute_score_timeout or deadline_s, workers, on_error)
         self._counts_errors = on_error != "raise" or bool(compute_score_timeout)
 
@@ -125,8 +132,8 @@ class NaiveRewardManager(AbstractRewardManager):
         for sample, result in zip(samples, results, strict=True):
             reward, entries = self._reward(sample, result) if result.error is None else (result.score, {})
             extras.append(entries)
-            if sample.length:
-                rewards[sample.row, sample.length - 1] = reward
+            if sample.length or self._scores_empty:
+                rewards[sample.row, max(0, sample.length - 1)] = reward
         extra = columns(extras) | self._errors(results)
         self._examine(samples, results)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
@@ -138,11 +145,11 @@ class NaiveRewardManager(AbstractRewardManager):
         reward, extra = self._reward(sample, result) if result.error is None else (result.score, {})
         return {"reward_score": reward, "reward_extra_info": dict(extra) or {"acc": result.score}}
 
-    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+    def _results(self, samples: Sequence[RewardSample], data: BatchView) -> list[Result]:
         """Returns the scorer's result for each sample."""
         return self._scorer.each(samples)
 
-    def _reward(self, sample: Sample, result: Result) -> tuple[float, Mapping[str, Any]]:
+    def _reward(self, sample: RewardSample, result: Result) -> tuple[float, Mapping[str, Any]]:
         """Returns the reward of a sample and its extra information."""
         return result.score, result.extra
 
@@ -150,7 +157,7 @@ class NaiveRewardManager(AbstractRewardManager):
         """Returns the response text that the scorer receives."""
         return text
 
-    def _samples(self, data: BatchView) -> list[Sample]:
+    def _samples(self, data: BatchView) -> list[RewardSample]:
         prompts, attention = data.batch["prompts"], data.batch["attention_mask"].bool()
         width = prompts.shape[-1]
         return [
@@ -163,7 +170,7 @@ class NaiveRewardManager(AbstractRewardManager):
             for row in range(len(data))
         ]
 
-    def _sample(self, row: int, columns: Mapping[str, Any], prompt: Tensor, response: Tensor) -> Sample:
+    def _sample(self, row: int, columns: Mapping[str, Any], prompt: Tensor, response: Tensor) -> RewardSample:
         source, model = columns.get(self.reward_fn_key), columns.get("reward_model")
         if source is None or not isinstance(model, Mapping) or "ground_truth" not in model:
             raise DataError(
@@ -176,7 +183,7 @@ class NaiveRewardManager(AbstractRewardManager):
             "rollout_reward_scores": columns.get("reward_scores") or {},
         }
         decode = self.tokenizer.decode
-        return Sample(
+        return RewardSample(
             row,
             str(columns.get("uid", "")),
             str(source),
@@ -198,21 +205,20 @@ class NaiveRewardManager(AbstractRewardManager):
             "reward_error": ["" if result.error is None else str(result.error) for result in results],
         }
 
-    def _examine(self, samples: Sequence[Sample], results: Sequence[Result]) -> None:
+    def _examine(self, samples: Sequence[RewardSample], results: Sequence[Result]) -> None:
         shown: Counter[str] = Counter()
         for sample, result in zip(samples, results, strict=True):
-            if not sample.length:
+            if not sample.length and not self._scores_empty:
                 _log.warning("%s has an empty response: no token holds its score %g", sample.name, result.score)
             if shown[sample.data_source] < self.num_examine:
                 shown[sample.data_source] += 1
-                _log.info(
-                    "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
-                    sample.name,
-                    sample.prompt,
-                    sample.response,
-                    sample.ground_truth,
-                    dict(result.extra) or result.score,
+                score = dict(result.extra) or result.score
+                shown_text = (
+                    f"{sample.name}\n[prompt] {sample.prompt}\n[response] {sample.response}\n"
+                    f"[ground truth] {sample.ground_truth}\n[score] {score}"
                 )
+                _log.info("%s", shown_text)
+                sys.stdout.write(f"{shown_text}\n")  # verl's users look at the terminal
 
 
 def _overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
@@ -240,7 +246,7 @@ class DAPORewardManager(NaiveRewardManager):
         *,
         deadline_s: float = 300.0,
         workers: int = 0,
-        on_error: OnError = "raise",
+        on_error: OnError | None = None,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -268,7 +274,7 @@ class DAPORewardManager(NaiveRewardManager):
     def _text(self, text: str) -> str:
         return text.removesuffix(getattr(self.tokenizer, "eos_token", None) or "")
 
-    def _reward(self, sample: Sample, result: Result) -> tuple[float, Mapping[str, Any]]:
+    def _reward(self, sample: RewardSample, result: Result) -> tuple[float, Mapping[str, Any]]:
         extra = dict(result.extra) or {"acc": result.score}
         if not self._buffer or self.max_resp_len is None:
             return result.score, extra
@@ -294,7 +300,7 @@ class BatchRewardManager(NaiveRewardManager):
         *,
         deadline_s: float = 300.0,
         workers: int = 0,
-        on_error: OnError = "raise",
+        on_error: OnError | None = None,
         **reward_kwargs: object,
     ) -> None:
         super().__init__(
@@ -308,7 +314,7 @@ class BatchRewardManager(NaiveRewardManager):
         )
         self.reward_kwargs = reward_kwargs
 
-    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+    def _results(self, samples: Sequence[RewardSample], data: BatchView) -> list[Result]:
         results = self._scorer.together(samples, self.reward_kwargs)
         data.batch["acc"] = torch.tensor([result.score for result in results], dtype=torch.float32)
         return results
@@ -322,26 +328,7 @@ class PrimeRewardManager(NaiveRewardManager):
     record the error. The manager stores the scores in the batch as `acc` (B,).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: RawRewardFn | None = None,
-        reward_fn_key: str = "data_source",
-        *,
-        deadline_s: float = 300.0,
-        workers: int = 0,
-        on_error: OnError = 0.0,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            num_examine,
-            compute_score,
-            reward_fn_key,
-            deadline_s=deadline_s,
-            workers=workers,
-            on_error=on_error,
-        )
+    default_on_error = 0.0
 
     def _make_scorer(self, deadline_s: float, workers: int, on_error: OnError) -> Scorer:
         function = functools.partial(_first_of, self.compute_score)
@@ -351,7 +338,7 @@ class PrimeRewardManager(NaiveRewardManager):
         """Returns the scores of a batch, and stores them in the batch as `acc`."""
         return [result.score for result in self._results(self._samples(data), data)]
 
-    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+    def _results(self, samples: Sequence[RewardSample], data: BatchView) -> list[Result]:
         results = super()._results(samples, data)
         data.batch["acc"] = torch.tensor([result.score for result in results], dtype=torch.float32)
         return results

@@ -1,55 +1,24 @@
-"""Scores samples with one scorer call each, under a deadline. Errors name the sample.
+"""The arguments of verl's scorers, and its default scorer.
 
 A scorer of verl is `f(data_source=, solution_str=, ground_truth=, extra_info=)`, plain or `async`. It returns a number
-or a dict whose `score` is a number. Plain scorers run one after the other in a thread, or in parallel in `workers`
-processes. A scorer that holds the interpreter can be stopped only in a process. `async` scorers run concurrently.
+or a dict whose `score` is a number.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from trivium.concurrency import Threads, Turns, gather_or_cancel, run_here
-from trivium.config import RewardConfig
-from trivium.errors import ConfigError, RewardError, TriviumError
-from trivium.policy import finite_number
-from trivium.registry import resolve
+from trivium.errors import ConfigError
 from trivium.rewards import by_source
-from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated import forked, isolated_reward
-
-_WAITING = 32
-"""Maximum number of concurrent calls of an `async` scorer."""
-_START_S = 60.0
-"""Seconds for a process to start and import the scorer. An alarm in the process enforces the deadline of the call."""
-_DO = "fix the scorer; the `on_error: NUMBER` of a manager gives such samples that reward, and counts them"
 
 PROGRAMS_RUN_HERE = "programs run in a sandbox on this machine (docs/extend-rewards.md)"
 
-OnError = float | Literal["raise"]
-"""The result of a sample that cannot be scored: an error, or this reward together with a reported failure."""
-
-
-class Scorable(Protocol):
-    """The arguments of a scorer call, and their name in errors."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RewardSample:
     """One row as arguments of a verl scorer."""
 
     row: int
@@ -79,114 +48,6 @@ class Sample:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The score of one sample."""
-
-    score: float
-    extra: Mapping[str, Any]
-    """The entries of the scorer's dict, including `score`; empty if it returned a number."""
-    error: RewardError | None = None
-    """The error of a failed sample, whose `score` is the substitute reward."""
-
-
-class Scorer:
-    """Calls a scorer with a deadline, and handles samples that it cannot score.
-
-    `deadline_s` limits one call. `on_timeout` replaces `on_error` for calls that exceed it (None: `on_error`). `forks`
-    is the number of forks of this process that run the function. Raises ConfigError for `workers` with a function that
-    other processes cannot import.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        deadline_s: float = 300.0,
-        workers: int = 0,
-        on_error: OnError = "raise",
-        on_timeout: OnError | None = None,
-        forks: int = 0,
-    ) -> None:
-        if not (on_error == "raise" or (isinstance(on_error, Real) and math.isfinite(on_error))):
-            raise ConfigError("on_error of a reward manager", repr(on_error), "say 'raise', or a finite number")
-        if deadline_s <= 0:
-            raise ConfigError("deadline_s of a reward manager", str(deadline_s), "say how many seconds a call may take")
-        self._on_error = on_error
-        self._on_timeout = on_error if on_timeout is None else on_timeout
-        label = _label(function)
-        if forks:
-            function = forked(function, label, forks)
-        if workers:
-            function = _isolated(function, deadline_s, workers)
-        grace_s = _START_S if workers else 0.0
-        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
-        self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
-        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, Turns]()
-
-    def each(self, samples: Sequence[Scorable]) -> list[Result]:
-        """Calls the scorer once per sample. Raises RewardError for the first sample without a score if `on_error` is
-        `raise`."""
-        return run_here(self._all(samples))
-
-    def together(self, samples: Sequence[Sample], options: Mapping[str, Any]) -> list[Result]:
-        """Calls the scorer once with lists (`data_sources`, `solution_strs`, `ground_truths`, `extra_infos`) and the
-        options."""
-        if not samples:
-            return []
-        lists = {f"{name}s": [sample.arguments[name] for sample in samples] for name in samples[0].arguments}
-        outcome = run_here(self._call(**{**lists, **options}))
-        if not isinstance(outcome, Exception):
-            tolist = getattr(outcome, "tolist", None)
-            outcome = outcome if tolist is None else tolist()
-            if not isinstance(outcome, Sequence) or isinstance(outcome, str) or len(outcome) != len(samples):
-                count = f"{len(outcome)} results" if isinstance(outcome, Sequence) else f"a {type(outcome).__name__}"
-                outcome = ValueError(f"{count} for {len(samples)} samples")
-        if not isinstance(outcome, Exception):
-            return [self._result(sample, result) for sample, result in zip(samples, outcome, strict=True)]
-        if self._on_error == "raise":
-            raise _error(f"scores of {len(samples)} samples, the first being {samples[0].name}", outcome)
-        return [self._result(sample, outcome) for sample in samples]
-
-    async def one(self, sample: Scorable) -> Result:
-        """Returns the result of one sample, for concurrent callers in an event loop. Raises the errors of `each`. The
-        deadline starts when the call starts."""
-        places = self._places.setdefault(asyncio.get_running_loop(), Turns(self._at_once))
-        async with places:
-            return self._result(sample, await self._call(**sample.arguments))
-
-    async def _all(self, samples: Sequence[Scorable]) -> list[Result]:
-        if self._at_once == 1:
-            return [await self.one(sample) for sample in samples]
-        return await gather_or_cancel(map(self.one, samples))
-
-    def _result(self, sample: Scorable, outcome: object) -> Result:
-        """Converts an outcome, which is the scorer's return value or its exception, to a result."""
-        if isinstance(outcome, Exception):
-            named = _error(f"a score of {sample.name}", outcome)
-            if isinstance(outcome, TimeoutError) and self._on_timeout != "raise":
-                return Result(float(self._on_timeout), {}, named)
-        else:
-            extra: dict[str, Any] = dict(outcome) if isinstance(outcome, Mapping) else {}
-            try:
-                return Result(finite_number(extra.get("score", outcome)), extra)
-            except ValueError as error:
-                named = _error(f"a score of {sample.name}", error, raised=False)
-        if self._on_error == "raise":
-            raise named
-        return Result(float(self._on_error), {}, named)
-
-
-def _error(asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
-    """Returns the error for an exception that a scorer `raised`, or for a result that is not a number."""
-    if isinstance(cause, TriviumError):
-        problem = f"{cause.found} ({cause.asked})"
-    else:
-        problem = f"{type(cause).__name__}: {cause}" if raised else str(cause)
-    error = RewardError(asked, problem, _DO)
-    error.__cause__ = cause
-    return error
-
-
 def default_compute_score(
     data_source: str,
     solution_str: str,
@@ -210,27 +71,3 @@ def default_compute_score(
         return by_source.default_compute_score(
             data_source, solution_str, ground_truth, extra_info, memory_limit_mb=memory_limit_mb, limits=limits
         )
-
-
-def _label(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return f"the scorer {getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> Callable[..., Any]:
-    """Wraps a function to run in child processes, with the keywords that `functools.partial` bound."""
-    options: dict[str, Any] = {}
-    while isinstance(function, functools.partial) and not function.args:
-        options = {**function.keywords, **options}
-        function = function.func
-    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
-    where = str(inspect.getsourcefile(function)) if module.startswith("trivium_user_") else module
-    if not name.isidentifier() or module in ("", "__main__") or resolve("rewards", f"{where}:{name}") is not function:
-        raise ConfigError(
-            "a scorer in processes of its own",
-            f"{function!r} cannot be imported there",
-            "give a function of a module or of a file, or leave `workers` at 0",
-        )
-    mapping = {"kind": f"{where}:{name}", "name": "compute_score", "workers": workers}
-    return functools.partial(isolated_reward(RewardConfig.model_validate(mapping), deadline_s), **options)

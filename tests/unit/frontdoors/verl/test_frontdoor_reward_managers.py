@@ -200,7 +200,7 @@ def test_an_empty_response_has_no_token_to_reward(tokenizer: Any, caplog: pytest
     assert told(NaiveRewardManager(tokenizer, 0, length), view(tokenizer))[0].shape == (0, 24)
 
 
-def test_some_samples_of_each_source_are_logged(
+def test_some_samples_of_each_source_are_logged_and_printed(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "trivium")
@@ -210,7 +210,8 @@ def test_some_samples_of_each_source_are_logged(
     assert [text in caplog.text for text in ("#### 2", "#### 3", "#### 4", "Answer: 2")] == [True, True, False, True]
     assert "[prompt] 1+1?" in caplog.text
     assert "'pred': '2'" in caplog.text
-    assert capfd.readouterr().out == ""
+    printed = capfd.readouterr().out
+    assert [text in printed for text in ("#### 2", "#### 3", "#### 4", "Answer: 2")] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("bool", 1.0), ("numpy", 0.5), ("torch", 0.25)])
