@@ -70,16 +70,19 @@ def with_defaults(config: Mapping[str, Any]) -> Section:
 
 
 _SWITCHES: dict[str, Any] = {
+    "actor_rollout_ref": {"actor": {"strategy": "fsdp"}},
+    "critic": {"strategy": "fsdp"},
+    "reward_model": {"strategy": "fsdp"},
     "transfer_queue": {"enable": False},
     "global_profiler": {"tool": None, "steps": None},
     "ray_kwargs": {"ray_init": {}, "timeline_json_file": None},
 }
-"""Keys that verl's scripts read of sections without a default in the table."""
+"""Keys that verl's scripts read, and that have no default in the table."""
 
 
 def _under(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config, with the keys of `base` that it does not have."""
-    merged = {**base, **config}
+    """Returns the config, with the values of `base` for keys that it does not have, or whose value is null."""
+    merged = {**base, **{key: value for key, value in config.items() if value is not None or key not in base}}
     for key in base.keys() & config.keys():
         if isinstance(base[key], dict) and isinstance(config[key], dict):
             merged[key] = _under(base[key], config[key])
