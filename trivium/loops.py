@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
 from trivium.metrics import aggregate
 from trivium.phases import collecting, measured, phase
-from trivium.protocols import MeasuringEngine, MeteredEngine
+from trivium.protocols import MeasuringEngine, MeteredEngine, PacedObjective
 from trivium.types import SCORES, TRAINER, Batch, capabilities_of
 
 if TYPE_CHECKING:
@@ -52,13 +52,12 @@ def train_step(
         if keep is not None:
             keep(batch)
         updates: list[Metrics] = []
-        for epoch in range(algorithm.epochs):
-            for mini_batch in mini_batches(batch, algorithm.mini_batches):
-                for objective in algorithm.objectives_at(engine.version):
-                    prepared = prepare_mini_batch(engine, mini_batch, objective, epoch)
-                    engine.holds_version = False
-                    with phase(f"update/{objective.role}", prepared):
-                        updates.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
+        for objectives, epoch, mini_batch in passes(batch, algorithm, engine.version):
+            for objective in objectives:
+                prepared = prepare_mini_batch(engine, mini_batch, objective, epoch)
+                engine.holds_version = False
+                with phase(f"update/{objective.role}", prepared):
+                    updates.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
     engine.version, engine.holds_version = engine.version + 1, True
     # The mismatch between engine and trainer is measured before the first update: over the whole step if `advantages`
     # computed it, else over the first mini-batch.
@@ -105,6 +104,19 @@ def prepare_mini_batch(engine: TrainEngine, mini_batch: Batch, objective: Object
     """Applies `objective.select` to the whole mini-batch with the current weights, before the engine cuts it into
     micro-batches."""
     return objective.select(add_scores(engine, mini_batch, objective.looks_at), engine.version, epoch)
+
+
+def passes(batch: Batch, algorithm: Algorithm, version: int) -> Iterator[tuple[list[Objective], int, Batch]]:
+    """Yields (objectives, epoch, mini-batch) of a train step. Objectives with equal numbers of passes and mini-batches
+    take turns; one that sets its own (`PacedObjective`) makes its passes apart from the others."""
+    paced: dict[tuple[int, int], list[Objective]] = {}
+    for objective in algorithm.objectives_at(version):
+        own = (objective.epochs, objective.mini_batches) if isinstance(objective, PacedObjective) else (None, None)
+        paced.setdefault((own[0] or algorithm.epochs, own[1] or algorithm.mini_batches), []).append(objective)
+    for (epochs, number), objectives in paced.items():
+        for epoch in range(epochs):
+            for mini_batch in mini_batches(batch, number):
+                yield objectives, epoch, mini_batch
 
 
 def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:

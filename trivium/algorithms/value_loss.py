@@ -41,6 +41,10 @@ class ValueObjective(CutAnywhere):
 
     clip: float | None = 0.5
     aggregate: str = "token-mean"
+    epochs: int | None = None
+    """Passes over a step's data; None: those of the policy."""
+    mini_batches: int | None = None
+    """Optimizer steps of a pass; None: those of the policy."""
 
     role: str = "critic"
     head: str = "value"

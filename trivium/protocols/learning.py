@@ -77,6 +77,21 @@ class CutAnywhere:
         return means
 
 
+@runtime_checkable
+class PacedObjective(Protocol):
+    """An objective with its own number of passes over a step's data. Optional."""
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes; None: those of the algorithm."""
+        ...
+
+    @property
+    def mini_batches(self) -> int | None:
+        """Optimizer steps of a pass; None: those of the algorithm."""
+        ...
+
+
 class Algorithm(Protocol):
     """Filters groups, computes advantages, and names the objectives to minimise. A frozen value."""
 

@@ -111,7 +111,7 @@ class TorchTrainEngine(TrainEngine):
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
-        self._open(ModelSources(self._models.model_dir, self._models.model_dir, self._models.model_dir))
+        self._open(self._models.initial())
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
@@ -145,7 +145,7 @@ class TorchTrainEngine(TrainEngine):
                 batch,
                 cast(TrainableObjective, objective),
                 lr,
-                self.config.max_grad_norm,
+                self._models.max_grad_norm(role),
                 step=taken,
                 who=f"the {role} in train step {self.version + 1}",
                 totals=totals,
@@ -202,11 +202,13 @@ class TorchTrainEngine(TrainEngine):
 
     def _read_shapes(self) -> dict[str, ModelShape]:
         """The shapes by role; empty if a config.json lacks the sizes."""
-        teacher = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
+        others = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
+        if self.config.critic_path is not None:
+            others["critic"] = Path(self.config.critic_path)
         try:
             own = read_shape(self._models.model_dir)
             roles = dict.fromkeys(("policy", "critic", "reward", "reference"), own)
-            return {**roles, **{role: read_shape(path) for role, path in teacher.items()}}
+            return {**roles, **{role: read_shape(path) for role, path in others.items()}}
         except DataError:
             return {}
 

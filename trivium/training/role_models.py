@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trivium.config.model_shape import read_shape
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.trained_models import (
@@ -112,6 +113,25 @@ class RoleModels:
         if "teacher" in roles:
             learners["teacher"] = self._teacher(algorithm, learners["policy"])
         return learners
+
+    def initial(self) -> ModelSources:
+        """The directories at the start of a stage. Raises ConfigError if the critic's model has a smaller vocabulary
+        than the policy's."""
+        if self.config.critic_path is None:
+            return ModelSources(self.model_dir, self.model_dir, self.model_dir)
+        critic = Path(self.config.critic_path)
+        own, policy = read_shape(critic).vocabulary, read_shape(self.model_dir).vocabulary
+        if own < policy:
+            raise ConfigError(
+                f"train.critic_path: {critic}",
+                f"its vocabulary has {own} tokens, and the policy's {policy}",
+                "name a model with the policy's tokenizer",
+            )
+        return ModelSources(self.model_dir, critic, self.model_dir)
+
+    def max_grad_norm(self, role: str) -> float:
+        own = self.config.critic_max_grad_norm if role == "critic" else None
+        return self.config.max_grad_norm if own is None else own
 
     def optimizer_config(self, role: str) -> OptimizerConfig:
         critic = self.config.critic_optimizer if role == "critic" else None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field
 
+from trivium.clients.hub import ModelPath
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.memory_estimate import vision_problems
 from trivium.errors import Problem
+from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
 from trivium.models.weights.lora import LoraConfig
@@ -74,6 +77,11 @@ class TorchTrainConfig(TrainConfig):
     """The policy's optimizer, or the reward model's where that is what is trained."""
     critic_optimizer: OptimizerConfig | None = None
     """The critic's optimizer; unset: the policy's settings."""
+    critic_path: ModelPath | None = None
+    """Hugging Face directory (or an id in the local cache) of the model that the critic starts from, with the policy's
+    tokenizer; unset: the policy's own."""
+    critic_max_grad_norm: float | None = Field(default=None, gt=0)
+    """The critic's gradient is scaled down to this norm; unset: `max_grad_norm`."""
     peak_flops: float | None = free(None, gt=0)
     """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
     vision_tower: Literal["trained", "projector", "frozen"] | None = None
@@ -93,6 +101,26 @@ class TorchTrainConfig(TrainConfig):
         pushes = self.lora is not None and self.lora.push == "adapter"
         return refusal(installed=has_library(), device=device, dtype=self.dtype, ranks=ranks, pushes_adapter=pushes)
 
+    def _critic_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        names = {
+            "critic_optimizer": "an optimizer for a critic",
+            "critic_path": "a model for a critic",
+            "critic_max_grad_norm": "a gradient norm for a critic",
+        }
+        for name, part in names.items():
+            if getattr(self, name) is None:
+                continue
+            if not run.algorithm.has_critic:
+                found = f"the algorithm {run.algorithm.kind!r} trains none"
+                yield Problem(f"{where}.{name}", part, found, "leave the key out, or use algorithm.kind ppo")
+            elif getattr(run.algorithm, "shares_trunk", False):
+                found = "its trunk is the policy's (algorithm.critic.trunk shared), and both take one step"
+                do = "leave the key out; algorithm.critic.value_coef weighs the critic's loss"
+                yield Problem(f"{where}.{name}", part, found, do)
+        if self.critic_path is not None and (missing := missing_model_error(Path(self.critic_path))) is not None:
+            do = "name a Hugging Face model directory here"
+            yield Problem(f"{where}.critic_path", missing.asked, missing.found, do)
+
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         other = getattr(run.engine, "head_precision", self.head_precision)
         if other != self.head_precision:
@@ -105,20 +133,7 @@ class TorchTrainConfig(TrainConfig):
         device = "cpu" if self.device == "auto" else self.device.partition(":")[0]  # auto is either, and both will do
         if is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
             yield Problem(f"{where}.frozen_dtype", f"weights in {self.frozen_dtype}", why.reason, why.do)
-        if self.critic_optimizer is not None and not run.algorithm.has_critic:
-            yield Problem(
-                f"{where}.critic_optimizer",
-                "an optimizer for a critic",
-                f"the algorithm {run.algorithm.kind!r} trains none",
-                "leave the key out, or use algorithm.kind ppo",
-            )
-        if self.critic_optimizer is not None and getattr(run.algorithm, "shares_trunk", False):
-            yield Problem(
-                f"{where}.critic_optimizer",
-                "an optimizer for a critic",
-                "its trunk is the policy's (algorithm.critic.trunk shared), and both take one step",
-                "leave the key out; algorithm.critic.value_coef weighs the critic's loss",
-            )
+        yield from self._critic_problems(run, where)
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
         if self.lora is not None:
             yield from self.lora.own_problems(f"{where}.lora")

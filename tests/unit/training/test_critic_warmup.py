@@ -1,5 +1,6 @@
 """The first steps of a critic: the policy waits, byte for byte, and a resumed run knows how long."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,50 @@ def test_a_stage_counts_its_own_steps(model_dir: Path) -> None:
 def test_the_warm_up_is_explained() -> None:
     assert "the first 2 train step(s) update the critic alone" in explain(ppo(2), "")
     assert "warm-up" not in explain(ppo(0), "")
+
+
+# --- a critic with its own passes, model and gradient norm
+
+
+def updates_of(engine: TorchTrainEngine) -> list[tuple[str, int]]:
+    """A list that gets (role, sequences) of each update."""
+    taken: list[tuple[str, int]] = []
+    update = engine.update
+
+    def recorded(role: str, batch: Any, *args: Any) -> Any:
+        taken.append((role, len(batch.experiences)))
+        return update(role, batch, *args)
+
+    engine.update = recorded  # pyright: ignore[reportAttributeAccessIssue]
+    return taken
+
+
+def paced(**critic: Any) -> GroupAlgorithm:
+    return build_algorithm(PPO.configure({"kind": "ppo", "mini_batches": 3, "critic": critic}))
+
+
+def test_a_critic_makes_its_own_passes(model_dir: Path) -> None:
+    with_policy = make_engine(model_dir, paced())
+    taken = updates_of(with_policy)
+    train_step(with_policy, GROUPS, with_policy.algorithm)
+    assert taken == 3 * [("critic", 2), ("policy", 2)], "by default the two take turns"
+    apart = make_engine(model_dir, paced(epochs=2, mini_batches=1))
+    taken = updates_of(apart)
+    train_step(apart, GROUPS, apart.algorithm)
+    assert taken == 2 * [("critic", 6)] + 3 * [("policy", 2)]
+    policies = [dict(engine.export_weights()) for engine in (with_policy, apart)]
+    assert all(torch.equal(tensor, policies[1][name]) for name, tensor in policies[0].items()), "it has no effect here"
+
+
+def test_a_critic_starts_from_its_own_model(model_dir: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", "llama")
+    engine = make_engine(model_dir, paced(), critic_path=str(other), critic_max_grad_norm=1e-9)
+    engine.save(tmp_path / "before")
+    config = json.loads((tmp_path / "before" / "critic" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    metrics = train_step(engine, GROUPS, engine.algorithm)
+    assert metrics["train/loss/value"] > 0
+    resumed = make_engine(model_dir, paced(), critic_path=str(other), critic_max_grad_norm=1e-9)
+    resumed.load(tmp_path / "before")
+    train_step(resumed, GROUPS, resumed.algorithm)
+    assert both(engine, tmp_path / "one") == both(resumed, tmp_path / "two")

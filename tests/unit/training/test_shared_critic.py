@@ -207,6 +207,8 @@ def test_a_whole_run_continues_with_the_same_bits(tmp_path: Path) -> None:
         ({"algorithm": {**PPO["algorithm"], "critic_warmup": 2}}, "algorithm.critic.trunk"),
         ({"train": {"critic_optimizer": {"lr": 1e-3}}}, "train.critic_optimizer"),
         ({"algorithm": {"kind": "ppo", "critic": {"value_coef": 0.7}}}, "algorithm.critic.value_coef"),
+        ({"algorithm": {"kind": "ppo", "critic": {"trunk": "shared", "epochs": 2}}}, "algorithm.critic.epochs"),
+        ({"train": {"critic_max_grad_norm": 0.5}}, "train.critic_max_grad_norm"),
         ({"algorithm": {"kind": "grpo", "critic": {"trunk": "shared"}}}, "algorithm.critic.trunk"),
     ],
 )

@@ -134,6 +134,10 @@ class CriticConfig(Config):
     """How far a value may move from the old one before its error stops improving; null for any distance."""
     aggregate: Aggregation = "token-mean"
     """How the losses of tokens are averaged."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Its passes over a step's data; unset: `algorithm.epochs`."""
+    mini_batches: int | None = Field(default=None, ge=1)
+    """Its optimizer steps of a pass; unset: `algorithm.mini_batches`."""
     trunk: Literal["own", "shared"] = "own"
     """Whether the critic is a model of its own, with its own optimizer steps, or a value head on the policy's hidden
     states: one forward pass, and one step by `train.optimizer`."""
@@ -141,6 +145,14 @@ class CriticConfig(Config):
     """Weight of the critic's loss beside the policy's, where they share a trunk."""
 
     def own_problems(self, warmup: int, where: str) -> Iterator[Problem]:
+        for name in ("epochs", "mini_batches") if self.trunk == "shared" else ():
+            if getattr(self, name) is not None:
+                yield Problem(
+                    f"{where}.{name}",
+                    f"{name} of a critic on the policy's trunk",
+                    "the two take their optimizer steps together",
+                    f"leave the key out, or set {where}.trunk: own",
+                )
         if self.trunk == "shared" and warmup:
             yield Problem(
                 f"{where}.trunk",

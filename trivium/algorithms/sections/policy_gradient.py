@@ -447,7 +447,7 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
 
 def _with_critic(policy: PolicyObjective, config: CriticConfig) -> tuple[AnyObjective, ...]:
     """The objectives of the policy and its critic, in the order they are minimised."""
-    critic = ValueObjective(config.clip, config.aggregate)
+    critic = ValueObjective(config.clip, config.aggregate, config.epochs, config.mini_batches)
     return (critic, policy) if config.trunk == "own" else (SharedObjective(policy, critic, config.value_coef),)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,9 +77,9 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
                 "use one of the two: the same distance would be paid for twice",
             )
         )
-    if kind == "gae" and not verl.has("critic.loss_agg_mode"):
-        algorithm["critic"] = {"aggregate": verl[f"{ACTOR}.loss_agg_mode"]}
-    elif kind != "gae" and verl["trainer.critic_warmup"]:
+    if kind == "gae":
+        algorithm["critic"] = _critic(verl)
+    elif verl["trainer.critic_warmup"]:
         problems.append(
             Problem(
                 "trainer.critic_warmup",
@@ -118,6 +119,18 @@ def _unknown(kind: str, catalogue: str, where: str, decorator: str) -> Iterator[
 def _own(verl: Settings, address: str, prefix: str = "algorithm", kind: str = "estimated") -> dict[str, Any]:
     """Returns the section of a user's function with verl's signature."""
     return {"kind": f"{registered.__name__}:{kind}", "function": address, "config": verl.section(prefix)}
+
+
+def _critic(verl: Settings) -> dict[str, Any]:
+    """Returns the fields of the critic that are not the actor's."""
+    critic: dict[str, Any] = {}
+    if not verl.has("critic.loss_agg_mode"):
+        critic["aggregate"] = verl[f"{ACTOR}.loss_agg_mode"]
+    if verl["critic.ppo_epochs"] not in (None, verl[f"{ACTOR}.ppo_epochs"]):
+        critic["epochs"] = verl["critic.ppo_epochs"]
+    if verl["critic.ppo_mini_batch_size"] not in (None, verl[f"{ACTOR}.ppo_mini_batch_size"]):
+        critic["mini_batches"] = max(1, verl["data.train_batch_size"] // verl["critic.ppo_mini_batch_size"])
+    return critic
 
 
 def _mini_batches(verl: Settings) -> int:
@@ -205,7 +218,7 @@ def distillation_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
         found = f"{len(paths)} teachers"
         do = "name one: distillation.teacher_models.teacher_model.model_path"
         problems.append(Problem("distillation.teacher_models", "the model_path of one teacher", found, do))
-        return {}
+        return {"kind": "reinforce"}
     mode = str(verl["distillation.distillation_loss.loss_mode"])
     top_k = verl["distillation.distillation_loss.topk"]
     teacher: dict[str, Any] = {"path": paths[0]}
@@ -213,8 +226,12 @@ def distillation_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     if mode.endswith(("topk", "full_vocab")):
         loss = {"kind": "distill_top_k", "direction": "reverse" if mode.startswith("reverse") else "forward"}
         teacher |= {"top_k": top_k} if top_k else {}
+    updates = verl[f"{ACTOR}.ppo_epochs"] * _mini_batches(verl)
+    kind: dict[str, Any] = {"kind": "distill"}
+    if loss["kind"] == "distill" and updates > 1:  # later updates need a ratio
+        kind, loss = {"kind": "grpo", "advantage": {"kind": "on_policy_distill"}}, {"kind": "ppo"}
     return {
-        "kind": "distill",
+        **kind,
         "teacher": teacher,
         "policy_loss": loss,
         "aggregate": verl[f"{ACTOR}.loss_agg_mode"],
@@ -239,8 +256,10 @@ def _weight_bounds(threshold: object) -> dict[str, Any]:
 def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """`{option: bound or (low, high)}` from verl's comma lists; `0.5_2.0` is an interval."""
     where = f"{_CORRECTION}.rollout_rs"
+    veto = verl.first("algorithm.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold")
+    vetoes = {"seq_max_k2": math.log(veto) ** 2 / 2} if veto else {}
     if not verl.has(where):
-        return {}
+        return vetoes
     options = [option.strip() for option in str(verl[where]).split(",")]
     bounds = [bound.strip() for bound in str(verl[f"{where}_threshold"] or "").split(",") if bound.strip()]
     try:
@@ -259,4 +278,4 @@ def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
             )
         )
         return {}
-    return {o: pair if len(pair) == 2 else pair[0] for o, pair in zip(options, numbers, strict=True)}
+    return vetoes | {o: pair if len(pair) == 2 else pair[0] for o, pair in zip(options, numbers, strict=True)}

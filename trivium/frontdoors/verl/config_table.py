@@ -82,6 +82,9 @@ DATA: dict[str, Entry] = {
 }
 
 _KL_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": True}
+_VETO = Mapped(
+    "a bound of algorithm.correction.rejection: seq_max_k2, which rejects ratios above the inverse, too", type=float
+)
 _ADAPTIVE = _KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 
 ALGORITHM: dict[str, Entry] = {
@@ -118,7 +121,7 @@ ALGORITHM: dict[str, Entry] = {
     "rollout_correction.rollout_rs_threshold_lower": Restricted(
         (None,), "write the interval as low_high in rollout_rs_threshold"
     ),
-    "rollout_correction.rollout_token_veto_threshold": Restricted((None,), "bound the ratios by rollout_rs"),
+    "rollout_correction.rollout_token_veto_threshold": _VETO,
     "rollout_correction.use_policy_gradient": Restricted(OFF, "set loss_type: reinforce, and bypass_mode: true"),
     "gdpo_reward_keys": Mapped("the names of rewards, one reward for each of them; with adv_estimator gdpo", type=list),
     "gdpo_reward_weights": Mapped("the weights of algorithm.advantage, one for each of gdpo_reward_keys", type=list),
@@ -129,7 +132,7 @@ ALGORITHM: dict[str, Entry] = {
     "rollout_is_threshold_lower": Mapped(
         "the lower bound of algorithm.correction, with rollout_is_mode mask", type=float
     ),
-    "rollout_is_veto_threshold": Restricted((None,), "bound the ratios by rollout_correction.rollout_rs"),
+    "rollout_is_veto_threshold": _VETO,
     "pf_ppo": Ignored("the switch of the section is off"),
 }
 
@@ -185,9 +188,9 @@ TRAINER: dict[str, Entry] = {
     "v1.sampler.sync_refill_failed_groups": Restricted(OFF, "use algorithm.refill in a RunConfig"),
     "v1": Ignored("only trainer_mode sync is supported"),
     "checkpoint_callback_class": Restricted((None,), "override _save_checkpoint of RayPPOTrainer"),
-    "wandb_proxy": Restricted((None,), "set HTTPS_PROXY"),
+    "wandb_proxy": Ignored("wandb reads the environment variable HTTPS_PROXY"),
     "balance_batch_keep_minibatch": Ignored("sequences are always balanced within a mini-batch"),
-    "val_generations_to_log_to_wandb": Restricted((None, 0), "set log_val_generations"),
+    "val_generations_to_log_to_wandb": Moved("trainer.log_val_generations"),
     **ignored(
         "the phases of every step are timed",
         "profile_steps profile_continuous_steps npu_profile worker_nsight_options controller_nsight_options",
@@ -222,7 +225,7 @@ _KEYS: dict[str, Entry] = {
     **under("critic", CRITIC),
     **under("critic.model", CRITIC_MODEL),
     **under("critic.optim", optim("train.critic_optimizer", 1e-5, GAE)),
-    "critic.optim.clip_grad": Mapped("must be the actor's, if critic.grad_clip is not set"),
+    "critic.optim.clip_grad": Mapped("the same as critic.grad_clip, which overrides it", type=float),
     **under("critic.fsdp", _FOLLOWS),
     **under("critic.fsdp_config", _FOLLOWS),
     **under("critic.model.fsdp_config", _FOLLOWS),

@@ -38,7 +38,7 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
         found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
         do = "set rollout.top_k, too, leave it out (val_kwargs may set it), or set rollout.name: torch"
         yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", found, do)
-    yield from _critic_follows(verl)
+    yield from _critic_conflicts(verl)
     yield from _model_conflicts(verl)
     yield from _trainer_conflicts(verl, has_validation)
 
@@ -50,17 +50,10 @@ def _model_conflicts(verl: Settings) -> Iterator[Problem]:
             found = f"{described} names code of its own (auto_map), which is not run"
             do = "use a model class that transformers ships, or leave this out"
             yield Problem(f"{section}.trust_remote_code", "True", found, do)
-    path, critic = verl["actor_rollout_ref.model.path"], verl["critic.model.path"]
+    path = verl["actor_rollout_ref.model.path"]
     has_critic = verl["algorithm.adv_estimator"] == "gae"
     if not path:
         yield Problem("actor_rollout_ref.model.path", "a model", "nothing", "name a Hugging Face directory")
-    if critic not in (path, verl.table.default_of("critic.model.path")) and has_critic:
-        yield Problem(
-            "critic.model.path",
-            repr(critic),
-            f"the actor's model is {path!r}",
-            "the critic is the actor's backbone with a value head: name the same, or leave it out",
-        )
     if verl.has("critic.enable") and bool(verl["critic.enable"]) != has_critic:
         yield Problem(
             "critic.enable",
@@ -102,27 +95,16 @@ def _trainer_conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem
         )
 
 
-def _critic_follows(verl: Settings) -> Iterator[Problem]:
-    """Yields problems for critic keys that differ from the actor's, if a critic is trained."""
+def _critic_conflicts(verl: Settings) -> Iterator[Problem]:
+    """Yields problems for keys of the critic, if one is trained."""
     if verl["algorithm.adv_estimator"] != "gae":
         return
-    clip = "grad_clip" if verl.has("critic.grad_clip") else "optim.clip_grad"
-    actors = {
-        "ppo_mini_batch_size": verl[f"{ACTOR}.ppo_mini_batch_size"],
-        "ppo_epochs": verl[f"{ACTOR}.ppo_epochs"],
-        clip: max_grad_norm(verl),
-        "ulysses_sequence_parallel_size": sequence_parallel(verl),
-    }
-    for name, actor in actors.items():
-        mine = verl.values.get(f"critic.{name}")
-        if mine is not None and mine != actor:
-            yield Problem(f"critic.{name}", repr(mine), f"the actor has {actor!r}", "the critic follows the actor")
-
-
-def max_grad_norm(verl: Settings) -> object:
-    return verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
-
-
-def sequence_parallel(verl: Settings) -> object:
     name = "ulysses_sequence_parallel_size"
-    return verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}")
+    actor, own = verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}"), verl.values.get(f"critic.{name}")
+    if own not in (None, actor):
+        yield Problem(f"critic.{name}", repr(own), f"the actor has {actor!r}", "the critic follows the actor")
+    own, batch = verl["critic.ppo_mini_batch_size"], verl["data.train_batch_size"]
+    if own not in (None, verl[f"{ACTOR}.ppo_mini_batch_size"]) and (own > batch or batch % own):
+        found = f"a step has {batch} (data.train_batch_size)"
+        do = "make it a divisor of data.train_batch_size"
+        yield Problem("critic.ppo_mini_batch_size", f"mini-batches of {own} prompts", found, do)

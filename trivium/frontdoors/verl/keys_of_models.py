@@ -39,13 +39,16 @@ def optim(to: str, lr: float, when: Mapping[str, Any]) -> dict[str, Entry]:
     }
 
 
+ADAMW = ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "PagedAdamW", "PagedAdamW8bit", "_AdamW")
+"""Optimizers that become AdamW: they differ in the numbers of their state."""
+
 OPTIM: dict[str, Entry] = {
     "clip_grad": Mapped("train.max_grad_norm", 1.0, note="grad_clip overrides it"),
     "num_cycles": Restricted((None, 0.5), "set 0.5: the cosine schedule has half a period"),
     "zero_indexed_step": Restricted((None, True), "the schedule counts steps from 0: leave it out"),
     "total_training_steps": Ignored("schedule.steps is the length of the learning rate's schedule"),
-    "optimizer": Restricted((None, "AdamW"), "only AdamW is translated; set train.optimizer in a RunConfig"),
-    "optimizer_impl": Restricted((None, "torch.optim"), "only AdamW is translated; set train.optimizer in a RunConfig"),
+    "optimizer": Restricted((None, *ADAMW), "only AdamW is translated; set train.optimizer in a RunConfig"),
+    "optimizer_impl": Ignored("AdamW has a float32 state"),
     "grad_clip": Restricted((None,), "set grad_clip of the actor and of the critic"),
     "override_optimizer_config": Restricted(({},), "set the optimizer's own keys"),
 }
@@ -76,7 +79,7 @@ FSDP: dict[str, Entry] = {
     "mixed_precision": Restricted((None,), "set mixed_precision.param_dtype"),
     "mixed_precision.param_dtype": Mapped("train.dtype", convert=dtype_of, note="fsdp_config.dtype overrides it"),
     "dtype": Mapped("train.dtype", convert=dtype_of),
-    "mixed_precision.reduce_dtype": Restricted((None, "fp32", "float32"), "set fp32: gradients are reduced in float32"),
+    "mixed_precision.reduce_dtype": Ignored("gradients are reduced in float32"),
     "mixed_precision.buffer_dtype": Ignored("buffers keep the model's dtype"),
     "model_dtype": _FLOAT32,
     "use_orig_params": Ignored("FSDP2 always does"),
@@ -168,6 +171,7 @@ ACTOR: dict[str, Entry] = {
     "kl_loss_type": Mapped("algorithm.kl.estimator.kind", "low_var_kl", when=_KL_LOSS),
     "use_torch_compile": Ignored("models are not compiled"),
     "tis_imp_ratio_cap": Mapped("above 0: the threshold of algorithm.correction, with weights for tokens", type=float),
+    "behav_imp_weight_cap": Moved("actor_rollout_ref.actor.tis_imp_ratio_cap"),
     "policy_loss.tau_pos": Moved("actor_rollout_ref.actor.tau_pos"),
     "policy_loss.tau_neg": Moved("actor_rollout_ref.actor.tau_neg"),
     "use_rollout_log_probs": Mapped("true: rollout as algorithm.old_log_prob", False),
@@ -187,12 +191,12 @@ ACTOR: dict[str, Entry] = {
 CRITIC: dict[str, Entry] = {
     **UPDATE,
     "enable": Mapped("a critic is trained if algorithm.advantage needs values"),
-    "ppo_mini_batch_size": Mapped("algorithm.mini_batches; must be the actor's"),
-    "ppo_epochs": Mapped("algorithm.epochs; must be the actor's"),
+    "ppo_mini_batch_size": Mapped("the number algorithm.critic.mini_batches, if it is not the actor's", type=int),
+    "ppo_epochs": Mapped("the number algorithm.critic.epochs, if it is not the actor's", type=int),
     "ppo_max_token_len_per_gpu": Ignored("the actor's value applies to both; the gradient does not depend on it"),
     "use_prefix_grouper": Ignored("the actor's value applies to both; the gradient does not depend on it"),
     "loss_agg_mode": Mapped("algorithm.critic.aggregate", when=GAE, note="unset: the actor's"),
-    "grad_clip": Mapped("must be the actor's, which sets train.max_grad_norm"),
+    "grad_clip": Mapped("the number train.critic_max_grad_norm, if it is not the actor's", type=float),
     "ulysses_sequence_parallel_size": Mapped("must be the actor's, which sets train.sequence_parallel"),
     "cliprange_value": Mapped("algorithm.critic.clip", 0.5, when=GAE),
 }
@@ -265,9 +269,7 @@ MODEL: dict[str, Entry] = {
 CRITIC_MODEL: dict[str, Entry] = {
     **MODEL,
     "custom_chat_template": Ignored("the actor's template renders the prompts"),
-    "path": Mapped(
-        "the critic starts from the actor's backbone: must be the actor's path", "~/models/deepseek-llm-7b-chat", Path
-    ),
+    "path": Mapped("the path train.critic_path, if it is not the actor's", "~/models/deepseek-llm-7b-chat", Path),
     "enable_gradient_checkpointing": Ignored("train.gradient_checkpointing applies to every role"),
     "lora_rank": Restricted((None, 0), "leave it out: the critic is trained without LoRA"),
     "lora": Restricted((None,), "leave it out: the critic is trained without LoRA", switch="rank"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored, under
-from trivium.frontdoors.verl.keys_of_models import CUT, OFF
+from trivium.frontdoors.verl.keys_of_models import CUT
 
 _MANAGER: dict[str, Entry] = {
     "name": Mapped("name of the reward manager, if no reward_fn is passed", "naive"),
@@ -71,7 +71,7 @@ _REWARD_MODEL: dict[str, Entry] = {
     "use_reward_loop": Ignored("the reward manager computes all rewards"),
     "launch_reward_fn_async": Ignored("rewards are always computed in a separate thread"),
     "num_workers": Ignored("reward_kwargs.workers is the number of processes that score"),
-    "enable_resource_pool": Restricted(OFF, "give Role.RewardModel a pool of its own in resource_pool_manager"),
+    "enable_resource_pool": Ignored("resource_pool_manager places it"),
     "n_gpus_per_node": Ignored("resource_pool_manager places it"),
     "nnodes": Ignored("resource_pool_manager places it"),
     "rollout": Ignored(_SAMPLES_NOTHING),

@@ -21,12 +21,15 @@ class ScoredReward:
         """`file.py:name` or `package.module:name`."""
         options: dict[str, Any] = Field(default_factory=dict)
         """Further arguments."""
+        batched: bool = False
+        """Whether the scorer takes lists (`data_sources, solution_strs, ground_truths, extra_infos`); each has one
+        item."""
         key: str = "score"
         """The key of the scorer's dict that is the reward."""
 
     def __init__(self, config: Config) -> None:
         self._function, self._options = resolve("rewards", config.function), config.options
-        self._key = config.key
+        self._key, self._batched = config.key, config.batched
 
     def __call__(
         self,
@@ -38,13 +41,16 @@ class ScoredReward:
         extra_info: object = None,
     ) -> float:
         truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
-        score = self._function(
-            data_source=data_source,
-            solution_str=completion,
-            ground_truth=truth,
-            extra_info=extra_info,
-            **self._options,
-        )
+        given = {
+            "data_source": data_source,
+            "solution_str": completion,
+            "ground_truth": truth,
+            "extra_info": extra_info,
+        }
+        if self._batched:
+            (score,) = self._function(**{f"{name}s": [value] for name, value in given.items()}, **self._options)
+        else:
+            score = self._function(**given, **self._options)
         if not isinstance(score, Mapping) and self._key == "score":
             return score
         if not isinstance(score, Mapping) or self._key not in score:

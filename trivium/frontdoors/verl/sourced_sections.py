@@ -49,15 +49,19 @@ def rows_of_files(verl: Settings) -> int | None:
     return min(rows, limit) if limit >= 0 else rows
 
 
+_EACH = ("naive", "dapo", "prime", "limited", "rate_limited", "remote")
+"""Reward managers that call the scorer for each completion."""
+
+
 def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
     """Returns the reward that the config names: a reward model, a scorer, or the grader of each `data_source`."""
-    manager = verl["reward_manager.name"]
+    manager, scorer = verl["reward_manager.name"], verl["custom_reward_function.path"]
     components = (verl["algorithm.gdpo_reward_keys"] or []) if verl["algorithm.adv_estimator"] == "gdpo" else []
-    known = ("naive", "dapo", "prime", *(["gdpo"] if components else []))
+    known = (*_EACH, *(["gdpo"] if components else []), *(["batch"] if scorer else []))
     if manager not in known or verl["reward_manager.source"] == "importlib":
         found = "a RunConfig calls a reward for each completion"
         problems.append(Problem("reward_manager.name", repr(manager), found, f"use naive, or {_HERE}"))
-    metric, scorer = verl["algorithm.filter_groups.metric"], verl["custom_reward_function.path"]
+    metric = verl["algorithm.filter_groups.metric"]
     if verl["algorithm.filter_groups.enable"] and metric not in (OF_REWARD if scorer else (*OF_REWARD, "acc")):
         found = "a RunConfig keeps the score of a completion alone"
         problems.append(Problem("algorithm.filter_groups.metric", repr(metric), found, f"use reward, or {_HERE}"))
@@ -68,7 +72,8 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
         function = f"{path.removeprefix('pkg://').removeprefix('file://')}:{verl['custom_reward_function.name']}"
         options = verl["custom_reward_function.reward_kwargs"] or {}
         kind = "trivium.frontdoors.verl.scored_reward:ScoredReward"
-        reward = {"kind": kind, "function": function} | ({"options": options} if options else {})
+        reward: dict[str, Any] = {"kind": kind, "function": function} | ({"options": options} if options else {})
+        reward |= {"batched": True} if manager == "batch" else {}
         return [reward | {"name": key, "key": key} for key in components] or [reward]
     if components:
         found = "the scorer of each data_source returns one number"

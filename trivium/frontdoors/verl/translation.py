@@ -89,7 +89,7 @@ def translate(config: object) -> Translation:
     mapping["engine"].setdefault("max_context", _longest(verl))
     notes = [*_with_template(mapping, verl), *notes_of(verl, mapping, rows), *verl.notes()]
     mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
-    mapping |= {"tasks": tasks, "rewards": [] if verl["distillation.enabled"] else rewards}
+    mapping |= {"tasks": tasks, "rewards": [] if verl["distillation.enabled"] and len(tasks) == 1 else rewards}
     of_run = [problem for problem in _run_problems(mapping) if not problem.where.endswith("path")]
     if problems:  # these sections may be incomplete because of a problem that is listed
         of_run = [problem for problem in of_run if not problem.where.startswith(("tasks", "rewards"))]
@@ -165,6 +165,7 @@ def translated(
     run["train"]["optimizer"]["warmup_steps"] = _warmup(verl, f"{ACTOR}.optim", steps)
     if gae:
         run["train"]["critic_optimizer"]["warmup_steps"] = _warmup(verl, "critic.optim", steps)
+        run["train"] |= _critic(verl)
     if verl[f"{ACTOR}.router_replay.mode"] == "R3":
         run["train"]["router_replay"] = "rollout"
     run["schedule"]["steps"] = steps
@@ -180,7 +181,8 @@ def translated(
     else:
         problems += conflicting
     if verl["distillation.enabled"]:
-        run["train"].pop("critic_optimizer", None)
+        for name in ("critic_optimizer", "critic_path", "critic_max_grad_norm"):
+            run["train"].pop(name, None)
         return run | {"algorithm": distilled}
     return merged(run, {"algorithm": algorithm})
 
@@ -252,6 +254,14 @@ def _monitors(verl: Settings) -> list[dict[str, Any]]:
     }
     names = [_MONITORS[name] for name in listed(verl["trainer.logger"]) if name in _MONITORS]
     return [{"kind": name, **about.get(name, {})} for name in dict.fromkeys([*names, "jsonl"])]
+
+
+def _critic(verl: Settings) -> dict[str, Any]:
+    """Returns the model of the critic and its gradient norm, where they are not the actor's."""
+    path, clip = verl["critic.model.path"], verl.first("critic.grad_clip", "critic.optim.clip_grad")
+    own_path = path not in (verl["actor_rollout_ref.model.path"], verl.table.default_of("critic.model.path"))
+    own_clip = clip not in (None, verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad"))
+    return ({"critic_path": path} if own_path else {}) | ({"critic_max_grad_norm": clip} if own_clip else {})
 
 
 def _warmup(verl: Settings, where: str, steps: int) -> int:

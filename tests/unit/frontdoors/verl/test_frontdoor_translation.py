@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -126,6 +127,12 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({"algorithm__use_kl_in_reward": True}, "algorithm.kl.estimator.kind", "kl"),
     ({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}}, "algorithm.kl.horizon", 10000),
     ({"critic__cliprange_value": 0.2}, "algorithm.critic.clip", 0.2),
+    ({"critic__ppo_epochs": 2}, "algorithm.critic.epochs", 2),
+    ({"critic__ppo_mini_batch_size": 2}, "algorithm.critic.mini_batches", 4),
+    ({"critic__ppo_mini_batch_size": 4}, "algorithm.critic.mini_batches", None),
+    ({"critic__optim__clip_grad": 0.01}, "train.critic_max_grad_norm", 0.01),
+    ({ACTOR + "optim__clip_grad": 0.5, "critic__grad_clip": 1.0}, "train.critic_max_grad_norm", 1.0),
+    ({**GRPO, "critic__grad_clip": 0.5, "critic__ppo_epochs": 2}, "train.critic_max_grad_norm", None),
     ({"critic__optim__lr": 1e-4}, "train.critic_optimizer.lr", 1e-4),
     (GAE, "train.critic_optimizer.lr", 1e-5),
     (GRPO, "train.critic_optimizer", None),
@@ -193,6 +200,11 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
         (0.5, 2.0),
     ),
     ({ACTOR + "tis_imp_ratio_cap": 4.0}, "algorithm.correction.threshold", 4.0),
+    (
+        {"algorithm__rollout_is_veto_threshold": 1e-4},
+        "algorithm.correction.rejection",
+        {"seq_max_k2": math.log(1e-4) ** 2 / 2},
+    ),
     (
         {"actor_rollout_ref__model": {"lora_rank": 4, "exclude_modules": ["lm_head"]}},
         "train.lora.exclude",
@@ -316,9 +328,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path", "resume_path"),
     ({"trainer__val_only": True}, "trainer.val_only", "no validation set"),
     ({ACTOR + "ppo_mini_batch_size": 3}, "actor_rollout_ref.actor.ppo_mini_batch_size", "divisor"),
-    ({"critic__ppo_epochs": 2}, "critic.ppo_epochs", "follows the actor"),
     ({"critic__enable": False}, "critic.enable", "gae"),
-    ({"critic__model__path": "/elsewhere"}, "critic.model.path", "value head"),
     ({**GRPO, "trainer__critic_warmup": 2}, "trainer.critic_warmup", "no critic"),
     ({**GRPO, "algorithm__gamma": 0.9}, "algorithm.gamma", "does not read it"),
     (
@@ -331,18 +341,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "algorithm.rollout_correction.rollout_rs_threshold",
         "one number",
     ),
-    ({"critic__optim__clip_grad": 0.01}, "critic.optim.clip_grad", "the actor has 1.0"),
+    ({"critic__ppo_mini_batch_size": 3}, "critic.ppo_mini_batch_size", "a step has 8"),
     ({"critic__ulysses_sequence_parallel_size": 2}, "critic.ulysses_sequence_parallel_size", "the actor has 1"),
-    ({ACTOR + "optim__clip_grad": 0.5, "critic__grad_clip": 1.0}, "critic.grad_clip", "the actor has 0.5"),
     (
         {ACTOR + "fsdp_config__mixed_precision": "bf16"},
         "actor_rollout_ref.actor.fsdp_config.mixed_precision",
         "set mixed_precision.param_dtype",
-    ),
-    (
-        {ACTOR + "fsdp_config__mixed_precision": {"reduce_dtype": "bf16"}},
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
-        "reduced in float32",
     ),
     ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay", "leave the key out"),  # a model without experts
     ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3, which replays"),
@@ -565,6 +569,22 @@ def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
     assert dapo["tasks"]["train"]["path"] == [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
     with pytest.raises(ConfigError, match="calls a reward for each completion"):
         rewards(reward_model__reward_manager="batch")
+    (tmp_path / "all.py").write_text(
+        "def score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(text == truth) for text, truth in zip(solution_strs, ground_truths)]\n"
+    )
+    scorer = {"path": str(tmp_path / "all.py"), "name": "score"}
+    (batched,) = rewards(reward_model__reward_manager="batch", custom_reward_function=scorer)["rewards"]
+    assert ScoredReward(ScoredReward.Config.model_validate(batched))(prompt="1+1", completion="2", **columns) == 1
+    gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["score", "acc"]}
+    parts = rewards(algorithm=gdpo, reward_manager__name="gdpo", custom_reward_function=custom_of(tmp_path))["rewards"]
+    scores = [ScoredReward(ScoredReward.Config.model_validate(part)) for part in parts]
+    assert [score(prompt="1+1", completion="2", **columns) for score in scores] == [2, 1]
+
+
+def custom_of(folder: Path) -> dict[str, Any]:
+    """A scorer that returns a dict."""
+    return {"path": str(folder / "f.py"), "name": "score", "reward_kwargs": {"a": 1}}
 
 
 def test_the_command_names_every_problem(tmp_path: Path) -> None:
@@ -585,6 +605,12 @@ def test_distillation_has_the_teacher_alone(model: str) -> None:
     assert (algorithm.policy_loss.kind, algorithm.policy_loss.direction) == ("distill_top_k", "forward")
     with pytest.raises(ConfigError, match="1 problem"):
         config_of(verl_config(model, distillation=keys | {"teacher_models": {"a": teacher, "b": teacher}}))
+
+
+def test_a_critic_may_start_from_another_model(model: str, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "critic")
+    assert config_of(verl_config(model, critic__model__path=str(other))).train.critic_path == str(other)  # pyright: ignore[reportAttributeAccessIssue]
+    assert config_of(verl_config(model, critic__model__path=model)).train.critic_path is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_translate_reports_all_problems_at_once(model: str) -> None:
