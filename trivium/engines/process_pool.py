@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
 
@@ -51,7 +51,7 @@ class EngineHost:
         with closing(self._listening):
             link = Link(self._listening.accept(), "engine-user")
         asyncio.run(self._serve_until_closed(link))
-        link.close()
+        link.disconnect()
 
     async def _serve_until_closed(self, link: Link) -> None:
         await serve(link, self._run, Failures("the engine of this process", _failed))
@@ -114,8 +114,8 @@ class _ProcessReplica(Replica):
 
     async def close(self) -> None:
         """Closes the engine of the other process, and waits until it is closed or the process has ended."""
-        self._link.call(CLOSE)
-        await asyncio.to_thread(self._link.join, _CLOSE_S)
+        with suppress(EngineFailure, TimeoutError):  # the end of the connection, which is its only answer
+            await asyncio.wait_for(asyncio.wrap_future(self._link.call(CLOSE)), _CLOSE_S)
         self.disconnect()
 
     def disconnect(self) -> None:

@@ -54,9 +54,9 @@ class Call:
 class Link:
     """One end of a connection. A thread sends, another one receives: a process that hangs blocks neither end."""
 
-    def __init__(self, connection: Connection, name: str, gone: Callable[[], Exception] = Disconnected) -> None:
-        """`name` names the threads. `gone` makes the error of a call whose process has ended."""
-        self._connection, self._gone = connection, gone
+    def __init__(self, connection: Connection, name: str, lost: Callable[[], Exception] = Disconnected) -> None:
+        """`name` names the threads. `lost` makes the error of a call whose process has ended."""
+        self._connection, self._lost = connection, lost
         self.calls = SimpleQueue[Call | None]()
         """The calls of the other process, in order; None once it has ended or closed the connection."""
         self._numbers = count()
@@ -65,7 +65,7 @@ class Link:
         """Calls of this process that are not answered."""
         self._serving: dict[int, Incoming] = {}
         """Weights of the calls of the other process that are not answered."""
-        self._is_gone = False
+        self._is_disconnected = False
         self._failing = Lock()
         self._receiving = Thread(target=self._receive_all, name=f"trivium-{name}", daemon=True)
         self._sending = Thread(target=self._send_all, name=f"trivium-to-{name}", daemon=True)
@@ -74,13 +74,13 @@ class Link:
 
     def call(self, method: str, *args: object, weights: Outgoing | None = None) -> Future[Any]:
         """Calls the other process, without waiting. Cancelling the future cancels the call there. The future raises the
-        error of the call, or `gone()`."""
+        error of the call, or `lost()`."""
         number, future = next(self._numbers), Future[Any]()
         if weights is not None:
             weights.put = partial(self._send, "weights", number, None)
         self._waiting[number] = future, weights
         future.add_done_callback(partial(self._settled, number))
-        if self._is_gone:
+        if self._is_disconnected:
             self._fail(future)
         else:
             self._send("call", number, (method, args, weights is not None))
@@ -89,16 +89,6 @@ class Link:
     def answer(self, number: int, answer: Answer) -> None:
         self._serving.pop(number, None)
         self._send("answer", number, (answer.value, answer.error))
-
-    def close(self) -> None:
-        """Sends what is unsent, unless the other process reads nothing, and disconnects."""
-        self._unsent.put(None)
-        self._sending.join(_CLOSE_S)
-        self.disconnect()
-
-    def join(self, timeout_s: float) -> None:
-        """Waits until the other process has ended or closed the connection, for at most so long."""
-        self._receiving.join(timeout_s)
 
     def disconnect(self) -> None:
         """Ends both threads, even during a read or a write."""
@@ -173,18 +163,18 @@ class Link:
         # Any other message belongs to a call that has ended here.
 
     def _end(self) -> None:
-        self._is_gone = True
+        self._is_disconnected = True
         self._unsent.put(None)
         for future, _ in [*self._waiting.values()]:
             self._fail(future)
         for incoming in [*self._serving.values()]:
-            incoming.fail(self._gone())
+            incoming.fail(self._lost())
         self.calls.put(None)
 
     def _fail(self, future: Future[Any]) -> None:
         with self._failing:  # `call` and `_end` may fail the same one
             if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(self._gone())
+                future.set_exception(self._lost())
 
 
 async def serve(link: Link, start: Callable[[Call], Awaitable[Any]], failures: Failures) -> None:

@@ -145,8 +145,7 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
     verbs: RankVerbs | None = None
     for call in iter(driver.calls.get, None):
         if call.method == CLOSE:
-            call.answer(Answer())
-            driver.close()
+            driver.disconnect()
             return
         if call.method == _BUILD:
             verbs = None  # frees the models of the previous stage before loading those of the next one
@@ -162,7 +161,7 @@ def stop_ranks(device: str) -> None:
     """Ends `serve_rank` on the other ranks, at the end of the run."""
     links = connect_ranks(device).links.values()
     for closing_call in [link.call(CLOSE) for link in links]:
-        with suppress(RoleFailed, TimeoutError):  # it has ended or hangs, and nothing waits for it
+        with suppress(RoleFailed, TimeoutError):  # the end of the connection, which is its only answer
             closing_call.result(_CLOSE_S)
 
 

@@ -104,15 +104,15 @@ def drained(named: list[Named]) -> Iterator[Named]:
 # --------------------------------------------------------------------------- through a pipe
 
 
-def parts_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor on the CPU, without a copy, as the messages that `receive` reads."""
+def _parts_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor on the CPU, without a copy, as the messages that `_receive` reads."""
     data = _bytes(tensor)
     for first in range(0, len(data), _MESSAGE_BYTES):
         yield data[first : first + _MESSAGE_BYTES]
 
 
-def receive(connection: Connection, name: str, dtype: str, shape: tuple[int, ...]) -> Named:
-    """Reads the messages of `parts_of` into a new tensor."""
+def _receive(connection: Connection, name: str, dtype: str, shape: tuple[int, ...]) -> Named:
+    """Reads the messages of `_parts_of` into a new tensor."""
     tensor = torch.empty(shape, dtype=type_named(dtype))
     data, size = _bytes(tensor), 0
     while size < len(data):
@@ -124,16 +124,16 @@ def send_together(connection: Connection, group: Sequence[Named]) -> None:
     """Sends the bytes of a group (`groups`), several tensors in one message: each message may wait for the other
     process's interpreter."""
     if len(group) > 1:
-        connection.send_bytes(b"".join(part for _, tensor in group for part in parts_of(tensor)))
+        connection.send_bytes(b"".join(part for _, tensor in group for part in _parts_of(tensor)))
         return
-    for part in parts_of(group[0][1]):
+    for part in _parts_of(group[0][1]):
         connection.send_bytes(part)
 
 
 def receive_together(connection: Connection, specs: Sequence[TensorSpec]) -> Iterator[Named]:
     """Reads what `send_together` sends of a group with these specs."""
     if len(specs) == 1:
-        yield receive(connection, *specs[0])
+        yield _receive(connection, *specs[0])
         return
     message, start = memoryview(connection.recv_bytes()), 0
     for name, dtype, shape in specs:
