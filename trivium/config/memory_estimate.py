@@ -327,8 +327,14 @@ def _planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tu
     device, cluster = str(getattr(config.engine, "device", "cpu")), config.cluster
     if device == "auto" and cluster.kind == "ray" and cluster.address is None:
         trains = batch.ranks * (planned(str(getattr(config.train, "device", "cpu")), "auto", machine)[0] == "cuda")
-        device = "cuda" if len(machine.gpus) >= cluster.explorers * cluster.engines + trains else "cpu"
+        samples = cluster.explorers * cluster.engines * _gpus_of(config.engine)
+        device = "cuda" if len(machine.gpus) >= samples + trains else "cpu"
     return planned(device, getattr(config.engine, "dtype", "auto"), machine)
+
+
+def _gpus_of(engine: object) -> int:
+    """The GPUs that an engine is sharded over."""
+    return getattr(engine, "tensor_parallel_size", 1)
 
 
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
@@ -344,6 +350,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
     prompt = min(PROMPT_TOKENS, tokens)
     items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
+    items = {name: size // _gpus_of(engine) for name, size in items.items()} if device == "cuda" else items
     part = getattr(engine, "gpu_memory_utilization", None)
     if part and device == "cuda" and machine.gpus:  # vLLM reserves this part of the GPU, whatever it needs
         cache = getattr(engine, "cache_gib", None)

@@ -394,6 +394,20 @@ class TestPlan:
         with pytest.raises(ConfigError, match=r"lower engine\.gpu_memory_utilization or engine\.cache_gib"):
             refuse_too_large(greedy, machine)
 
+    def test_an_engine_over_several_gpus_has_a_part_on_each(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(QWEN_1B5))
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+        (tmp_path / "model.safetensors").touch()
+        rows = [f"tasks.{name}.path={tmp_path / 'rows.jsonl'}" for name in ("train", "test")]
+
+        def weights(*overrides: str) -> float:
+            config = load_config(ROOT / "recipes/lora_vllm.yaml", [f"model.path={tmp_path}", *rows, *overrides])
+            memory = plan_run(config, 1, Machine(64 * 2**30, 4 * (24 * 10**9,))).stages[0].memory
+            assert memory is not None
+            return memory["each engine"]["engine"]
+
+        assert weights("engine.tensor_parallel_size=4") == pytest.approx(weights() / 4, abs=0.1)
+
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
         on_cpu, on_gpu = (
             plan_run(config_of(tmp_path, engine={}), 1, machine).stages[0].memory or {}
