@@ -68,14 +68,23 @@ IN_TEXT = (
     Word(r"fmt: (skip|off)", "nothing: the formatter decides"),
 )
 
-IN_PAGES = (
+RIDDLES = (
     Word(r"that there (is|are) not|where there (is|are) none", "the case, with `if`"),
+    Word(r"(none|nothing|empty) where", "`if`, and the thing's name"),
+    Word(r"where it is here", "`if`, and the place"),
     Word(r"(what|which) there (is|are)(?=[.,;:])", "the thing's name"),
     Word(r"(that|those|what|the \w+) of (now|then)", "current, newest; earlier"),
     Word(r"(does|do|goes|go) without", "what is left out, and its effect"),
+    Word(r"(go|goes|going|went) on", "continue"),
+    Word(r"(come|comes|coming|came) home", "return, arrive"),
+    Word(r"lets? go of", "free, release"),
     Word(r"says of itself|speaks? of the", "describes, names"),
     Word(r"of (your|its|their) own making", "your, its, their"),
-    Word(r"no \w+ but (?!pip)", "only"),
+    Word(r"no \w+ but(?! pip)", "only"),
+    Word(r"by which (a|an|it|the|they)", "a sentence of its own"),
+    Word(r"in the place of", "instead of"),
+    Word(r"as nothing|for (?:the )?[\w' ]{1,20} sake", "the case, or the reason"),
+    Word(r"so(?=[.;])", "the way itself"),
 )
 """Turns of phrase that a reader must solve like a riddle."""
 
@@ -109,8 +118,7 @@ def uses(path: Path, root: Path = ROOT) -> Iterator[Use]:
     """The uses in one Python file, or in a page."""
     source, short = path.read_text(encoding="utf-8"), path.relative_to(root)
     names, texts = parts(source) if path.suffix == ".py" else ([], [(1, source)])
-    in_text = IN_TEXT + (IN_PAGES if path.suffix == ".md" else ())
-    of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, in_text))
+    of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, IN_TEXT + RIDDLES))
     for line, name in names:
         for word in of_names:
             if name not in FIELDS and in_name(word, name):

@@ -189,7 +189,7 @@ def locked(path: Path) -> Generator[None]:
                     raise SyncError(
                         f"lock {path}",
                         f"another process has held it for {_LOCKED_S:.0f} s",
-                        "look whether one that uses this directory is stopped; end it, or let it go on",
+                        "check whether a process that uses this directory is stopped; end it or continue it",
                     ) from error
                 time.sleep(_LOOK_S / 10)
         yield

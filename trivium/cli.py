@@ -64,7 +64,7 @@ def options(
 @app.command()
 def demo(
     dir: Annotated[Path, typer.Option("--dir", help="Run directory.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option("--seed", help="Seed of everything.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights, order and samples.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Builds a tiny model, warms it up, trains it with RL: offline, on the CPU, in a few minutes."""
@@ -86,7 +86,7 @@ def run(
     resume: Annotated[
         bool | None,
         typer.Option(
-            "--resume/--no-resume", help="Continue what the run directory holds.  [default: as the config says]"
+            "--resume/--no-resume", help="Continue the run in the run directory. [default: run.resume of the config]"
         ),
     ] = None,
     linger: Annotated[
@@ -95,14 +95,14 @@ def run(
             "--linger",
             metavar="SECONDS",
             min=0,
-            help="Serve the final policy for so long (run.mode serve).  [default: as the config says]",
+            help="Seconds to serve the final policy (run.mode serve). [default: serve.linger_s of the config]",
             show_default=False,
         ),
     ] = None,
     change: Annotated[
         bool,
         typer.Option(
-            "--change", help="Continue also with another learning rate, reward weight, ...: what is marked `change`."
+            "--change", help="Allow changed values of fields marked `change` (learning rate, reward weight, ...)."
         ),
     ] = False,
     debug: Debug = False,
@@ -131,7 +131,7 @@ def check(
         typer.Option(
             "--machine",
             metavar="FILE",
-            help="YAML that describes the machine to plan for in place of this one: memory, gpus, gpu_memory, ranks.",
+            help="YAML that describes the machine to plan for instead of this one: memory, gpus, gpu_memory, ranks.",
             show_default=False,
         ),
     ] = None,
@@ -168,9 +168,11 @@ def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
 @app.command("eval", context_settings=_CONFIGURED)
 def evaluate(
     config: ConfigFile,
-    step: Annotated[int, typer.Option("--step", min=0, help="Which checkpoint; 0 is the model before training.")],
+    step: Annotated[
+        int, typer.Option("--step", min=0, help="Train step of the checkpoint; 0 is the model before training.")
+    ],
     save: Annotated[
-        Path | None, typer.Option("--save", help="Also write the rollouts to this file, a row of JSON each.")
+        Path | None, typer.Option("--save", help="Also write the rollouts to this file, one JSON object per line.")
     ] = None,
     overrides: Overrides = None,
     debug: Debug = False,
@@ -186,12 +188,14 @@ def evaluate(
 
 @app.command(context_settings=_CONFIGURED)
 def translate(
-    origin: Annotated[Literal["verl", "trinity", "lightrft"], typer.Option("--from", help="Whose config it is.")],
+    origin: Annotated[
+        Literal["verl", "trinity", "lightrft"], typer.Option("--from", help="The trainer that the config is for.")
+    ],
     file: Annotated[
         str,
         typer.Argument(
             metavar="FILE",
-            help="Its YAML file. Of lightrft also a shell script, a JSON list, or `--` and the flags themselves.",
+            help="Its YAML file; for lightrft also a shell script, a JSON list, or `--` and the flags themselves.",
             show_default=False,
         ),
     ],
@@ -213,7 +217,8 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.", show_default=False)],
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Which checkpoint.  [default: the latest]", show_default=False)
+        int | None,
+        typer.Option("--step", min=0, help="Train step of the checkpoint. [default: the latest]", show_default=False),
     ] = None,
     role: Annotated[
         Literal["policy", "reward"],
@@ -241,17 +246,19 @@ def serve_reward(
     ],
     overrides: Overrides = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 5000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 5000,
     token_variable: Annotated[
         str | None, typer.Option("--token-variable", help="Environment variable with the token of clients.")
     ] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with that token.")] = None,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Samples scored together.")] = 32,
     batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", min=1, help="Tokens through a model at once; 1: one sequence each time.")
+        int, typer.Option("--batch-tokens", min=1, help="Tokens of one forward pass; 1: one sequence per pass.")
     ] = 8192,
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Samples that may wait.")] = 1024,
-    deadline: Annotated[float, typer.Option("--deadline", min=0.1, help="Longest seconds of a request.")] = 300.0,
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=0.1, help="Time limit of a request, in seconds.")
+    ] = 300.0,
     debug: Debug = False,
 ) -> None:
     """Serves rewards over HTTP, in the forms of LightRFT, OpenRLHF and our own, until SIGTERM."""
@@ -270,14 +277,15 @@ def rollouts(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="Of which train step.  [default: the latest]", show_default=False),
+        typer.Option("--step", min=1, help="Rollouts of this train step. [default: the latest]", show_default=False),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", help="Of the task with this task_id, in every step.", show_default=False)
+        str | None,
+        typer.Option("--task", help="Rollouts of the task with this task_id, in every step.", show_default=False),
     ] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Failed ones alone, of every step.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed rollouts, of every step.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line, tokens included.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, tokens included.")] = False,
     debug: Debug = False,
 ) -> None:
     """Shows recorded rollouts of RUN: prompts, turns, rewards, failures, tokens."""
@@ -296,17 +304,17 @@ def rollouts(
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a bundle.", show_default=False)],
-    step: Annotated[int | None, typer.Option("--step", min=1, help="Which train step.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Train step to replay.", show_default=False)] = None,
     task: Annotated[
-        str | None, typer.Option("--task", help="Its rollouts of this task alone.", show_default=False)
+        str | None, typer.Option("--task", help="Only its rollouts of this task.", show_default=False)
     ] = None,
-    update: Annotated[bool, typer.Option("--update", help="Compare the weights after the step, too.")] = False,
-    ask_servers: Annotated[
-        bool, typer.Option("--ask-servers", help="Compute rewards that ask a server as well.")
-    ] = False,
+    update: Annotated[bool, typer.Option("--update", help="Also compare the weights after the step.")] = False,
+    ask_servers: Annotated[bool, typer.Option("--ask-servers", help="Also compute rewards that ask a server.")] = False,
     bundle: Annotated[
         Path | None,
-        typer.Option("--bundle", help="Write what another machine needs to a zip file.", show_default=False),
+        typer.Option(
+            "--bundle", help="Write a zip file with which another machine can repeat the replay.", show_default=False
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -318,7 +326,7 @@ def replay(
         with opened(run) as source:
             number, chosen = step or source.step, task or source.task
             if number is None:
-                raise ConfigError("a train step to replay", "no --step", "say which one: `--step 12`")
+                raise ConfigError("a train step to replay", "no --step", "name one: `--step 12`")
             result = replay_step(source.path, number, task=chosen, update=update, ask_servers=ask_servers)
             print(result.text)
             if bundle is not None:
@@ -331,7 +339,7 @@ def replay(
 @app.command()
 def view(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="Write the timeline for Chrome or Perfetto instead.", show_default=False),
@@ -353,7 +361,10 @@ def view(
 @app.command()
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none: this machine.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", help="Run directory; without one, this machine is examined.", show_default=False
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -409,7 +420,7 @@ def show(result: Mapping[str, Any]) -> None:
 def show_demo(result: Mapping[str, Any]) -> None:
     """Prints the result of the demo."""
     before, after = result["accuracy_before"], result["accuracy_after"]
-    print(f"\nheld-out sums that are right: {before:.1%} before RL, {after:.1%} after")
+    print(f"\nheld-out sums solved: {before:.1%} before RL, {after:.1%} after")
     print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")
     print(f"run directory:  {result['run_dir']}")
     print(f"report:         {result['report']}")
@@ -476,11 +487,11 @@ class Outcome:
 def _unexpected(error: BaseException) -> TriviumError:
     """An unexpected error in three parts, with the last frame of its traceback."""
     if isinstance(error, OSError) and error.filename is not None:
-        do = "make sure that it is what its name says, and that it can be read and written"
+        do = "check the kind of the file, and that it can be read and written"
         return TriviumError(f"use {error.filename}", f"{type(error).__name__}: {error.strerror}", do)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    do = "look at the traceback: where the last lines are of your own code, fix them; else report it"
+    do = "look at the traceback: if its last lines are of your code, fix them; else report it"
     return TriviumError("a command that ends without an error", f"{type(error).__name__}: {text_of(error)}{where}", do)
 
 

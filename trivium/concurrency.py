@@ -38,7 +38,7 @@ class CancellationEscaped(RolloutError):
     def __init__(self) -> None:
         super().__init__(
             "a call that returns or raises an Exception",
-            "it let a cancellation of its own escape",
+            "it raised CancelledError without being cancelled",
             "catch the CancelledError in the function that cancels",
         )
 
@@ -50,7 +50,7 @@ class ExitRaised(RolloutError):
         super().__init__(
             "a call that returns or raises an Exception",
             f"it raised {type(raised).__name__}({text_of(raised)})",
-            "raise an Exception: what user code raises fails one rollout, and does not end the process",
+            "raise an Exception: it fails one rollout and does not end the process",
         )
         self.__cause__ = raised
 
@@ -209,11 +209,11 @@ class ProgressDeadline:
 
     def error(self, waiting: Waiting) -> SyncError:
         now = time.monotonic()
-        found = f"waiting for {now - self._began:.0f} s, nothing happened for {now - self._progressed:.0f} s"
+        found = f"waiting for {now - self._began:.0f} s, without progress for {now - self._progressed:.0f} s"
         return SyncError(
             f"{waiting.who} waits for {waiting.whom}",
             f"{found}; {waiting.seen}" if waiting.seen else found,
-            "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
+            "look at the log of the other side; raise sync.deadline_s if it is only slow",
         )
 
 
@@ -357,8 +357,8 @@ class Threads:
         if left_behind() >= MAX_LEFT_BEHIND:
             raise RolloutError(
                 f"a thread for {self._name}",
-                f"{left_behind()} calls that were given up at their deadline still run in theirs",
-                "give what they wait for a time limit of its own, make it `async`, or (rewards) set `workers`",
+                f"{left_behind()} calls still run in threads after their deadline",
+                "give these calls a time limit, make them `async`, or (rewards) set `workers`",
             )
         if self._pid != os.getpid():
             self._forget_threads()

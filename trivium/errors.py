@@ -132,7 +132,7 @@ class RoleFailed(TriviumError):
         super().__init__(
             f"a run whose {role} works",
             f"{role} failed: {cause}",
-            "fix the cause (its log says more) and run the same command again: it continues from the last checkpoint",
+            "fix the cause (see its log) and run the same command again: it continues from the last checkpoint",
         )
         self.role, self.cause = role, cause
 

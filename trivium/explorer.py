@@ -324,7 +324,7 @@ class Explorer:
         if trajectory.failure is not None or trajectory.rewards or not self.must_judge:
             return trajectory
         error = RewardError(
-            "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
+            "a reward", "neither the workflow nor a reward function returned a reward", "add an entry under `rewards`"
         )
         return replace(trajectory, failure=self._failure(error))
 
@@ -341,7 +341,7 @@ class Explorer:
                 side = "workflow"
         message = text_of(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
         if side == "deadline" and (number := left_behind()):
-            message += f"\n{number} call(s) of plain functions that were given up still run in their threads"
+            message += f"\n{number} abandoned call(s) of plain functions still run in their threads"
         failure = Failure(side, type(error).__name__, message, cause)
         self._log_failure(failure, error)
         return failure
@@ -354,7 +354,7 @@ class Explorer:
             return
         self._reported.add(kind)
         what = described_failure(failure)
-        _log.warning("a rollout failed, others like it are counted: %s\n%s", what, failure.message)
+        _log.warning("a rollout failed; further ones like it are only counted: %s\n%s", what, failure.message)
         _log.info("the traceback of that failure", exc_info=error)
 
 

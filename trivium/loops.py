@@ -298,7 +298,7 @@ async def run(parts: Parts) -> None:
                     watching = roles.create_task(parts.watch(), name="watch")
                     training.add_done_callback(lambda _: watching.cancel())
         if parts.trainer is not None and parts.trainer.train_continue:
-            raise RoleFailed(parts.trainer.name, "its task was cancelled, and not by this run")
+            raise RoleFailed(parts.trainer.name, "its task was cancelled, but not by this run")
     finally:
         if parts.explorer is not None:
             await parts.explorer.engine.close()

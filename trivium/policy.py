@@ -173,7 +173,7 @@ class Policy:
         path = next((path for path, known in record.items() if known is turn), None)
         if path is None:
             raise RolloutError(
-                "credit for a turn", "it is not in the record", "credit what `generate` returned, and once"
+                "credit for a turn", "it is not in the record", "credit a turn that `generate` returned, and only once"
             )
         reward = named_numbers("reward", {"of a turn": reward})["of a turn"]
         credited = replace(turn, reward=reward, state=text_of(state, _MAX_STATE))
@@ -244,7 +244,7 @@ class Policy:
 
     def _refuse_late(self) -> None:
         if self._rollout.over:
-            raise RolloutError("a completion", "the rollout is over", "await all before the workflow returns")
+            raise RolloutError("a completion", "the rollout has ended", "await all calls before the workflow returns")
 
     def _prompt(self, conversation: tuple[Message, ...]) -> Prompt:
         known = len(self._history)

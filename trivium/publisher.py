@@ -163,7 +163,7 @@ class EarlierRollouts:
         recorded = self.unverified.pop(version, None)
         if recorded is not None and offered != (version, recorded):
             self.unverified.clear()
-            await self._discard(version, f"version {version} has other weights in this session")
+            await self._discard(version, f"the weights of version {version} differ in this session")
 
     async def _discard(self, version: int, cause: str) -> None:
         if count := await self.buffer.discard(version):

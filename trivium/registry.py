@@ -348,8 +348,8 @@ def resolve(kind: str, name: str, base: Path | None = None) -> Any:
     if is_only_here(path) and not hasattr(module, attribute):
         raise ConfigError(
             f"{kind}: {path!r}",
-            "a Python script or notebook gave this object to trivium.run, and this process does not have it",
-            "run the script again, or put the object into a module of its own and name it there",
+            "a Python script or notebook passed this object to trivium.run, and this process does not have it",
+            "run the script again, or move the object to a module and name it there",
         )
     if not hasattr(module, attribute):
         raise UnknownName(
@@ -379,7 +379,7 @@ def _load_module(module_name: str, path: str) -> ModuleType:
         raise ConfigError(
             f"import {path!r}",
             f"there is no module {error.name!r}",
-            "check the spelling, or put the folder that holds it on PYTHONPATH",
+            "check the spelling, or add its folder to PYTHONPATH",
         ) from error
 
 

@@ -98,14 +98,14 @@ class RunRole:
         if ready(values) and values.get("settings") != self.settings:
             raise ConfigError(
                 f"explore with this config, as {name!r}",
-                f"the trainer runs another one: {', '.join(self._differing(values['settings']))} differ(s)",
-                "give both the same file and the same overrides (what may differ is `free` in docs/config.md, "
-                "`schedule.steps` excepted)",
+                f"the trainer runs another config: {', '.join(self._differing(values['settings']))} differ(s)",
+                "give both the same file and the same overrides (only fields marked `free` in docs/config.md may "
+                "differ, except `schedule.steps`)",
             )
         if not ready(values):
             raise SyncError(
                 f"explorer {name!r} waits for a trainer",
-                f"none appeared within {self.deadline_s:.0f} s",
+                f"no trainer appeared within {self.deadline_s:.0f} s",
                 "start one (`run.mode=train`) over the same buffer and under the same run.name",
             )
         self._incarnation = values["incarnation"]
@@ -143,7 +143,7 @@ class RunRole:
         if values.get("explorers", {}).get(name, {}).get("life") != life:
             raise SyncError(
                 f"join the run as explorer {name!r}",
-                "another explorer of that name is in it",
+                "the run has another explorer of that name",
                 "give each its own run.explorer, or leave it out",
             )
         _log.info("explorer %s joins", name)
@@ -249,14 +249,14 @@ class RunRole:
             values = await self.board.poll(lambda v: self._broken(v) or bool(unreaped(v)), patience_s)
             self._refuse_broken(values)
             if role in dead_explorers(values):
-                raise RoleFailed(role, f"it counts as dead: {dead_explorers(values)[role]}")
+                raise RoleFailed(role, f"it was declared dead: {dead_explorers(values)[role]}")
             if self._heartbeat is not None and (error := self._heartbeat.error) is not None:
                 raise RoleFailed(role, f"its heartbeat stopped: {_cause(error)}") from error
             for name in unreaped(values):
                 assert reap is not None
                 await reap(name)
                 self._write(lambda values, name=name: with_explorer(values, name, reaped=True))
-                _log.warning("explorer %s is gone: %s", name, dead_explorers(values)[name])
+                _log.warning("explorer %s has ended: %s", name, dead_explorers(values)[name])
             if self.heartbeat_s is not None:
                 self._mark_silent(role, self.heartbeat_s, values, trackers)
 

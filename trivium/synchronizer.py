@@ -199,7 +199,7 @@ class Synchronizer(RunRole):
         values = self.check_alive()
         for name in waited_for:
             if name not in live_explorers(values):
-                return f"explorer {name!r} is gone: {dead_explorers(values).get(name, 'it stopped')}"
+                return f"explorer {name!r} has ended: {dead_explorers(values).get(name, 'it stopped')}"
         now = values["exchange"]["number"]
         return f"the trainer has started exchange {now}" if now != exchange.number else ""
 

@@ -431,7 +431,7 @@ class Trainer:
         try:
             await self.wait_for_save()
             if self._thread.is_computing:
-                _log.warning("step %d is not saved: the thread of the next one still computes", self.train_step_num)
+                _log.warning("step %d is not saved: the thread of the next step still computes", self.train_step_num)
                 return
             # Read after the wait: until then the thread of a step may make a new version.
             version, step = self.train_step_num, self._in_progress
@@ -509,7 +509,7 @@ class StepThread:
 
         def keep_unless_cancelled(batch: Batch) -> None:
             if cancelled.is_set():
-                raise TriviumError("a train step", "the run ends for another reason", "see its error")
+                raise TriviumError("a train step", "another error ends the run", "see its error")
             if keep is not None:
                 keep(batch)
 

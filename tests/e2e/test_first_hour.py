@@ -139,7 +139,7 @@ def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_c
     assert "KeyError: 'answr'" in failed.text
     again = start("right", "run", "base.yaml", *corrected)
     assert again.wait(120) == 0, again.text
-    assert "it begins anew, with this config" in again.text
+    assert "it starts again with this config" in again.text
     fresh = start("fresh", "run", "base.yaml", *corrected, "run.dir=fresh")
     assert fresh.wait(120) == 0, fresh.text
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "fresh")
@@ -190,7 +190,7 @@ def test_what_may_change_on_the_way_does_with_change_and_is_marked(
     assert "optimizer.lr" not in mixed.text
     changed = start("changed", "run", "changed.yaml", "--change", "schedule.steps=2")
     assert changed.wait(120) == 0, changed.text
-    assert "No run that began so gives the same, bit for bit" in changed.text
+    assert "A run that begins with these values gives other bits" in changed.text
     continued = start("continued", "run", "changed.yaml")  # it is the run's config now
     assert continued.wait(120) == 0, continued.text
 
@@ -321,7 +321,7 @@ def test_whatever_user_code_raises_or_calls_fails_its_rollout_and_is_shown(
     for kind, line in [("SystemExit", "exit"), ("KeyboardInterrupt", "interrupt"), ("Odd", "odd"), ("Mute", "mute")]:
         (cause,) = [cause for cause in failures if f"{kind} in {line} (" in cause]
         assert re.search(rf"{re.escape(str(tmp_path))}/wild.py:\d+\)$", cause)
-        assert run.text.count(f"others like it are counted: {cause}") == 1
+        assert run.text.count(f"further ones like it are only counted: {cause}") == 1
         assert re.search(rf"Traceback[\s\S]*wild.py[\s\S]*in {line}\n", log)
     assert failures["reward: RewardError"] == 2
     assert "1e+39, and 1e+09 is the largest that can be used" in run.text
@@ -329,7 +329,9 @@ def test_whatever_user_code_raises_or_calls_fails_its_rollout_and_is_shown(
     shown = re.findall(r"failed (\d+)/(\d+)", run.text)
     assert sum(int(failed) for failed, _ in shown) == 6
     assert {total for _, total in shown} == {"8"}
-    assert re.search(r"1 task\(s\) that ignore their cancellation, in stubborn \(.*wild.py:\d+\)", run.text)
+    assert re.search(
+        r"1 task\(s\) ignore their cancellation and are abandoned, in stubborn \(.*wild.py:\d+\)", run.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,10 +398,10 @@ def test_damaged_files_of_a_run_are_refused_or_repaired_and_it_says_so(
     reference = run_dir / "checkpoints" / "step-000001" / "policy" / "model.safetensors"
     code, text = resumed(lambda: flip_bit(reference))
     assert code == 1, text
-    assert "policy/model.safetensors is missing or not what was saved" in text
+    assert "policy/model.safetensors is missing or was changed after the save" in text
     code, text = resumed(lambda: flip_bit(run_dir / "model" / "model.safetensors"))
     assert code == 1, text
-    assert "found: model.safetensors is missing or not what was saved" in text
+    assert "found: model.safetensors is missing or was changed after the save" in text
     manifest = run_dir / "checkpoints" / "step-000002" / "manifest.json"
     code, text = resumed(lambda: manifest.write_text('{"files": {}, "step": 2}'))
     assert code == 1, text
@@ -439,7 +441,7 @@ def test_what_the_machine_refuses_is_said_in_three_parts(start: Callable[..., Fo
         assert "Traceback" not in command.text.partition("asked:")[2]
     assert full.wait(120) == 1, full.text
     assert "asked: write run/" in full.text
-    assert "free space" in full.text or "check the rights" in full.text
+    assert "free space" in full.text or "check the permissions" in full.text
     assert "Traceback" not in full.text
 
 
@@ -740,7 +742,7 @@ def test_functions_and_rows_of_a_notebook_are_trained_on_and_recorded(tmp_path: 
         script = Forked("script", tmp_path / "out", runpy.run_path, "sums.py", {}, "__main__")
     assert script.wait(240) == 0, script.text
     assert "tasks.train.digest" in script.text, "other rows are refused"
-    assert "cells.<locals>.<lambda> has no name of its module" in script.text, script.text
+    assert "cells.<locals>.<lambda> has no importable name" in script.text, script.text
     run_dir = tmp_path / "runs" / "sums"
     recorded = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert [reward["kind"] for reward in recorded["rewards"]] == ["__main__:close", "__main__:cells.<locals>.<lambda>"]
@@ -813,7 +815,7 @@ def test_a_trained_reward_model_is_exported_and_rewards_another_run(
     ends(0, "run", sums(tmp_path, "judge", PAIRS))
     run, out = str(tmp_path / "judge"), str(tmp_path / "out")
     said = ends(1, "export", run, out)  # nobody trained the policy
-    assert "its policy is the model it started from" in said
+    assert "its policy is the initial model" in said
     assert "--role reward" in said
     ends(0, "export", run, out, "--role", "reward")
     unexported = f"rewards: [{{kind: model, path: {run}/checkpoints/step-000012/reward}}]"

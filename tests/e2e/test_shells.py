@@ -166,7 +166,9 @@ def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victi
         eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.text + other.text)
         dying.kill()
         assert other.wait(60) == 1
-        expected = "explorer a is gone: no heartbeat for" if victim == "explore" else "trainer failed: no heartbeat for"
+        expected = (
+            "explorer a has ended: no heartbeat for" if victim == "explore" else "trainer failed: no heartbeat for"
+        )
         assert expected in other.text + (tmp_path / "run" / "log.txt").read_text()
         assert len(other.text) < 2500, "no dump of the board"
         again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
@@ -174,7 +176,7 @@ def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victi
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16
         late = start("late", "run", str(path), "run.mode=explore")
         assert_ends_well(late)
-        assert "is finished: there is nothing to explore" in late.text
+        assert "is finished: no task is left to explore" in late.text
 
 
 def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
         start("train", "run", str(path), "run.mode=train")
         stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1")
         assert stranger.wait(90) == 2
-        assert "the trainer runs another one: run differ(s)" in stranger.text
+        assert "the trainer runs another config: run differ(s)" in stranger.text
 
 
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:

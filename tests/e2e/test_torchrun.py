@@ -130,4 +130,4 @@ def test_a_rank_holds_the_run_directory_and_ends_with_the_driving_rank(tmp_path:
 
 def test_what_ranks_cannot_do_is_refused_by_each_of_them(tmp_path: Path) -> None:
     for said in assert_ranks_end(2, tmp_path, "run.mode=bench"):
-        assert "found: torchrun's ranks train together, and nothing else" in said
+        assert "found: ranks of torchrun can only train together" in said

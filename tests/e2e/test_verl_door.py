@@ -592,7 +592,7 @@ def test_what_is_unsupported_is_refused_before_anything_starts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error(example: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no GPU that torch can use"):
+    with pytest.raises(ConfigError, match="torch finds no usable GPU"):
         example.make_trainer("ppo", tmp_path, steps=1, device_name="cuda")
 
 

@@ -145,7 +145,7 @@ def test_a_run_learns_with_it_and_logs_how_far_apart_they_are(ran: Ran) -> None:
     assert all(row["train/grad_norm/policy"] > 0 for row in ran.rows)
     assert all(abs(row["mismatch/kl"]) < 1e-6 for row in ran.rows), "it samples with weights that were replaced"
     assert all("mismatch/weight/mean" in row for row in ran.rows)
-    assert "computes log-probabilities of its own" in (ran.run_dir / "plan.yaml").read_text()
+    assert "computes log-probabilities differently" in (ran.run_dir / "plan.yaml").read_text()
     assert ran.engine.version >= STEPS - 1
 
 

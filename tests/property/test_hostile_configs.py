@@ -145,7 +145,7 @@ def test_devices_and_pipes_are_read_as_far_as_a_config_goes(tmp_path: Path, monk
         with at_most(LONGEST_S), pytest.raises(TriviumError):
             read_token(None, str(path))
     keeper = os.open(pipe, os.O_RDWR)  # a writer that writes nothing
-    with at_most(LONGEST_S), pytest.raises(TriviumError, match="nothing ends it for 1 s"):
+    with at_most(LONGEST_S), pytest.raises(TriviumError, match="not reached within 1 s"):
         load_config(pipe)
     os.close(keeper)
 

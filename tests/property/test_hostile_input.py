@@ -120,4 +120,4 @@ def test_true_is_no_reward(count: int) -> None:
         "lightrft": {"rewards": [True] * count},
         "openrlhf": {"rewards": True if count == 1 else [True] * count},
     }.items():
-        assert scores(protocol, body, count) == ["True of type bool, where a number is wanted"] * count  # pyright: ignore[reportArgumentType]
+        assert scores(protocol, body, count) == ["True of type bool, expected a number"] * count  # pyright: ignore[reportArgumentType]

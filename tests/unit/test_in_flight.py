@@ -420,13 +420,13 @@ def said(**changes: dict[str, Any]) -> RunConfig:
     ("changes", "found"),
     [
         ({"workflow": {"min_members": 5}}, "schedule.group_size is 4"),
-        ({"workflow": {"min_members": 2, "max_failed_fraction": 1.0}}, "nothing would end the run"),
+        ({"workflow": {"min_members": 2, "max_failed_fraction": 1.0}}, "the run would not end"),
         (
             {"workflow": {"min_members": 2}, "schedule": {"deterministic": True, "max_staleness": 1}},
-            "depend on what is dropped",
+            "depend on the groups dropped",
         ),
-        ({"schedule": {"deterministic": True, "over_rollout": 0.5}}, "trained on depends on timing"),
-        ({"sync": {"in_flight": "update"}, "schedule": {"deterministic": True}}, "sampled by which version"),
+        ({"schedule": {"deterministic": True, "over_rollout": 0.5}}, "to train on would depend on timing"),
+        ({"sync": {"in_flight": "update"}, "schedule": {"deterministic": True}}, "the version that samples a token"),
         ({"sync": {"in_flight": "update"}, "engine": {"kind": f"{__name__}:Plain"}}, "does not offer it"),
     ],
 )

@@ -135,7 +135,7 @@ async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_non
     trainer.publish(1)
     assert await waiting == 1
     b.heartbeat_s = 0.05
-    with b.heartbeat("b"), pytest.raises(SyncError, match="nothing happened for 2 s"):
+    with b.heartbeat("b"), pytest.raises(SyncError, match="without progress for 2 s"):
         await a.next_version("a", 1, newest=True)
 
 
@@ -169,7 +169,7 @@ async def test_the_death_of_an_explorer_is_borne_and_its_slots_come_back_once(ro
         await asyncio.sleep(0.1)
         assert reaped == ["a"]
         assert not any(task.done() for task in monitoring)
-        with pytest.raises(RoleFailed, match="a failed: it counts as dead: out of memory"):
+        with pytest.raises(RoleFailed, match="a failed: it was declared dead: out of memory"):
             await soon(a.monitor("a"))
         a.adopted("a", 7)  # the dead stay dead
         assert set(live_explorers(trainer.board.read())) == {"b"}
@@ -295,7 +295,7 @@ async def test_a_name_is_free_once_its_dead_are_reaped(role: Make) -> None:
     trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
     again = role(heartbeat_s=HEARTBEAT_S)
     again._incarnation = trainer._incarnation
-    with pytest.raises(SyncError, match="another explorer of that name is in it"):
+    with pytest.raises(SyncError, match="the run has another explorer of that name"):
         await again.join("a")
     seen = trainer.board.read().get("beats", {}).get("a", 0)
     released = asyncio.Event()
@@ -376,13 +376,13 @@ async def test_a_stage_that_ends_is_no_failure_for_who_hears_of_it_late(role: Ma
 
 async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
     late = role(0.5, heartbeat_s=HEARTBEAT_S)
-    with pytest.raises(SyncError, match="none appeared within"):
+    with pytest.raises(SyncError, match="no trainer appeared within"):
         await late.wait_for_trainer("a")
     dead_trainer = role(heartbeat_s=HEARTBEAT_S)
     dead_trainer.open()
     with dead_trainer.heartbeat(TRAINER):
         await asyncio.sleep(0.1)
-    with pytest.raises(SyncError, match="none appeared within"):
+    with pytest.raises(SyncError, match="no trainer appeared within"):
         await late.wait_for_trainer("a")  # what it left says RUNNING for ever
     a, trainer = role(heartbeat_s=HEARTBEAT_S), role(heartbeat_s=HEARTBEAT_S)
     meeting = await pending(a.wait_for_trainer("a"))
@@ -395,7 +395,7 @@ async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
         trainer.open(stage=3)
         assert await soon(following) == 3
         trainer.mark_dead(TRAINER, "gone wrong")
-        with pytest.raises(SyncError, match="none appeared within"):
+        with pytest.raises(SyncError, match="no trainer appeared within"):
             await late.wait_for_trainer("b")
 
 
@@ -411,7 +411,7 @@ async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None
         assert await soon(a.wait_for_trainer("a")) is None
     assert await soon(late.wait_for_trainer("b")) is None
     longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings={"tasks": "these", "schedule.steps": "more"})
-    with pytest.raises(SyncError, match="none appeared within"):  # that trainer is yet to come
+    with pytest.raises(SyncError, match="no trainer appeared within"):  # that trainer is yet to come
         await longer.wait_for_trainer("c")
 
 
@@ -424,7 +424,10 @@ async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
         )
     )
     trainer.open()
-    with trainer.heartbeat(TRAINER), pytest.raises(ConfigError, match=r"another one: evaluation, tasks\.train differ"):
+    with (
+        trainer.heartbeat(TRAINER),
+        pytest.raises(ConfigError, match=r"another config: evaluation, tasks\.train differ"),
+    ):
         await soon(other.wait_for_trainer("a"))
 
 

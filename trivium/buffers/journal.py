@@ -28,7 +28,7 @@ _HEADER = struct.Struct("<II")
 _FAILED = "failed-from"
 _PackMedia = Callable[[Iterable[Media]], list[dict[str, Any]]]
 _UnpackMedia = Callable[[Iterable[dict[str, Any]]], tuple[Media, ...]]
-_STORED = "run the same command again: what was not trained on yet is rolled out anew"
+_STORED = "run the same command again: groups that were not trained on yet are rolled out again"
 
 
 class Journal:
@@ -103,11 +103,11 @@ class Journal:
     def _read_file(self, path: Path) -> Iterator[Group]:
         data, end = path.read_bytes(), 0
         for offset, payload in whole_records(data):
-            yield _decoded(path, offset, payload, f"remove {path}: what it held is rolled out again", self._media)
+            yield _decoded(path, offset, payload, f"remove {path}: its groups are rolled out again", self._media)
             end = offset + _HEADER.size + len(payload)
         if end < len(data):
             _log.warning(
-                "%s is damaged, or was cut short, after byte %d: the rest, %d bytes, is removed, and what it held is "
+                "%s is damaged, or was cut short, after byte %d: the rest, %d bytes, is removed, and its groups are "
                 "rolled out again",
                 *(path, end, len(data) - end),
             )
@@ -142,9 +142,9 @@ def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
         yield offset, _decoded(path, offset, payload)
         end = offset + _HEADER.size + len(payload)
     if end < len(data) and _header(data, end)[0] <= len(data) - end - _HEADER.size:
-        raise _damaged(path, end, "its bytes are not the ones that were written")
+        raise _damaged(path, end, "its bytes differ from those that were written")
     if end < len(data):
-        _log.warning("%s ends with half a record: %d bytes skipped", path, len(data) - end)
+        _log.warning("%s ends with an incomplete record: %d bytes skipped", path, len(data) - end)
 
 
 def read_record(path: Path, offset: int, *, media: bool = True) -> Group:
@@ -221,7 +221,7 @@ def read_stored(record: bytes, buffer: str, lease: Lease, store: MediaStore | No
     if size != len(payload):
         payload = record
     elif zlib.crc32(payload, zlib.crc32(buffer.encode())) != crc:
-        raise DataError(place, "its bytes are not the ones that were written", _STORED)
+        raise DataError(place, "its bytes differ from those that were written", _STORED)
     try:
         group = decode_group(payload, store)
     except DataError:

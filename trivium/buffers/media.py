@@ -67,7 +67,7 @@ class MediaFiles:
 def check_media(sha256: str, data: bytes, asked: str, do: str) -> None:
     """Raises DataError if the bytes do not match the hash."""
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise DataError(asked, "its bytes are not the ones of its hash", do)
+        raise DataError(asked, "its bytes do not match its hash", do)
 
 
 class MediaCache:

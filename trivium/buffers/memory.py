@@ -61,7 +61,7 @@ class MemoryBuffer(SlotBuffer):
         if lost:
             raise DataError(
                 f"groups that were taken from slots {list(slots)}",
-                f"{self._journal.directory} no longer holds those of {lost}",
+                f"{self._journal.directory} no longer holds the groups of {lost}",
                 "restore its files, or start another run.dir",
             )
         return [groups[slot] for slot in slots]

@@ -132,7 +132,9 @@ class RewardShaping:
         name = config.name or config.metric
         if name in rewards:
             raise DataError(
-                f"a component {name!r} of the reward", "there is one of this name", "set the operator's name"
+                f"a component {name!r} of the reward",
+                "the trajectory has a component of this name",
+                "set the operator's name",
             )
         return {**rewards, name: number if config.op == "add" else -number}
 
@@ -164,7 +166,8 @@ class Dedup:
         if self.config.others == "drop":
             return _without(group, repeated)
         failures = {
-            index: Failure("operator", "Duplicate", f"it says what member {of} says") for index, of in repeated.items()
+            index: Failure("operator", "Duplicate", f"its tokens equal those of member {of}")
+            for index, of in repeated.items()
         }
         members = (replace(t, failure=failures.get(t.index, t.failure)) for t in group.trajectories)
         return replace(group, trajectories=tuple(members))

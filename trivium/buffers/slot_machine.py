@@ -196,7 +196,7 @@ class Slots:
     # ------------------------------------------------------------------ the trainer
 
     def take(self, count: int, version: int) -> Sequence[Row] | None:
-        """Consumes the next `count` groups for `version`; None where there are too few. Evicts first. Raises
+        """Consumes the next `count` groups for `version`; None if there are too few. Evicts first. Raises
         StopAsyncIteration like `lease`."""
         self._check_open()
         self._train(version)

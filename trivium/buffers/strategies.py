@@ -67,14 +67,14 @@ class StalenessControl(DefaultStrategy):
                 yield Problem(
                     f"{where}.max_staleness",
                     f"groups at most {self.max_staleness} version(s) old",
-                    f"the schedule admits none older than {run.max_staleness}, so nothing would be left out",
+                    f"the schedule admits no older group than {run.max_staleness}, so no group would be left out",
                     f"set it below {run.max_staleness}, or use kind: default",
                 )
             if self.max_staleness < run.sync.interval - 1:
                 yield Problem(
                     f"{where}.max_staleness",
                     f"{self.max_staleness} with sync.interval {run.sync.interval}",
-                    "before weights are published, even a fresh group is older",
+                    "even a fresh group is older than this when it is trained on",
                     f"set it to at least {run.sync.interval - 1}",
                 )
 
@@ -192,7 +192,7 @@ def explored_problems(config: StrategyConfig, run: RunConfig, where: str) -> Ite
         yield Problem(
             f"{where}.kind",
             f"the sample strategy {config.kind!r} on buffer.kind {run.buffer.kind!r}",
-            "nothing is explored here: each step has its rows",
+            "this buffer has no explorers: each step has its rows",
             "leave it out, or use buffer.kind memory",
         )
 
@@ -203,6 +203,6 @@ def replacing_problems(config: StrategyConfig, run: RunConfig, where: str) -> It
         yield Problem(
             f"{where}.kind",
             f"the sample strategy {config.kind!r} {WITH_FIXED_VERSIONS}",
-            "it needs further groups at times, so which version samples a slot would depend on the timing",
+            "it needs further groups at times, so the version that samples a slot would depend on timing",
             "use another strategy, or set schedule.max_staleness or schedule.deterministic back",
         )

@@ -36,7 +36,7 @@ def writing(path: Path) -> Generator[None]:
             raise
         problem, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
         full = "space" in problem or "quota" in problem.lower()
-        do = f"{'free space on' if full else 'check the rights and the place of'} {path.parent}"
+        do = f"{'free space on' if full else 'check the permissions and the location of'} {path.parent}"
         again = "then run the same command again: a run continues from its last checkpoint"
         raise StorageError(f"write {place}", problem, f"{do}, {again}") from error
 
@@ -128,15 +128,15 @@ def verify_files(folder: Path, step: int) -> None:
     for name, entry in manifest["files"].items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
-            raise _damaged(folder, f"{name} is missing or not what was saved")
+            raise _damaged(folder, f"{name} is missing or was changed after the save")
     present = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     for name in present:
         if str(name) not in {*manifest["files"], MANIFEST} and not any(part.startswith(".") for part in name.parts):
-            raise _damaged(folder, f"{name} was not saved with it", f"move {folder / name} elsewhere")
+            raise _damaged(folder, f"{name} does not belong to the checkpoint", f"move {folder / name} elsewhere")
 
 
 def _damaged(folder: Path, found: str, do: str = "") -> RunDirError:
-    do = do or f"remove {folder} to continue from an earlier checkpoint; a model of a run's own is built anew"
+    do = do or f"remove {folder} to continue from an earlier checkpoint; a model that the run built is built again"
     return RunDirError(f"{folder} as it was written", found, do)
 
 

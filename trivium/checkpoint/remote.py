@@ -31,7 +31,7 @@ class RemoteDirectory:
             raise ConfigError(
                 f"copy checkpoints to {url}",
                 str(error),
-                "use a URL that fsspec knows (file://, s3://, gs://, hdfs://, ...), its package installed",
+                "use a URL that fsspec supports (file://, s3://, gs://, hdfs://, ...), its package installed",
             ) from error
         self._files, self._root = opened
 
@@ -50,7 +50,7 @@ class RemoteDirectory:
             raise RunDirError(
                 f"copy checkpoints to {self.url}",
                 f"{type(error).__name__}: {str(error) or f'it was not done within {self._deadline_s:.0f} s'}",
-                "it is tried again after the next save, and when the same command is run again",
+                "the copy is retried after the next save, and when the same command runs again",
             ) from error
 
     def _holds(self, folder: Path) -> bool:

@@ -60,5 +60,5 @@ def read_text(client: EndpointClient, url: str, value: Any) -> tuple[dict[str, A
         found = f"no choices[0].message.content in {described(value)}"
         raise client.malformed(url, found, _BASE_URL) from None
     if not isinstance(text, str):
-        raise client.malformed(url, f"content: {described(text)}, where text is wanted", _BASE_URL)
+        raise client.malformed(url, f"content: {described(text)}, expected text", _BASE_URL)
     return choice, text

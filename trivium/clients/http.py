@@ -82,7 +82,7 @@ def _checked_url(url: str) -> str:
     if parts.username or parts.password:
         raise ValueError("a URL with a user or a password would be written to the run directory: use token_variable")
     if not url.isprintable() or " " in url:
-        raise ValueError(f"{url!r} has characters that no URL holds: write http://host:port/path")
+        raise ValueError(f"{url!r} has characters that are not allowed in a URL: write http://host:port/path")
     parts.port  # noqa: B018  # raises ValueError for an invalid port
     return url
 
@@ -142,7 +142,7 @@ def read_token(variable: str | None, file: str | None) -> str | None:
         raise ConfigError(f"the token in {where}", type(error).__name__, "write the token to that file") from error
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        found = "it has characters that no header can hold" if token else "it is not set, or empty"
+        found = "it has characters that are not allowed in a header" if token else "it is not set, or empty"
         raise ConfigError(f"the token in {where}", found, "set it to the token that the service expects")
     return token
 
@@ -250,7 +250,8 @@ class EndpointClient:
             ):
                 body = await self._read(response, url)
         except TimeoutError:
-            found, do = f"no whole response within {seconds:.3g} s", "raise attempt_s, or see why the service is slow"
+            found = f"no complete response within {seconds:.3g} s"
+            do = "raise attempt_s, or find out why the service is slow"
             raise _TryAgain(self.error(EndpointTimeout, url, found, do)) from None
         except httpx.TransportError as problem:
             found, do = f"{type(problem).__name__}: {problem}", "start the service, or correct urls"
@@ -280,7 +281,7 @@ class EndpointClient:
             do = "name the URL that it leads to in urls"
             raise self.error(RequestRefused, url, f"status {status}, a redirect", do)
         if not 200 <= status < 300:
-            do = "correct the request's protocol, path or data: the service says what is wrong"
+            do = "correct the request's protocol, path or data, as the response says"
             raise self.error(RequestRefused, url, f"status {status}: {text}", do)
         try:
             return json.loads(body)

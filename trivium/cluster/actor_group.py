@@ -220,7 +220,9 @@ class ActorGroup:
 
     def _death(self, life: Call) -> BaseException:
         if self._is_shut_down:
-            return TriviumError(f"an answer of {life.actor}", "the group was shut down", "wait for calls before that")
+            return TriviumError(
+                f"an answer of {life.actor}", "the group was shut down", "await all calls before the shutdown"
+            )
         return life.answer().error or ActorDied(life.actor, "its process has ended")
 
 

@@ -111,7 +111,7 @@ class ActorReplica(Replica):
                 raise self._named(failed) from failed
             except RoleFailed as failed:
                 raise EngineFailure(
-                    f"a completion from {self.name}", failed.cause, "look at the engine's own error in the log"
+                    f"a completion from {self.name}", failed.cause, "see the engine's error in the log"
                 ) from failed
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
@@ -175,7 +175,7 @@ class ActorReplica(Replica):
             raise EngineFailure(
                 f"completions from {self.name}",
                 f"it died {self._num_deaths} time(s), last: {died.cause}",
-                "fix the cause (its log says more), or raise cluster.max_restarts; the same command continues the run",
+                "fix the cause (see its log), or raise cluster.max_restarts; the same command continues the run",
             ) from died
         _log.warning("%s died (%s); it is restarted", self.name, died.cause)
 
@@ -190,7 +190,8 @@ class ActorReplica(Replica):
             raise EngineFailure(
                 f"start {name}",
                 f"it was not ready after {spec.deadline_s:.0f} s",
-                "look at its log, and at what the cluster has left (`ray status`); raise sync.deadline_s if it is slow",
+                "look at its log, and at the free resources of the cluster (`ray status`); raise sync.deadline_s if "
+                "it is slow",
             ) from error
 
 

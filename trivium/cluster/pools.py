@@ -58,8 +58,8 @@ class ResourcePool:
         if not counts or min(counts) < 1 or self.cpus + self.gpus <= 0 or min(self.cpus, self.gpus) < 0:
             raise ConfigError(
                 f"the pool {self.name!r} with {counts} processes, {self.cpus:g} CPUs and {self.gpus:g} GPUs each",
-                "a place for processes has at least one on each machine, and something to run on",
-                "say how many processes each machine is to have, as in [8, 8], and what each may use",
+                "a pool needs at least one process on each machine, and CPUs or GPUs for each",
+                "give the number of processes of each machine, as in [8, 8], and the CPUs or GPUs of each",
             )
 
     @property
@@ -76,7 +76,7 @@ class ResourcePool:
         if self._guests >= self.max_colocate_count:
             raise ConfigError(
                 f"one more worker group in the pool {self.name!r}",
-                f"it has {self._guests}, as many as it takes",
+                f"it has {self._guests}, its maximum",
                 "raise max_colocate_count, or create_colocated_worker_cls to put several roles into one process",
             )
         self.reserve()
@@ -161,7 +161,7 @@ def _still_waiting(pool: ResourcePool) -> TriviumError:
     reason = f"{left.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
     if missing <= 0:
         kind, missing = ("GPU" if pool.gpus else "CPU"), 0.0
-        reason = f"enough are free, but not together on one machine, after {pool.deadline_s:.0f} s"
+        reason = f"enough are free after {pool.deadline_s:.0f} s"
     return _missing(pool, kind, missing, reason)
 
 
@@ -170,7 +170,7 @@ def _missing(pool: ResourcePool, kind: str, number: float, reason: str) -> Trivi
     return ConfigError(
         f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {each} each",
         f"{_count(number, kind)} missing: {reason}",
-        "ask for fewer processes, or wait for, or add, machines (`ray status` shows who uses what)",
+        "ask for fewer processes, wait for machines, or add some (`ray status` shows their use)",
     )
 
 

@@ -90,7 +90,7 @@ class Supervisor:
         while self._explorers and time.monotonic() < end:
             self._poll()
         if self._explorers:
-            _log.warning("%s did not leave within %.0f s", ", ".join(sorted(self._explorers)), _DRAIN_S)
+            _log.warning("%s did not end within %.0f s", ", ".join(sorted(self._explorers)), _DRAIN_S)
 
     # ------------------------------------------------------------------ starting
 
@@ -183,7 +183,8 @@ class Supervisor:
             num_released = self._reap(name, cause)
         except RoleFailed as failed:
             return [failed]
-        remains = f"{first}~{again} takes its place" if is_restarted else f"{', '.join(sorted(self._explorers))} go on"
+        others = f"{', '.join(sorted(self._explorers))} continue"
+        remains = f"{first}~{again} replaces it" if is_restarted else others
         _log.warning("%s died (%s); %d of its slots return, %s", name, cause, num_released, remains)
         if is_restarted:
             self._start_explorer(f"{first}~{again}")

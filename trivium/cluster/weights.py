@@ -60,7 +60,7 @@ def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], st
         named,
         {name: expected for name, _, _, expected, _ in packed},
         version,
-        "its bytes are not those that were offered",
+        "its bytes differ from those that were offered",
         "do not write to tensors that came from the channel",
     )
     return named

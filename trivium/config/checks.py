@@ -35,14 +35,14 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.max_staleness",
             f"{config.max_staleness} with sync.interval {sync.interval}",
-            "deadlock: the next weights are published after train steps whose groups the explorer may not generate yet",
+            "deadlock: the next weights are published after train steps whose groups the explorer may not roll out yet",
             f"set schedule.max_staleness to at least {sync.interval - 1}",
         )
     if schedule.deterministic and sync.style is not SyncStyle.FIXED:
         yield Problem(
             "sync.style",
             f"the style {sync.style} in a deterministic run",
-            "when weights are published would depend on timing, and with it which version samples a group",
+            "the time of a publication would depend on timing, and so would the version that samples a group",
             "use style fixed, or leave schedule.deterministic out",
         )
     if schedule.curriculum is not None and not schedule.shuffle:
@@ -96,13 +96,13 @@ def check_channel(config: RunConfig) -> Iterator[Problem]:
             "sync.method",
             f"'{sync.method}' with run.mode {mode!r} over a shared buffer",
             "trainer and explorers are separate commands, and it carries weights within one process",
-            "use checkpoint (a directory that all see) or nccl (a broadcast)",
+            "use checkpoint (a directory that all processes can read) or nccl (a broadcast)",
         )
     together = config.cluster.kind == "local" and (mode == "both" or (mode == "serve" and not buffer.shared))
     if together and channel.collective:
         yield Problem(
             "sync.method",
-            f"'{sync.method}' where trainer and explorer are one process",
+            f"'{sync.method}' with trainer and explorer in one process",
             "a broadcast needs processes on both ends",
             "use memory",
         )
@@ -110,7 +110,7 @@ def check_channel(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "sync.method",
             f"'{sync.method}' {WITH_FIXED_VERSIONS}",
-            "a resumed run rolls out slots with earlier versions, and of what was broadcast nothing is kept",
+            "a resumed run rolls out slots with earlier versions, and a broadcast keeps no version",
             "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
         )
     if sync.dir is not None and not channel.uses_directory:
@@ -137,21 +137,21 @@ def check_replaced(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "workflow.max_failed_fraction",
             "1 with workflow.min_members",
-            "dropped groups would be replaced for ever, and nothing would end the run",
+            "dropped groups would be replaced for ever, and the run would not end",
             "set it below 1",
         )
     if workflow.min_members > 1 and config.has_fixed_versions:
         yield Problem(
             "workflow.min_members",
             f"dropped groups replaced {WITH_FIXED_VERSIONS}",
-            "which version samples a slot would depend on what is dropped before it",
+            "the version that samples a slot would depend on the groups dropped before it",
             "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
         )
     if schedule.over_rollout and schedule.deterministic:
         yield Problem(
             "schedule.over_rollout",
             "more groups than a step needs in a deterministic run",
-            "which of them are trained on depends on timing",
+            "the choice of groups to train on would depend on timing",
             "leave one of the keys out",
         )
 
@@ -165,7 +165,7 @@ def check_in_flight(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "sync.in_flight",
             "weights that change within a completion in a deterministic run",
-            "which token is sampled by which version depends on timing",
+            "the version that samples a token would depend on timing",
             "leave one of the keys out",
         )
     if not capabilities_of(resolve("engines", config.engine.kind)).updates_in_flight:
@@ -216,7 +216,7 @@ def check_recording(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 where,
                 asked,
-                f"it changes the sampled distribution, and engine.kind {kind!r} does not record what it keeps",
+                f"it changes the sampled distribution, and engine.kind {kind!r} does not record the kept tokens",
                 "leave it out here (evaluation.sampling may use it), or use engine.kind torch",
             )
 
@@ -265,7 +265,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "evaluation.every",
             f"evaluation every {evaluation.every} steps",
-            f"weights are published every {config.sync.interval} steps, so others would be evaluated",
+            f"weights are published every {config.sync.interval} steps, so an evaluation would see other weights",
             "make it a multiple of sync.interval",
         )
 
@@ -277,7 +277,7 @@ def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:
         yield Problem(
             "evaluation.held_out",
             f"the loss over {name!r} with buffer.kind {config.buffer.kind!r}",
-            "what is trained here learns from rollouts, not from rows",
+            "this stage learns from rollouts, not from rows",
             "use evaluation.taskset; or set held_out in the stage that has buffer.kind files",
         )
 
@@ -285,7 +285,7 @@ def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:
 @CONFIG_RULES.rule
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     """Nothing gives rewards: the workflow class declares `gives_rewards=False`, and there are no reward functions. An
-    algorithm may do without rewards; an evaluation never does."""
+    algorithm may need no rewards; an evaluation always needs them."""
     scored_later = capabilities_of(resolve("sample_strategies", config.buffer.strategy.kind)).judges
     workflow = capabilities_of(resolve("workflows", config.workflow.kind))
     if config.rewards or scored_later or workflow.gives_rewards:
@@ -322,7 +322,7 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
         if tasks.kind == SERVED and (name != "train" or not explored or mode in ("both", "explore")):
             yield Problem(
                 f"tasks.{name}",
-                f"{SERVED!r} tasks: those that agents bring",
+                f"{SERVED!r} tasks: their tasks come from agents",
                 f"run.mode {mode!r} rolls out or reads tasks itself",
                 "use it for `train` alone, with run.mode: serve (and `train` over a shared buffer), or name tasks",
             )
@@ -331,8 +331,8 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "evaluation.taskset",
             f"an evaluation on {evaluated!r}",
-            "its tasks come with agents: it holds none",
-            "name a taskset that has tasks of its own",
+            "it has no tasks: agents bring them",
+            "name a taskset with tasks",
         )
     serve = config.serve
     if mode != "serve":
@@ -343,21 +343,21 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "serve.linger_s",
             f"{serve.linger_s:g} s",
-            f"nothing may wait for more than sync.deadline_s ({config.sync.deadline_s:g} s)",
+            f"no wait may exceed sync.deadline_s ({config.sync.deadline_s:g} s)",
             "raise sync.deadline_s as well",
         )
     if serve.key_variable is None and not is_loopback(serve.host):
         yield Problem(
             "serve.key_variable",
             f"serve.host {serve.host!r} without a key",
-            "other machines reach it: any of them could train the policy, or judge the rollouts of others",
+            "any machine that reaches it could train the policy, or send feedback for rollouts of others",
             "name an environment variable that holds a key, or listen on 127.0.0.1",
         )
     if config.schedule.deterministic:
         yield Problem(
             "schedule.deterministic",
             "a deterministic run that serves agents",
-            "agents decide which task comes when, and the run's seeds do not",
+            "agents decide the order of tasks, not the run's seeds",
             "leave it out; max_staleness: 0 still trains groups in the order in which they began",
         )
     if config.cluster.kind != "local":

@@ -34,7 +34,7 @@ def hint(where: str, value: object, known: Mapping[str, Any]) -> str:
     foreign = list(_foreign(where, value))[:_SHOWN]
     if foreign:
         return "; ".join(f"{theirs} is {ours} here" for theirs, ours in foreign)
-    return suggest(where.rpartition(".")[2], known) if known else "leave the key out: nothing can be set here"
+    return suggest(where.rpartition(".")[2], known) if known else "leave the key out: Trivium has no such setting"
 
 
 def _foreign(where: str, value: object) -> Iterator[tuple[str, str]]:

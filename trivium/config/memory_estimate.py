@@ -30,7 +30,7 @@ _KNOBS = {
     "gradients": f"use {_FEWER_WEIGHTS}",
     "weights": f"use {_FEWER_WEIGHTS}",
     "head": "set train.frozen_dtype: float32, or use a model with a smaller vocabulary",
-    "dequantized": "use a smaller model: its widest matrix is in bfloat16 while it is computed with",
+    "dequantized": "use a smaller model: its widest matrix is held in bfloat16 during a computation",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
     "reserved": "lower engine.gpu_memory_utilization or engine.cache_gib",

@@ -173,7 +173,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         raise DataError(
             "the size of a model by its config.json",
             f"it names no {', '.join(missing)}",
-            "plan by hand: this architecture is not one that can be counted",
+            "plan the memory by hand: this architecture is not supported",
         )
     hidden, heads, kind = int(text["hidden_size"]), int(text["num_attention_heads"]), str(text.get("model_type", ""))
     kind = kind.removesuffix("_text")

@@ -81,7 +81,9 @@ def _nesting_limited(request: str) -> Generator[None]:
     try:
         yield
     except RecursionError as error:
-        raise ConfigError(request, "it is nested hundreds of levels deep", "a config needs no more than ten") from error
+        raise ConfigError(
+            request, "it is nested hundreds of levels deep", "write fewer levels; a config needs at most ten"
+        ) from error
 
 
 def _unusable_values(value: object, where: str) -> Iterator[Problem]:
@@ -139,7 +141,7 @@ def read_bounded(path: Path) -> str:
             if len(data) > _MAX_BYTES:
                 raise OSError(errno.EFBIG, f"it is longer than {_MAX_BYTES} bytes")
             if time.monotonic() > end:
-                raise OSError(errno.ETIMEDOUT, f"nothing ends it for {_READ_S:.0f} s")
+                raise OSError(errno.ETIMEDOUT, f"its end was not reached within {_READ_S:.0f} s")
             if part is None:
                 time.sleep(0.01)
     return data.decode("utf-8")

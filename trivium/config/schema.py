@@ -120,7 +120,7 @@ def build(kind: str, config: Plugin, **context: Any) -> Any:
 
 # --------------------------------------------------------------------------- sections
 
-WITH_FIXED_VERSIONS = "in a deterministic run that is ahead of its trainer"
+WITH_FIXED_VERSIONS = "in a deterministic run with staleness"
 """Describes a run with `has_fixed_versions`, in problems."""
 
 
@@ -215,8 +215,8 @@ class RewardConfig(Plugin):
             yield Problem(
                 where,
                 f"the reward {self.kind} in other processes",
-                "it is of a script or a notebook, which they do not run",
-                "put it into a module of its own, and name or import it from there",
+                "a script or a notebook defines it, and other processes cannot import it",
+                "move it to a module, and name it or import it from there",
             )
 
 
@@ -303,8 +303,8 @@ class BufferConfig(Plugin):
                 yield Problem(
                     place,
                     f"the operator {section.kind!r}, which may drop groups, {WITH_FIXED_VERSIONS}",
-                    "which version samples a slot would depend on what is dropped before it",
-                    "leave it out (one of yours that drops nothing declares Capabilities(drops=False)), or set "
+                    "the version that samples a slot would depend on the groups dropped before it",
+                    "leave it out (if it never drops groups, declare Capabilities(drops=False)), or set "
                     "schedule.max_staleness or schedule.deterministic back",
                 )
 

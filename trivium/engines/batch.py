@@ -184,7 +184,7 @@ class Batch:
         if not np.isfinite(log_prob).all():
             raise DataError(
                 f"log-probabilities of policy version {version}",
-                "the model's logits are not numbers",
+                "the model's logits are NaN or infinite",
                 "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
             )
         if (width := int(count.max()) + 1) > self._tokens.shape[1]:

@@ -284,7 +284,7 @@ class Decoder:
         left, written = {each.name for each in given}, dict[int, list[tuple[int, int, str]]]()
         for name, value in weights:
             if name not in left or value.shape != own[name].shape:
-                raise Unread(f"{name} {tuple(value.shape)}, which was not announced")
+                raise Unread(f"{name} {tuple(value.shape)}, which the description of the version does not list")
             left.remove(name)
             self.is_whole = self._is_base = False
             target = own[name].data
@@ -295,7 +295,7 @@ class Decoder:
             _compare(name, value, target, name)
             del value  # free it before the next one is read
         if left:
-            raise Unread(f"{len(left)} tensors never came, first {min(left)}")
+            raise Unread(f"{len(left)} tensors are missing, first {min(left)}")
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
@@ -383,7 +383,9 @@ def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
     """Raises RuntimeError unless the tensor equals the given one, converted to its dtype and device, bit for bit."""
     pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
     if held.numel() and not torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8)):
-        raise RuntimeError(f"the model holds another {loaded} than was loaded (is {name} tied to a different one?)")
+        raise RuntimeError(
+            f"the model holds a {loaded} that differs from the loaded one (is {name} tied to a different tensor?)"
+        )
 
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
@@ -398,7 +400,7 @@ def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
     if odd:
         raise ConfigError(
             f"generate with {name}",
-            f"layers of type {', '.join(sorted(odd))}",
+            f"it has it has layers of type {', '.join(sorted(odd))}",
             "use a model of full or sliding attention, or another engine",
         )
     if exact and changing_rotation(model):

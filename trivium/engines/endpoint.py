@@ -80,8 +80,8 @@ class EndpointEngine:
                 asked = f"the model.template_variables {variables}"
                 yield Problem(f"{where}.extra_body.chat_template_kwargs", asked, found, do)
             if self.update_urls and self.update_dir is None:
-                do = "name a directory that the servers see as well"
-                yield Problem(f"{where}.update_dir", "weights for update_urls", "no directory to write them to", do)
+                do = "name a directory that the servers can read"
+                yield Problem(f"{where}.update_dir", "weights for update_urls", "update_dir is not set", do)
             if self.update_urls and self.protocol != "tokens":
                 found, do = "it returns text, and training needs the sampled tokens", "use protocol tokens"
                 yield Problem(f"{where}.protocol", "protocol chat with update_urls", found, do)
@@ -93,9 +93,9 @@ class EndpointEngine:
             yield Problem(
                 f"{where}.kind",
                 "train, or evaluate what is trained, with engine.kind endpoint",
-                "the endpoint samples from one policy for ever: it is given no new weights",
-                "evaluate it alone (`trivium eval CONFIG --step 0`), set engine.update_urls where it offers that, or "
-                "use engine.kind torch",
+                "the endpoint always samples from the same policy: engine.update_urls is empty",
+                "evaluate it alone (`trivium eval CONFIG --step 0`), set engine.update_urls if the server supports "
+                "it, or use engine.kind torch",
             )
 
     capabilities = Capabilities(adopts_weights=False, exact_log_prob=False)
@@ -156,8 +156,8 @@ class EndpointEngine:
         if not self._updates:
             raise ConfigError(
                 f"load version {version} into engine.kind endpoint",
-                "the endpoint samples from one policy for ever: engine.update_urls names nothing",
-                "evaluate it alone (`trivium eval CONFIG --step 0`), or set update_urls where it offers that",
+                "the endpoint always samples from the same policy: engine.update_urls is empty",
+                "evaluate it alone (`trivium eval CONFIG --step 0`), or set update_urls if the server supports it",
             )
         async with self._gate.load():
             if not self._trains:
@@ -217,8 +217,8 @@ class EndpointEngine:
         if (log_prob := float(done.log_prob[0])) < -_RAW:
             raise ConfigError(
                 asked,
-                f"a log-probability of {log_prob:.3g} where one token alone could be sampled: it is not that of the "
-                "distribution sampled from",
+                f"a log-probability of {log_prob:.3g} although only one token could be sampled: it does not describe "
+                f"the sampled distribution",
                 "start vLLM with --logprobs-mode processed_logprobs",
             )
 

@@ -77,7 +77,7 @@ def read_tokens(
         raise client.malformed(url, found, _DO)
     read = choice.get("prompt_token_ids")
     if read is not None and read != request.prompt_tokens.tolist():
-        found = "prompt_token_ids that are not those which were sent"
+        found = "prompt_token_ids that differ from the ids of the request"
         raise client.malformed(url, found, "serve the model that model.path names, without adding special tokens")
     limit = request.sampling.max_new_tokens
     if not 1 <= len(tokens) <= limit:
@@ -110,5 +110,5 @@ def _stop_reason(client: EndpointClient, url: str, choice: dict[str, Any], *, en
         case "stop":
             return StopReason.EOS if ends else StopReason.STOP
         case other:
-            do = "see why the service ends completions so; it must say `stop` or `length`"
+            do = "check the service: finish_reason must be `stop` or `length`"
             raise client.malformed(url, f"finish_reason {described(other)}", do)

@@ -38,7 +38,7 @@ async def load_in_time(loading: Awaitable[object], late: Callable[[], str], vers
         raise EngineFailure(
             f"version {version} in the engine of {late()}",
             f"it has not loaded it within {deadline_s:g} s, and its process has not ended",
-            "look at its log and at what its machine does; raise sync.deadline_s if it is only slow",
+            "look at its log and at the load of its machine; raise sync.deadline_s if it is only slow",
         ) from error
 
 

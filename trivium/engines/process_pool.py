@@ -34,7 +34,7 @@ async def _load(
     try:
         await engine.load(version, Described(tensors, arriving), in_flight=in_flight)
     finally:  # an engine may still read after its load was cancelled
-        arriving.fail(SyncError(f"the rest of version {version}", "its load has ended", "load the version anew"))
+        arriving.fail(SyncError(f"the rest of version {version}", "its load has ended", "load the version again"))
 
 
 class EngineHost:

@@ -37,7 +37,7 @@ from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
 
 _log = logging.getLogger("trivium")
 
-_RELOAD = "load a version, whole; the log of the trainer says more"
+_RELOAD = "load a whole version; the trainer's log has the cause"
 _CLOSE_S = 60.0
 """Longest wait for the worker to end its current step when the engine is closed."""
 
@@ -458,10 +458,10 @@ def _resolve_invariance(config: TorchEngine.Config) -> bool:
         raise ConfigError(
             "engine.batch_invariant: true",
             f"{config.dtype} on {config.device}" + ("" if linear.available() else ", torch without oneDNN"),
-            "it holds for float32 on the CPU; leave it unset, or set it to false",
+            "only float32 on the CPU is batch-invariant; leave it unset, or set it to false",
         )
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda", "torch sees no GPU here", "set engine.device to cpu")
+        raise ConfigError("engine.device: cuda", "torch finds no GPU here", "set engine.device to cpu")
     return possible if config.batch_invariant is None else config.batch_invariant
 
 

@@ -164,7 +164,7 @@ class VllmEngine:
                         do = "leave it out, or set device: cuda"
                         yield Problem(f"{where}.{name}", f"{name} = {getattr(self, name)}", "the device is cpu", do)
             for name in sorted(self.arguments(Path()).keys() & self.options.keys()):
-                found = "Trivium sets it: what the engine promises rests on it"
+                found = "Trivium sets it itself: the promises of the engine depend on it"
                 yield Problem(f"{where}.options.{name}", f"vLLM's {name}", found, "use the section's own fields")
             tokens, context = self.prefill_tokens, self.max_context
             if self.device == "cpu" and self.seeds and tokens is not None and tokens < (context or tokens):
@@ -173,11 +173,12 @@ class VllmEngine:
                 yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
             cut = self.sampling.changes_distribution()
             if "kept" in recorded(run) and not self.sampling.top_k:
-                found = "vLLM lists which tokens it kept up to a number of them, and top_k is 0"
+                found = "vLLM reports the kept tokens only up to a fixed number, and top_k is 0"
                 do = "set sampling.top_k, too, leave it out, or use engine.kind torch"
                 yield Problem(f"{where}.sampling.{cut[0]}", f"{' and '.join(cut)} in training", found, do)
             if "routing" in recorded(run) and not self.options.get("enable_return_routed_experts"):
-                found, do = "vLLM returns them where it is told to", "set enable_return_routed_experts: true there"
+                found = "vLLM returns them only if engine.options asks for them"
+                do = "set enable_return_routed_experts: true there"
                 yield Problem(f"{where}.options", "the experts that rollouts were sampled with", found, do)
             rank = _pushed_rank(run)
             if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
@@ -193,7 +194,7 @@ class VllmEngine:
         def _kept_awake(self, run: RunConfig) -> str | None:
             """Why vLLM cannot sleep during train steps; None if it can."""
             if self.device == "cpu":
-                return "vLLM sleeps on GPUs alone, and the device is cpu"
+                return "vLLM sleeps only on GPUs, and the device is cpu"
             if run.cluster.kind != "local" or run.run.mode == "explore":
                 return "its GPU is not the trainer's: engine and trainer are processes of their own"
             if run.max_staleness:
@@ -415,8 +416,8 @@ class VllmEngine:
         except Exception as error:
             raise EngineFailure(
                 f"adopt version {new.version}",
-                f"vLLM's workers say {type(error).__name__}: {error}",
-                "its log above says more; build a new engine, this one holds parts of two versions",
+                f"vLLM's workers raised {type(error).__name__}: {error}",
+                "see its log above; build a new engine: this one holds parts of two versions",
             ) from error
 
     async def _update(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, at_once: bool) -> None:
@@ -459,9 +460,9 @@ class VllmEngine:
             raise EngineFailure(
                 "completions from vLLM",
                 f"its process died {self._deaths} time(s)",
-                "fix the cause (its log above says why), or raise engine.max_restarts; the same command continues",
+                "fix the cause (see its log above), or raise engine.max_restarts; the same command continues",
             ) from error
-        _log.warning("vLLM died; another takes its place and gets version %d", self.version)
+        _log.warning("vLLM died; it is restarted with version %d", self.version)
         shut_down(self._llm)
         self._sleeps = False
         self._llm = await self._started()

@@ -110,7 +110,7 @@ def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab
     kept = np.array(output.logprobs.logprobs, np.float32).reshape(shape)[:length, 1:] > -np.inf
     if listed < vocab_size and kept[:, -1].any():
         raise RolloutError(
-            f"the tokens that top_k = {sampling.top_k} keeps",
+            f"at most {listed - 1} tokens that top_k = {sampling.top_k} keeps",
             f"more than {listed - 1} at position {int(kept[:, -1].argmax())}: many are as likely as the last of them",
             "set another top_k, or engine.dtype: float32",
         )

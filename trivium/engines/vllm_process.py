@@ -52,7 +52,7 @@ def started(arguments: Mapping[str, Any], device: str, threads: int, directory: 
             raise ConfigError(
                 f"vLLM with {arguments['model']}",
                 f"{type(error).__name__}: {error}",
-                "its log above says why: a context may need more than engine.cache_gib, and on a CPU the heads of "
+                "see its log above: a context may need more than engine.cache_gib, and on a CPU the heads of "
                 "attention have 32, 64, 80, 96, 112, 128 or more numbers; or use engine.kind torch",
             ) from error
     _log.info("vLLM is ready after %.0f s", time.monotonic() - began)
@@ -80,7 +80,7 @@ def refuse_images_without_torchvision() -> None:
     pixels."""
     if importlib.util.find_spec("torchvision") is None:
         on_cpu = "; on a machine without a GPU the torchvision that was built for its torch"
-        raise MissingPackage("torchvision", "vllm", "sample from a model that sees with engine.kind vllm", on_cpu)
+        raise MissingPackage("torchvision", "vllm", "sample from a vision-language model with engine.kind vllm", on_cpu)
 
 
 def dead_error() -> type[Exception]:

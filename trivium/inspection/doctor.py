@@ -105,7 +105,7 @@ def _decoder(run_dir: Path) -> Callable[[int], str]:
 def examine_machine(directory: Path) -> Report:
     """Reports the resources of this machine, and problems for a run in `directory`."""
     free = {name: f"{size / _GIB:.1f} GiB" for name, size in _free(directory).items()}
-    used = f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} of {os.cpu_count()} cores may be used"
+    used = f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} of {os.cpu_count()} cores are usable"
     facts = [
         f"processor: {processor_name()}, {used}",
         f"memory: {free.get('memory', 'unknown')}",
@@ -135,16 +135,16 @@ def machine_problems(directory: Path) -> Iterator[Problem]:
             yield Problem(name, "", f"{free / _GIB:.2f} GiB, less than {wanted} GiB", do)
     if (driver := _driver_version()) and not torch.cuda.is_available():
         built = torch.version.cuda or "no CUDA"
-        found = f"the NVIDIA driver {driver} is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
+        found = f"the NVIDIA driver {driver} is loaded, and torch {torch.__version__} (built for {built}) finds no GPU"
         do = "install a build of torch for CUDA; look at CUDA_VISIBLE_DEVICES and nvidia-smi"
         yield Problem("GPU", "", found, do)
     cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        found = f"OMP_NUM_THREADS is {threads}, and {cores} core(s) may be used"
+        found = f"OMP_NUM_THREADS is {threads}, and {cores} core(s) are usable"
         yield Problem("threads", "", found, "unset it: cluster.threads says how many")
     for port, what in _PORTS:
         if refused := _refused(port):
-            yield Problem("ports", "", f"port {port}: {refused}", f"choose another one with {what}, where you serve")
+            yield Problem("ports", "", f"port {port}: {refused}", f"choose another one with {what}, if you serve")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < 1024:
         found = f"a process may open {limit}, fewer than 1024"
@@ -162,7 +162,7 @@ _WANTED = {
 def _gpus() -> str:
     driver = f", driver {number}" if (number := _driver_version()) else ""
     if not torch.cuda.is_available():
-        return f"GPU: none that torch can use{driver}"
+        return f"GPU: torch finds no usable one{driver}"
     about = torch.cuda.get_device_properties(0)
     one = f"{about.name}, {about.total_memory / _GIB:.0f} GiB, compute capability {about.major}.{about.minor}"
     return f"GPU: {torch.cuda.device_count()} x {one}; CUDA {torch.version.cuda}{driver}"

@@ -126,7 +126,7 @@ def compare_rollout(
     """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except `left_out`,
     which were not computed). Returns whether the tokens are equal."""
     if any("DeadlineExceeded" in str(each.failure) for each in (recorded, replayed)):
-        comparison.note("tokens", f"{who} met its deadline: time is not replayed")
+        comparison.note("tokens", f"{who} exceeded its deadline: time is not replayed")
         return False
     if not _same_tokens(comparison, who, recorded, replayed):
         return False
@@ -163,7 +163,7 @@ def _same_tokens(comparison: Comparison, who: str, recorded: Trajectory, replaye
         compared.equal += 1
     elif comparison.inexact:
         compared.worst = 1.0
-        comparison.note("tokens", f"{who} goes another way from {difference}: where bits differ, sampling may")
+        comparison.note("tokens", f"{who} differs at {difference}; sampling may differ if bits differ")
     else:
         compared.differences.append(f"{who}, {difference}")
     return not difference

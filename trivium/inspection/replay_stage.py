@@ -93,7 +93,7 @@ def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
     """Returns the reasons why bits may differ from those of the run; empty if they may not."""
     there, here = run.record(step).machine, described_machine(stage.config, stage.threads)
     if not there:
-        return ["the run did not note the machine that it trained on"]
+        return ["the run did not record the machine that it trained on"]
     names = dict.fromkeys([*there, *here])
     return [
         f"{name}: {there.get(name, 'unset')} there, {here.get(name, 'unset')} here"
@@ -116,9 +116,9 @@ def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ..
     if not schedule.ordered or algorithm_of(run.stage_config(step)).refill:
         raise RunDirError(
             f"the groups that train step {step} took",
-            f"{run.path} has neither a row of steps.jsonl nor a file under tokens/ that says, and they were taken in "
-            "order of arrival",
-            "runs of this version note it; an older one does with run.keep: tokens",
+            f"{run.path} has no row of steps.jsonl and no file under tokens/ for it, and groups were taken in order "
+            f"of arrival",
+            "runs of this version record it; older ones only with run.keep: tokens",
         )
     return _in_slot_order(run, step, schedule)
 
@@ -165,8 +165,8 @@ class _Recorded(MemoryBuffer):
         if len(self._left) < count:
             raise DataError(
                 f"{count} group(s) that train step {self._step} took",
-                f"{len(self._left)} more are noted",
-                "the record of this step is incomplete, or the config is not the one that it was made with",
+                f"the record has {len(self._left)} more",
+                "the record of this step is incomplete, or the config differs from that of the run",
             )
         return [self._left.popleft() for _ in range(count)]
 
@@ -280,7 +280,7 @@ class ReplayedTrainer:
         before = self.version
         await self.trainer.train_step()
         if self.version == before:
-            raise RunDirError(f"train step {before + 1}", "its data has ended", "name an earlier step")
+            raise RunDirError(f"train step {before + 1}", "the data of the run ended before it", "name an earlier step")
         self._note_hash()
         return self._rows.row, self._batch
 

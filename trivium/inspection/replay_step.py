@@ -117,13 +117,15 @@ async def _replay(
     chosen = [group for group in groups if task in (None, group.task.task_id)]
     if task is not None and not chosen:
         known = ", ".join(dict.fromkeys(group.task.task_id for group in groups[:8]))
-        raise RunDirError(f"task {task!r} in train step {step}", f"it took {known or 'no rollouts'}", "name one of its")
+        raise RunDirError(
+            f"task {task!r} in train step {step}", f"its tasks are {known or 'none'}", "name one of its tasks"
+        )
     sampled = [group for group in chosen if group.task.taskset != SERVED]
     versions = {version for group in sampled for version in _versions(group)}
     base = run.checkpoint_before(min(versions | {step - 1}), stage.first_version)
     began = stage.first_version if base is None else base.step
     _refuse_changes_between(run, began, step)
-    taken = f", {step - 1 - began} train step(s) taken again" if step - 1 > began else ""
+    taken = f", {step - 1 - began} train step(s) repeated" if step - 1 > began else ""
     about = f"train step {step} of {run.path}" + (f", task {task}" if task is not None else "")
     result = Replay(step, f"{about}; weights of version {began}{taken}", comparison)
     try:
@@ -134,7 +136,7 @@ async def _replay(
         if sampled:
             await _replay_rollouts(result, stage, trainer, weights, sampled, left_out)
         else:
-            comparison.note("tokens", "agents brought these tasks" if chosen else "the step took nothing of explorers")
+            comparison.note("tokens", "agents brought these tasks" if chosen else "the step took no group of explorers")
         await _replay_step(result, run, trainer, chosen, whole=task is None)
         if update:
             _compare_update(comparison, run, trainer)
@@ -178,7 +180,7 @@ async def _replay_rollouts(
     explorer.must_judge = explorer.must_judge and not left_out
     comparison.inexact = [*comparison.inexact, *_inexact_engine(stage, engine)]
     for label in left_out:
-        comparison.note("reward", f"{label} asks a server, and is computed again with --ask-servers alone")
+        comparison.note("reward", f"{label} asks a server, so it is computed again only with --ask-servers")
     try:
         replayed = await gather_or_cancel(_rolled_out(explorer, trainer.schedule, group) for group in groups)
         for group, again in zip(groups, replayed, strict=True):
@@ -219,7 +221,7 @@ async def _judge_recorded(
     alone."""
     who = title_of(group, rollout)
     if capabilities_of(explorer.workflow).gives_rewards or explorer.operators or rollout.failure is not None:
-        comparison.note("reward", f"{who}: its rewards follow from a rollout that is not the recorded one")
+        comparison.note("reward", f"{who}: its rewards belong to a rollout that differs from the recorded one")
         return
     comparing = cast(Judge, explorer.judge).comparing
     if comparing:
@@ -292,7 +294,7 @@ def _compare_columns(
                     who = f"{title_of(group, rollout)}, {name}, token"
                     comparison.arrays("advantage", who, array, computed.get(name, array[:0]))
     if not tokens_file(run.path, step).is_file():
-        comparison.note("advantage", "values of single tokens were not kept: run.keep tokens does")
+        comparison.note("advantage", "values of single tokens were not kept: set run.keep: tokens")
 
 
 # --------------------------------------------------------------------------- weights
@@ -304,7 +306,7 @@ def _compare_hash(
     """Compares the hash of a version with the recorded one; returns whether one was recorded."""
     noted = run.record(version).weights
     if noted and comparison.inexact and noted != trainer.hashes[version]:
-        comparison.note(stage, f"the weights of version {version} are not the run's bit for bit")
+        comparison.note(stage, f"the weights of version {version} differ from the run's")
     elif noted:
         comparison.values(stage, f"the hash of the weights of version {version}", noted, trainer.hashes[version])
     return bool(noted)
@@ -316,7 +318,7 @@ def _compare_update(comparison: Comparison, run: RecordedRun, trainer: ReplayedT
     noted = _compare_hash(comparison, "update", run, trainer, version)
     if version not in run.store.steps():
         if not noted:
-            comparison.note("update", f"the run noted no hash of version {version}, and has no checkpoint of it")
+            comparison.note("update", f"the run recorded no hash of version {version}, and has no checkpoint of it")
         return
     weights = dict(trainer.channel.collect(version))
     for file in sorted((run.store.open(version).path / "policy").glob("*.safetensors")):

@@ -47,8 +47,8 @@ def decoder(run_dir: Path) -> Decode:
     if path is None:
         raise RunDirError(
             f"the tokenizer of {run_dir}",
-            f"none in {source}, nor in a checkpoint",
-            "put the model back where config.yaml says that it is",
+            f"none in {source} and none in a checkpoint",
+            "put the model back at the path in config.yaml",
         )
     tokenizer: Any = hf_tokenizer(path, correct_pad_token=False)
     return lambda tokens: tokenizer.decode(np.asarray(tokens, np.int64).tolist(), clean_up_tokenization_spaces=False)

@@ -128,9 +128,9 @@ class RecordedRun:
             ends = stage_ends(self.store)
             if len(ends) < number:
                 raise RunDirError(
-                    f"the weights that stage {number} of {self.path} began with",
+                    f"the initial weights of stage {number} of {self.path} began with",
                     f"checkpoints show the ends of {len(ends)} stage(s)",
-                    "put the checkpoint of the end of the stage before it back",
+                    "restore the checkpoint of the end of the previous stage",
                 )
             return self.store.open(ends[number - 1]).path / "policy"
         return self.base_model()

@@ -39,7 +39,7 @@ def device_of(name: str, key: str = "train.device") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{key} {name!r}", "no GPU that torch can use", "say cpu or auto")
+        raise ConfigError(f"{key} {name!r}", "torch finds no usable GPU", "set cpu or auto")
     return device
 
 

@@ -108,7 +108,9 @@ class Unbreakable:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        _log.warning("%s cannot be written (%s): the run goes on without it", self._stream.name, error.strerror)
+        _log.warning(
+            "%s cannot be written (%s): the run continues without this file", self._stream.name, error.strerror
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

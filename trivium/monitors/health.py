@@ -99,7 +99,7 @@ def not_finite(evidence: Evidence) -> Iterator[Problem]:
 
 def _overflowed(evidence: Evidence) -> bool:
     """Whether non-finite numbers ended the run."""
-    return any(text in evidence.error for text in ("the gradient norm is", "logits are not numbers"))
+    return any(text in evidence.error for text in ("the gradient norm is", "logits are NaN or infinite"))
 
 
 def _cause_of(error: str) -> str:
@@ -205,7 +205,7 @@ def truncation(evidence: Evidence) -> Iterator[Problem]:
     """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
     part = evidence.recent("rollout/truncated")
     if part > 0.5 and len(evidence.values("rollout/truncated")) >= 2 * WINDOW:
-        found = f"{part:.0%} of rollouts end at the length limit, above 50 %: what comes after it is lost"
+        found = f"{part:.0%} of rollouts end at the length limit, above 50 %: the rest of these completions is lost"
         do = "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
         yield wrong(found, do)
 
@@ -246,7 +246,7 @@ def dead_component(evidence: Evidence) -> Iterator[Problem]:
     if dead and len(dead) < len(keys):
         shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
         found = f"constant for {2 * WINDOW} steps: {shown}"
-        yield wrong(found, "check the function on a few completions, or leave it out")
+        yield wrong(found, "check the reward on a few completions, or leave it out")
 
 
 @RULES.rule

@@ -88,7 +88,7 @@ class _RowFile:
         if length < position:
             raise RunDirError(
                 f"continue {self.path}",
-                f"{length} bytes, and the checkpoint had seen {position}",
+                f"{length} bytes, but the checkpoint recorded {position}",
                 "put the file back, or resume from an older checkpoint",
             )
         self._file.truncate(position)

@@ -103,7 +103,7 @@ def _boxed_or_verified(text: str, truth: object, limits: GraderLimits) -> float:
 
 
 def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:
-    require("math_verify", "math-verify", "math", "score mathematics that is written in another way")
+    require("math_verify", "math-verify", "math", "score mathematics written in another form")
     return _verifier(limits.cpu_s)(completion=text, answer=str(truth))
 
 

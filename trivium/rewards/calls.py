@@ -81,7 +81,7 @@ class RewardCall:
         return await wait_for(None, result) if inspect.isawaitable(result) else result
 
     def _fork(self, call: str) -> InProcesses:
-        _log.info("%s calls %s: from now on it runs in the main thread of a process of its own", self._label, call)
+        _log.info("%s calls %s: from now on it runs in the main thread of a separate process", self._label, call)
         return forked(self._function, self._label, self._limit)
 
 

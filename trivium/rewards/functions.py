@@ -179,7 +179,7 @@ class ReasoningGym:
         answer = last_tag(completion, "answer") if self._tagged else completion.strip()
         if not isinstance(reasoning_gym, dict) or not {"dataset", "config", "entry"} <= reasoning_gym.keys():
             raise DataError(
-                "a column `reasoning_gym` of {dataset, config, entry}",
+                "a column `reasoning_gym` with {dataset, config, entry}",
                 repr(reasoning_gym)[:80],
                 "use the task source `reasoning_gym`",
             )

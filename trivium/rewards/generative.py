@@ -83,7 +83,7 @@ class GenerativeJudge:
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
             if "completion" not in _FIELD.findall(self.template):
-                do = "write {completion} where the judge is to read it"
+                do = "write {completion} in the template"
                 yield Problem(f"{where}.template", "a template with the completion", "no {completion}", do)
             if self.samples > 1 and not self.temperature:
                 found, do = f"{self.samples} samples at temperature 0", "set temperature, or leave samples out"
@@ -145,7 +145,7 @@ class GenerativeJudge:
         try:
             return self._scaled(self._score(_THINKING.sub("", text)))
         except ValueError as error:
-            do = "let the template say how the score is written, as pattern, json_key and choices read it"
+            do = "tell the judge how to write the score, in the form that pattern, json_key and choices read"
             raise self.unreadable(url, f"{error}: {text[-160:]!r}", do) from None
 
     def unreadable(self, url: str, found: str, do: str) -> EndpointError:

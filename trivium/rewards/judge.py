@@ -80,7 +80,7 @@ class _Component:
         """In words, the columns that the reward takes as text and that hold something else."""
         other = [name for name in sorted(self.text) if not isinstance(columns.get(name, ""), str)]
         listed = ", ".join(f"{name} is {described(columns[name])}" for name in other)
-        return f"{listed}, where reward {self.label!r} takes text" if listed else ""
+        return f"{listed}, but reward {self.label!r} takes text" if listed else ""
 
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
         """The reward's result, or the exception it ended with."""

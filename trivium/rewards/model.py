@@ -48,13 +48,14 @@ class ModelReward:
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if (self.path is None) == (self.stage is None):
                 found = "neither path nor stage" if self.path is None else "both path and stage"
-                yield Problem(f"{where}.path", "where the reward model is", found, "set one of the two")
+                yield Problem(f"{where}.path", "a reward model", found, "set one of the two")
             if self.path is not None and (reason := _no_reward_model(Path(self.path))):
                 yield Problem(
                     f"{where}.path",
                     f"the reward model {self.path}",
                     reason,
-                    "name what `trivium export RUN OUT --role reward` wrote, `reward/` of a checkpoint, or another "
+                    "name a directory that `trivium export RUN OUT --role reward` wrote, `reward/` of a checkpoint, "
+                    "or another "
                     "directory that transformers' AutoModelForSequenceClassification loads",
                 )
 
@@ -63,12 +64,14 @@ class ModelReward:
         if config.path is None:
             raise DataError(
                 f"the reward model of the stage {config.stage!r}",
-                "no run that trains it",
+                "this config trains no such stage",
                 "use it in that run, or a path",
             )
         path = Path(config.path)
         if reason := _no_reward_model(path):
-            raise DataError(f"the reward model {path}", reason, "name what `trivium export --role reward` wrote")
+            raise DataError(
+                f"the reward model {path}", reason, "name a directory that `trivium export --role reward` wrote"
+            )
         self._model: _Model = _Trained(config, path) if _is_trained_here(path) else _Classifier(config, path)
         self._threads, self._lock = config.threads, threading.Lock()
 

@@ -60,7 +60,9 @@ class Recipe:
                     yield Problem(f"{place}.weight", "the weight of a component", found, "set it under labels alone")
                 if component.label not in used:
                     found = "no label gives it a weight, so it has no effect"
-                    yield Problem(place, f"the component {component.label!r}", found, "give it one, or leave it out")
+                    yield Problem(
+                        place, f"the component {component.label!r}", found, "give it a weight, or leave it out"
+                    )
                 yield from component.problems(run, place)
 
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:

@@ -115,7 +115,7 @@ class RemoteReward:
         else:
             body = request(protocol, samples)
         url, value = await self._client.post(body)
-        do = f"correct the service: it must answer as the protocol {protocol!r} says"
+        do = f"correct the service: it must answer in the form of the protocol {protocol!r}"
         try:
             results = scores(protocol, value, len(samples))
         except FormError as error:

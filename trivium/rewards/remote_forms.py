@@ -138,10 +138,10 @@ def _entry(entry: object) -> Scored:
     if not isinstance(entry, dict) or not ({"reward", "error"} & entry.keys()):
         return f"{described(entry)} where {{reward}} or {{error}} is wanted"
     if "error" in entry:
-        return f"the service says: {text_of(entry['error'], _SHOWN)}"
+        return f"the service answered: {text_of(entry['error'], _SHOWN)}"
     metrics = entry.get("metrics", {})
     if not isinstance(metrics, dict):
-        return f"metrics: {described(metrics)}, where a mapping is wanted"
+        return f"metrics: {described(metrics)}, expected a mapping"
     return _score(entry["reward"], metrics)
 
 
@@ -186,7 +186,7 @@ def _one_each(value: Mapping[str, Any], key: str, count: int) -> Sequence[Any]:
 
 def _score(reward: object, metrics: Mapping[str, Any]) -> Scored:
     if isinstance(reward, bool):
-        return f"{described(reward)}, where a number is wanted"
+        return f"{described(reward)}, expected a number"
     try:
         return RemoteScore(finite_number(reward), {name: finite_number(number) for name, number in metrics.items()})
     except ValueError as error:

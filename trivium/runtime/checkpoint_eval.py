@@ -30,11 +30,11 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None) -> Metrics:
     run_dir = Path(config.run.dir)
     last = config.stage_configs()[-1]
     if last.evaluation.taskset is None:
-        raise ConfigError("evaluate a checkpoint", "evaluation.taskset names nothing", "set evaluation.taskset")
+        raise ConfigError("evaluate a checkpoint", "evaluation.taskset is not set", "set evaluation.taskset")
     if step and not capabilities_of(resolve("engines", last.engine.kind)).adopts_weights:
         raise ConfigError(
             f"evaluate step {step} with engine.kind {last.engine.kind!r}",
-            "it samples from a policy of its own, not from checkpoints",
+            "it samples from its own policy, not from checkpoints",
             "use --step 0 for that policy, or engine.kind=torch for the checkpoint",
         )
     if step == 0:

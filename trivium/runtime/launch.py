@@ -96,7 +96,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
             for reward in (part.reward for part in parts_of(config.rewards)):
                 if is_unnamed(reward.kind):
                     _log.warning(
-                        "the reward %s has no name of its module: whether it is the same is unknown", reward.kind
+                        "the reward %s has no importable name: it is unknown whether it is the same as before",
+                        reward.kind,
                     )
         changes = recorded_changes(run_dir)
         record: dict[str, Any] = {"changes": changes} if changes else {}
@@ -142,8 +143,8 @@ def _connect_ranks(config: RunConfig) -> None:
     if mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config)) or config.cluster.kind == "ray":
         raise ConfigError(
             f"run.mode {mode!r} with cluster.kind {config.cluster.kind!r} on {launched_ranks()} ranks of torchrun",
-            "torchrun's ranks train together, and nothing else",
-            "start one process; on Ray, cluster.ranks says how many train",
+            "ranks of torchrun can only train together",
+            "start one process; on Ray, cluster.ranks sets the number of ranks",
         )
     connect_ranks(train_device(config), collective_deadline(config))
 
@@ -269,7 +270,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
                 number = -1
                 _log.warning("%s; waiting up to %.0f s until it is started again", lost, waiting.deadline_s)
         if not explored:
-            _log.warning("the run %r is finished: there is nothing to explore", run_name(config))
+            _log.warning("the run %r is finished: no task is left to explore", run_name(config))
     return {"explorer": name, "stages_explored": explored, "run_dir": str(run_dir)}
 
 

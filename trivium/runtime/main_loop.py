@@ -137,7 +137,7 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _S
                 signals.raised = raised
                 task.cancel()
             else:
-                _log.warning("user code raised %r in a task; the run goes on", raised)
+                _log.warning("user code raised %r in a task; the run continues", raised)
                 _log.info("its traceback", exc_info=raised)
 
 
@@ -152,7 +152,7 @@ async def _end() -> None:
             task.exception()  # otherwise asyncio logs that the exception was never retrieved
     places = Counter(user_place(_stack_of(task)) or repr(task.get_coro()) for task in ignoring)
     for place, number in places.items():
-        _log.warning("left behind: %d task(s) that ignore their cancellation, in %s", number, place)
+        _log.warning("%d task(s) ignore their cancellation and are abandoned, in %s", number, place)
     for task in ignoring:
         task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
         _left_behind.add(task)
@@ -280,9 +280,9 @@ def _end_process(thread_id: int, silent_s: float) -> None:
     """Logs the function that blocks the loop, and ends the process."""
     stack = traceback.extract_stack(sys._current_frames()[thread_id])
     error = DeadlineExceeded(
-        "an event loop that turns",
-        f"{_innermost(stack)} has held it for {silent_s:.0f} s, and workflow.deadline_s is over",
-        "let it `await`, or call what blocks with asyncio.to_thread; a plain reward function blocks nothing",
+        "an event loop that is not blocked",
+        f"{_innermost(stack)} has blocked it for {silent_s:.0f} s, and workflow.deadline_s is over",
+        "let it `await`, or call blocking code with asyncio.to_thread; a reward without `async` runs in a thread",
     )
     _log.critical("%s", error)
     _log.info("the stack of the event loop:\n%s", "".join(traceback.format_list(stack)))
@@ -305,7 +305,7 @@ def join(threads: Sequence[threading.Thread], seconds: float) -> list[threading.
     frames = sys._current_frames()
     for thread in running:
         stack = traceback.extract_stack(frames.get(thread.ident or 0))
-        _log.warning("left behind: a thread that still runs %s", _innermost(stack))
+        _log.warning("abandoned: a thread that still runs %s", _innermost(stack))
     return running
 
 

@@ -212,7 +212,7 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
         if where == "engine" and device == "auto":
             continue  # the engine samples on the CPU if there are too few
         if device.startswith("cuda") and not gpus:
-            yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
+            yield Problem(f"{where}.device", device, "torch finds no GPU here", f"set {where}.device to cpu")
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
             key = "cluster.ranks" if where == "train" else "cluster.engines"
             yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
@@ -224,7 +224,7 @@ def slow_devices(stage: _StageHere) -> Iterator[Problem]:
     config, here, asked_for = stage.config, stage.machine, os.environ.get("OMP_NUM_THREADS", "")
     threads = config.cluster.threads or usable_cores()
     if config.cluster.kind == "local" and stage.ranks == 1 and asked_for not in ("", str(threads)):
-        found = f"OMP_NUM_THREADS is {asked_for}, which has no effect: cluster.threads counts"
+        found = f"OMP_NUM_THREADS is {asked_for}, which has no effect: cluster.threads sets the number"
         do = f"set cluster.threads: {asked_for} for that"
         yield Caution("cluster.threads", f"up to {threads} threads", found, do)
     engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
@@ -253,7 +253,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
         needed.append(("train.lora", "peft", "peft", "peft"))
     for where, module, package, extra in needed:
         if importlib.util.find_spec(module) is None:
-            error = MissingPackage(package, extra, f"what {where} asks for")
+            error = MissingPackage(package, extra, f"the device of {where}")
             yield Problem(where, error.asked, error.found, error.do)
 
 
@@ -284,8 +284,8 @@ def values(stage: _StageHere) -> Iterator[Problem]:
     sampling = getattr(config.engine, "sampling", None)
     wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
     if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
-        asked, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
-        do = "lower it, or raise engine.max_context: completions end where the context does"
+        asked, found = f"completions of {wanted} tokens", f"the context has {limit} tokens, prompts included"
+        do = "lower it, or raise engine.max_context: completions end at the end of the context"
         yield Caution("engine.sampling.max_new_tokens", asked, found, do)
 
 
@@ -330,15 +330,15 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
         yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
         misfits = [text for row in rows if (text := judge.misfits(row))]
         do = "write the column as text, or convert it in the reward"
-        yield from taskset.report("columns of the rewards' types", misfits, do, warns=True)
+        yield from taskset.report("columns of the types that the rewards take", misfits, do, warns=True)
         if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
             unused = ["a column `tools`, which neither the workflow nor a reward reads" for r in rows if r.get("tools")]
             do = "describe the tools in the prompt, or use a workflow that offers them"
-            yield from taskset.report("columns that have an effect", unused, do, warns=True)
+            yield from taskset.report("columns that are used", unused, do, warns=True)
     if column := getattr(config.tasks[taskset.name], "id", None):
         same = [f"an id of column {column!r} that occurred before"] * getattr(taskset.tasks, "num_duplicates", 0)
         do = "make the ids unique: a number is added to the later ones"
-        yield from taskset.report("rows with ids of their own", same, do, warns=True)
+        yield from taskset.report("rows with unique ids", same, do, warns=True)
 
 
 @TASKSET_RULES.rule
@@ -377,8 +377,8 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         yield from _image_problems(taskset)
     do = "shorten or drop them, or raise engine.max_context"
     yield from taskset.report("prompts that leave space for a completion", too_long, do)
-    do = "add them to model.alphabet, or set it to bytes: the policy cannot see them"
-    yield from taskset.report("prompts of the model's characters", unreadable, do, warns=True)
+    do = "add them to model.alphabet, or set it to bytes: the policy cannot read them"
+    yield from taskset.report("prompts with characters that the model knows", unreadable, do, warns=True)
 
 
 def _image_problems(taskset: _Taskset) -> Iterator[Problem]:

@@ -107,11 +107,11 @@ def _share(lock: TextIO, run_dir: Path, owner: ProcessLife, *allowed: str) -> No
         fcntl.flock(lock, fcntl.LOCK_UN)
         holder = _holder(lock)
         if (holder is not None and holder()) or time.monotonic() > end:
-            found = "another process runs there"
+            found = "another process runs in it"
             if holder is not None:
-                found = f"process {holder.pid} on host {holder.host} runs there"
+                found = f"process {holder.pid} on host {holder.host} runs in it"
                 if not holder():
-                    found = f"process {holder.pid} on host {holder.host} has ended, but not what it started"
+                    found = f"process {holder.pid} on host {holder.host} has ended, but one that it started has not"
             raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
         time.sleep(_POLL_S)
 
@@ -175,7 +175,7 @@ def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]
     if problems and _has_steps(run_dir):
         raise ConfigError(
             f"continue the run in {run_dir}",
-            "it began with another config, or other rows",
+            "the run began with another config, or other rows",
             "choose another run.dir, or put these back:",
             problems,
         )
@@ -197,7 +197,7 @@ def _read_json(text: str, path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise RunDirError(
-            f"read {path}", f"it is damaged: {error}", "put it back, or remove what is damaged"
+            f"read {path}", f"it is damaged: {error}", "restore it, or remove the damaged part"
         ) from error
 
 
@@ -218,7 +218,7 @@ def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None
     if not _differences(run_dir, config, rows):
         _record(run_dir, resume_changes(_saved_config(run_dir / "config.yaml"), config))
         return
-    _log.warning("the run in %s ended before its first step: it begins anew, with this config", run_dir)
+    _log.warning("the run in %s ended before its first step: it starts again with this config", run_dir)
     for name in _OF_A_START:
         _remove(run_dir / name)
 
@@ -236,7 +236,7 @@ def _saved_config(path: Path) -> dict[str, Any]:
 def _unknown_config(run_dir: Path, cause: str) -> RunDirError:
     return RunDirError(
         f"continue the run in {run_dir}",
-        f"{cause}, so it is not known whether this config is the one of the run",
+        f"{cause}, so it is unknown whether this config is the run's",
         "put config.yaml back; or choose another run.dir (docs/operate.md: another config from the same weights)",
     )
 
@@ -267,7 +267,7 @@ def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
         return
     atomic_write(run_dir / _CHANGES, "".join(json.dumps(each) + "\n" for each in (*rows, row)))
     shown = ", ".join(f"{change.where}: {change.before} -> {change.now}" for change in changes)
-    _log.warning("changed after step %d: %s. No run that began so gives the same, bit for bit", row["step"], shown)
+    _log.warning("changed after step %d: %s. A run that begins with these values gives other bits", row["step"], shown)
 
 
 def _remove(path: Path) -> None:

@@ -55,7 +55,7 @@ def with_reward_models(
         if number >= len(ends):
             raise RunDirError(
                 f"the reward model of the stage {reward.stage!r}",
-                f"{store.directory} holds no checkpoint of its end",
+                f"{store.directory} has no checkpoint of the end of the stage",
                 "train that stage first, in this run directory",
             )
         path = store.open(ends[number]).path / _ROLE

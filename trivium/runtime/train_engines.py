@@ -93,7 +93,7 @@ def build_rank_engine(
         raise ConfigError(
             f"train.kind {config.train.kind!r}",
             f"{getattr(kind, '__name__', kind)} is no trivium.protocols.TrainEngine",
-            "derive it from that; an engine of another interface is driven by the front door that it is written for",
+            "derive it from that class; a front door drives engines of its own interface",
         )
     sampled = capabilities_of(resolve("buffers", config.buffer.kind)).sampled
     engine = build(
@@ -151,6 +151,6 @@ def check_vocabulary(teacher: Path, policy: Path) -> None:
     if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
         raise ConfigError(
             f"learn from the teacher {teacher}",
-            f"its tokenizer is not the one of {policy}",
+            f"its tokenizer differs from that of {policy}",
             "use a teacher with the policy's tokenizer",
         )

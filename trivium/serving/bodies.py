@@ -110,7 +110,7 @@ class BodyLimits:
                 503,
                 "memory for the body of a request",
                 f"{self._arriving:,} bytes of other bodies are arriving",
-                "ask again, with fewer requests at once",
+                "retry with fewer requests at once",
                 code="too_many_bodies",
                 retry_after_s=1,
             )
@@ -130,7 +130,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise bad_request("", "numbers that JSON knows", name, "send finite numbers")
+    raise bad_request("", "numbers that JSON supports", name, "send finite numbers")
 
 
 def _check_values(param: str, value: object) -> None:
@@ -164,7 +164,7 @@ def _problem(value: object) -> tuple[str, str, str] | None:
                 return "text in Unicode", f"half of a surrogate pair in {_shown(value)!r:.60}", "send whole characters"
         case float():
             if not math.isfinite(value):
-                return "a finite number", "one too large for a float", "send finite numbers"
+                return "a finite number", "a number too large for a float", "send finite numbers"
         case int():
             if not -_MAX_INTEGER <= value < _MAX_INTEGER:
                 return "an integer of 64 bits", f"one of {value.bit_length()} bits", "send it as text"

@@ -137,7 +137,7 @@ def connection_cap(wanted: int) -> int:
     if allowed < min(wanted, _FEWEST):
         raise ListenError(
             f"{wanted} connections of agents",
-            f"the process may open {limit} files, {in_use} are open, and the run needs {_RESERVED}",
+            f"the process may open {limit} files, {in_use} are open, and the run reserves {_RESERVED}",
             "raise the limit (ulimit -n 4096)",
         )
     if allowed < wanted:

@@ -53,7 +53,7 @@ def _authenticate(request: Request, api_key: str | None) -> None:
         raise RequestError(
             401,
             "this endpoint",
-            "no key, or another one, in `Authorization: Bearer ...` or `x-api-key`",
+            "no key, or a wrong one, in `Authorization: Bearer ...` or `x-api-key`",
             "send the key that the server was started with",
             code="invalid_api_key",
         )

@@ -1,4 +1,4 @@
-"""The gateway: agents roll out tasks over HTTP in the place of `explore_loop`.
+"""The gateway: agents roll out tasks over HTTP instead of `explore_loop`.
 
 A group takes its slot when its first call arrives, so the buffer holds agents back and staleness stays bounded. After
 the last stage, the gateway can serve the final policy for a while; it records nothing then.
@@ -234,7 +234,7 @@ class Gateway:
                 503,
                 f"a slot for task {group.task_id!r}",
                 f"none within {deadline_s:.0f} s: agents are ahead of the trainer",
-                "ask again, with fewer tasks at once; or raise schedule.max_staleness",
+                "retry with fewer tasks at once; or raise schedule.max_staleness",
                 code="no_slot",
                 retry_after_s=1,
             ) from error
@@ -353,7 +353,7 @@ class Gateway:
             raise RequestError(
                 400,
                 "a reward",
-                "feedback without one, and the config names no reward function",
+                "feedback without a reward, and the config names no reward function",
                 "send `reward`, or add an entry under `rewards`",
                 param="reward",
             )
@@ -430,7 +430,7 @@ class Gateway:
             503,
             "this endpoint",
             self.closed,
-            "ask again: the final policy is served soon" if lingers else "start another run, or go on later",
+            "retry: the final policy is served soon" if lingers else "start another run, or continue later",
             code="closed",
             retry_after_s=1,
         )

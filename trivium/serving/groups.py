@@ -124,7 +124,7 @@ class OpenGroups:
             raise RequestError(
                 400,
                 f"evaluation {labels.evaluation} in session {session.name!r}",
-                "it began with the opposite",
+                "it began with the opposite value value",
                 "send the same value in every call of a session",
                 param="evaluation",
             )
@@ -190,7 +190,7 @@ class OpenGroups:
                 raise RequestError(
                     400,
                     f"column {name!r} of task {group.task_id!r}",
-                    f"{value!r:.60}, and another session sent {group.columns[name]!r:.60}",
+                    f"{value!r:.60}, but another session sent {group.columns[name]!r:.60}",
                     "give different tasks different task_ids",
                     param="columns",
                 )

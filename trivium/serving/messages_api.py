@@ -32,7 +32,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "output_config": ({},),
 }
 _WHY = {
-    "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
+    "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
     "top_k": "set engine.sampling.top_k: the trainer computes with the same distribution",
     "mcp_servers": "let the agent call its servers",
     "context_management": "let the agent edit its messages",
@@ -105,7 +105,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
             where,
             "a tool {name, description, input_schema}",
             f"{tool!r:.80}",
-            "send tools that the agent runs itself: this server runs none",
+            "send tools that the agent runs itself: this server runs no tools",
         )
     described = {"description": tool["description"]} if tool.get("description") else {}
     return {
@@ -171,7 +171,7 @@ def _part(block: object, where: str) -> dict[str, Any]:
         where,
         "a block of type text, tool_result, or image with base64 data",
         f"{block!r:.60}",
-        "send these alone: documents, files and URLs are not supported",
+        "send only these: documents, files and URLs are not supported",
     )
 
 

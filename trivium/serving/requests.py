@@ -45,9 +45,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """OpenAI's parameters that this endpoint does not support, with the values that have no effect (null never has one)."""
 _WHY = {
-    "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
+    "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
     "parallel_tool_calls": "the policy decides how many calls it makes",
-    "seed": "a sample is a function of the run's seed, the task, the session and the call: name those",
+    "seed": "a sample is a function of the run's seed, the task, the session and the call: set those",
     "response_format": "constrained output changes the sampled distribution, and the trainer does not replay it",
     "top_logprobs": "the engine keeps the log-probability of the sampled token only",
 }
@@ -162,7 +162,7 @@ def supported(
             404,
             f"the model {body.get('model')!r}",
             f"this endpoint serves {model!r}",
-            f"ask for model={model!r}",
+            f"set model={model!r}",
             param="model",
             code="model_not_found",
         )
@@ -366,7 +366,7 @@ def _content(content: object, where: str) -> Message:
             f"{where}.content",
             "text, or a list of parts of the types text and image_url",
             f"{content!r:.60}",
-            "send these alone: videos, sound and files are not supported",
+            "send only these: videos, sound and files are not supported",
         )
     return message
 
@@ -405,7 +405,7 @@ def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedba
             "send `ids` (of completions) or `session`, one of the two",
         )
     if len(body.keys() & {"reward", "rewards", "failure"}) > 1:
-        raise bad_request("reward", "one of reward, rewards and failure", "more of them", "send one")
+        raise bad_request("reward", "one of reward, rewards and failure", "several of them", "send one")
     rewards = {"reward": body["reward"]} if "reward" in body else typed(body, "rewards", dict, {})
     try:
         rewards = named_numbers("reward", rewards, source="the request")

@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 _WHY = {
-    "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
+    "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
     "parallel_tool_calls": "the policy decides how many calls it makes",
     "conversation": "send previous_response_id, or the items of the conversation",
     "reasoning": "the policy decides how long it thinks",
@@ -199,7 +199,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         where,
         "an item of type message, reasoning, function_call or function_call_output",
         f"{item!r:.60}",
-        "send these alone: this server runs no tools and stores no files",
+        "send only these: this server runs no tools and stores no files",
     )
 
 
@@ -216,7 +216,7 @@ def _part(part: object, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part.get("text")}
     if isinstance(part, dict) and kind == "input_image":
         return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
-    found, do = f"{part!r:.60}", "send these alone: files and sound are not supported"
+    found, do = f"{part!r:.60}", "send only these: files and sound are not supported"
     raise bad_request(where, "a part of type input_text or input_image", found, do)
 
 

@@ -89,7 +89,7 @@ def _queries(body: Mapping[str, Any], key: str, queries: Sequence[object], whole
     columns = {n: _list(body, n, len(queries)) for n in _OF_QUERIES if body.get(n) is not None}
     prompts, images = columns.get("prompts"), columns.get("images", [None] * len(queries))
     if prompts is None and not whole:
-        do = f"send the prompt of each query: rewards read what comes after it in {key}"
+        do = f"send the prompt of each query: rewards read the text after it in {key}"
         raise bad_request("prompts", f"prompts of {len(queries)} {key}", "none", do)
     wanted: list[WantedReward] = []
     for place, query in enumerate(queries):

@@ -76,7 +76,9 @@ class ModelScorer:
 
         if config.path is None:
             do = "name the directory that the stage has written"
-            raise DataError(f"serve the reward model of the stage {config.stage!r}", "only its run knows it", do)
+            raise DataError(
+                f"serve the reward model of the stage {config.stage!r}", "only the run of the stage can use it", do
+            )
         path, has_gpu = Path(config.path), torch.cuda.is_available()
         trained = (path / f"{VALUE_HEAD}.safetensors").is_file()  # else a classifier of transformers
         device = config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
@@ -91,7 +93,9 @@ class ModelScorer:
         # A model of ours was trained with the renderer's end of turn, another one with its tokenizer's.
         self._end = int(self._renderer.expert(_QUESTION, "")[1][-1]) if trained else tokenizer.eos_token_id
         if self._end is None:
-            raise DataError(f"the reward model {path}", "its tokenizer has no end of sequence", "save an eos_token")
+            raise DataError(
+                f"the reward model {path}", "its tokenizer has no end-of-sequence token", "save an eos_token"
+            )
         end = str(tokenizer.convert_ids_to_tokens(self._end))
         pad = re.escape(str(tokenizer.pad_token or end))
         self._padding = re.compile(f"^(?:{pad})+|(?:{pad}|{re.escape(end)})+$")

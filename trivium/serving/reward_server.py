@@ -114,19 +114,19 @@ class RewardServer:
         """Raises RequestError if `count` more samples cannot wait."""
         limit = self._serving.max_waiting
         if self._stopping:
-            found, do = "the server is being stopped", "ask again: another one may be started"
+            found, do = "the server is being stopped", "retry: another server may be started"
             raise RequestError(503, "rewards", found, do, code="stopping", retry_after_s=2)
         if count > limit:
             do = "send fewer samples in a request, or raise --max-waiting"
             raise RequestError(413, f"at most {limit} samples in a request", f"{count} of them", do)
         if self._num_open + count > limit:
             found = f"{self._num_open} samples wait, and {limit} may"
-            raise RequestError(503, "rewards", found, "ask again later", code="busy", retry_after_s=1)
+            raise RequestError(503, "rewards", found, "retry later", code="busy", retry_after_s=1)
 
     async def _scored(self, wanted: Sequence[WantedReward]) -> list[Scored]:
         deadline_s = self._serving.deadline_s
         try:
             return await wait_for(deadline_s, gather_or_cancel(self._batcher(each) for each in wanted))
         except TimeoutError as error:
-            found, do = f"none within {deadline_s:g} s", "see why the reward is slow, or raise --deadline"
+            found, do = f"none within {deadline_s:g} s", "find out why the reward is slow, or raise --deadline"
             raise RequestError(504, f"rewards of {len(wanted)} samples", found, do, code="deadline") from error

@@ -1,4 +1,4 @@
-"""`run.mode: serve`: a server in the place of `explore_loop`, with which agents roll out their own tasks."""
+"""`run.mode: serve`: a server instead of `explore_loop`, with which agents roll out their own tasks."""
 
 from __future__ import annotations
 

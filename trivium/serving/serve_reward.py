@@ -46,8 +46,8 @@ class RewardAddress:
         if token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"serve a reward at {self.host!r} without a token",
-                "other machines reach it",
-                "name an environment variable that holds one (--token-variable), or listen on 127.0.0.1",
+                "other machines can reach it",
+                "name an environment variable with a token (--token-variable), or listen on 127.0.0.1",
             )
         return token
 
@@ -117,4 +117,4 @@ async def _serve(
         await stop.wait()
         announce("stopping: requests in progress are answered first")
         if not await server.stop(_STOP_S):
-            announce(f"requests that take more than {_STOP_S:g} s are left without an answer")
+            announce(f"requests that take more than {_STOP_S:g} s get no answer")

@@ -203,7 +203,7 @@ class Session:
             raise RequestError(
                 403,
                 f"session {self.name!r}",
-                "it began with a secret that this request does not have, or without the one that it has",
+                "the secret of this request differs from that of its first call",
                 "send the `secret` of its first call",
                 param="secret",
                 code="wrong_secret",

@@ -152,7 +152,7 @@ class CollectiveChannel:
         self._close_group()
         raise VersionGone(
             f"the rest of version {version}, after {number} bucket(s)",
-            "the trainer no longer sends it",
+            "the trainer no longer sends this version",
             "adopt the version that it offers",
         )
 
@@ -196,10 +196,10 @@ class CollectiveChannel:
         if exchange is not None and exchange.number > self._entered:
             self._entered = exchange.number
             return exchange
-        request = f"explorer {self._role!r} takes part in the exchange of version {version}"
+        request = f"explorer {self._role!r} in the exchange of version {version}"
         values = self._synchronizer.check_alive()
         if self._role in dead_explorers(values):
-            cause = f"the trainer took it for dead: {dead_explorers(values)[self._role]}"
+            cause = f"the trainer counted it as dead: {dead_explorers(values)[self._role]}"
             raise SyncError(request, cause, "start it again; raise sync.heartbeat_s if it was only slow")
         cause = f"the trainer is at exchange {values.get('exchange', {}).get('number', 0)}, without this explorer"
         raise VersionGone(request, cause, "wait for the next exchange")

@@ -153,7 +153,7 @@ class FileChannel:
         return VersionGone(
             f"collect version {version}",
             f"{self._directory} has {self._there()}: the version was removed, or never written there",
-            "let trainer and explorers see the same directory (sync.dir), and run.name alone use it",
+            "give trainer and explorers the same directory (sync.dir), and use it for this run only",
         )
 
     def _folder(self, version: int) -> Path:
@@ -192,7 +192,7 @@ def _read(version: int, entries: Sequence[Mapping[str, Any]], files: Safetensors
             raise _damaged(version, what, str(error)) from error
         except (DataError, KeyError) as error:
             raise _damaged(version, what, getattr(error, "found", "the file does not name it")) from error
-        found = f"its bytes in {entry['file']} are not what was offered"
+        found = f"its bytes in {entry['file']} differ from those that were offered"
         verify([(name, tensor)], {name: entry["hash"]}, version, found, _DO)
         yield name, tensor
 
@@ -206,7 +206,9 @@ def _manifest(folder: Path, version: int) -> list[dict[str, Any]]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(version, f"{folder / _MANIFEST}", f"not a manifest: {error}") from error
     if not intact:
-        raise _damaged(version, f"{folder / _MANIFEST}", "it is not what was written for this version")
+        raise _damaged(
+            version, f"{folder / _MANIFEST}", "it differs from the manifest that was written for this version"
+        )
     return content["tensors"]
 
 

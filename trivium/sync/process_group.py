@@ -195,7 +195,7 @@ class ExchangeGroup:
                 made.set_exception(error)
 
         threading.Thread(target=connect, name="connecting-exchange", daemon=True).start()
-        overdue = f"{self.backend} did not connect within {RENDEZVOUS_S:.0f} s (NCCL_DEBUG=INFO says more of nccl)"
+        overdue = f"{self.backend} did not connect within {RENDEZVOUS_S:.0f} s (NCCL_DEBUG=INFO logs its details)"
         self._wait(made.done, [*self._members.values()], RENDEZVOUS_S, overdue)
         return made.result()
 
@@ -291,5 +291,5 @@ def backend_of(gpus: Mapping[str, str]) -> tuple[Literal["nccl", "gloo"], str]:
     if not without and not shared:
         return "nccl", ""
     reasons = [f"{' and '.join(names)} share a GPU" for names in shared]
-    reasons += [f"{', '.join(without)} compute(s) without a GPU, or without nccl"] * bool(without)
+    reasons += [f"{', '.join(without)} have no GPU, or no nccl"] * bool(without)
     return "gloo", "; ".join(reasons) if owners else ""

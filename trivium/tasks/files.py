@@ -71,7 +71,7 @@ def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
 def _parsed(where: str, line: bytes) -> object:
     if line.lstrip()[:1] == b"[":
         do = "write one object per line, as with `jq -c '.[]'`"
-        raise DataError(f"a row at {where}", "a list, of one line or of the whole file", do)
+        raise DataError(f"a row at {where}", "a list, on one line or over the whole file", do)
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -219,7 +219,7 @@ def _created(
     if answer is not None and dataset.score_answer(answer, entry) != dataset.score_answer(answer, _as_json(entry)):
         raise ConfigError(
             f"Reasoning Gym environment {name!r}",
-            "its scores change when a problem is recorded as JSON",
+            "its score changes if a problem is stored as JSON",
             "use another environment",
         )
     return dataset

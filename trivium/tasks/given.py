@@ -37,7 +37,7 @@ class GivenRows(RowTasks):
         if not path.is_file() or digest_of(path.read_text(encoding="utf-8")) != self.config.digest:
             raise DataError(
                 f"the rows of tasks.{self.name} in {path}",
-                "not those that the run was given" if path.is_file() else "no such file",
+                "they differ from the rows that the run began with" if path.is_file() else "no such file",
                 "call trivium.run with the same rows again",
             )
         return jsonl_rows(self.config.path)

@@ -24,7 +24,7 @@ class DatasetsTasks(RowTasks):
         subset: str | None = None
         """Which of the dataset's configurations, for a folder of data files that has several."""
         split: str | None = None
-        """Which split; may be left out where there is one."""
+        """The split; may be left out if there is only one."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if not Path(self.path).is_dir():

@@ -85,7 +85,7 @@ def _text(value: str, where: str, root: Path | None) -> Media:
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "hdfs"):
         raise DataError(
             f"an image at {where}",
-            f"the URL {value:.80}: nothing is fetched",
+            f"the URL {value:.80}: images are not downloaded",
             "download it, and give a path, its bytes or a data URI",
         )
     if scheme == "data":
@@ -121,7 +121,7 @@ def _file(name: str, where: str, root: Path | None) -> Media:
     if root is None:
         raise DataError(
             f"an image at {where}",
-            f"the path {name!r:.120}, and there is no folder that paths are relative to",
+            f"the path {name!r:.120}, but no folder for relative paths is known",
             "set image_root of the taskset to that folder, or give the image's bytes",
         )
     folder = root.resolve()
@@ -148,7 +148,7 @@ def _media(data: bytes, where: str) -> Media:
     if mime is None:
         raise DataError(
             f"an image at {where}",
-            f"{len(data)} bytes that begin with {data[:8]!r}: no PNG, JPEG, GIF, WebP, BMP or TIFF",
+            f"{len(data)} bytes that begin with {data[:8]!r}: not PNG, JPEG, GIF, WebP, BMP or TIFF",
             "give the bytes of an image file",
         )
     return Media(mime, data)
@@ -235,7 +235,7 @@ def with_leading(messages: tuple[Message, ...], images: Sequence[Media], where: 
     first = next((number for number, message in enumerate(messages) if message.role == "user"), None)
     if first is None or any(IMAGE in message.content for message in messages if message.media):
         raise DataError(
-            f"a place for each image of {where}",
+            f"a mark for each image of {where}",
             f"the prompt marks fewer: {len(images)} image(s) are left",
             f"mark the place of each with {IMAGE}, or of none (they precede the user's first text)",
         )

@@ -93,7 +93,7 @@ class RowTasks(ABC):
         @model_validator(mode="after")
         def _one_prompt(self) -> Self:
             if self.prompt is not None and self.template is not None:
-                raise ValueError("say `prompt` or `template`, not both")
+                raise ValueError("set `prompt` or `template`, not both")
             return self
 
         @property
@@ -314,7 +314,7 @@ def _prompt(
     if not messages or messages[-1].role == "assistant":
         raise DataError(
             f"a prompt that ends before the assistant's turn, at {where}",
-            f"it ends with {messages[-1].role!r}" if messages else "nothing before the completion",
+            f"it ends with {messages[-1].role!r}" if messages else "there is no message before the completion",
             f"drop the last message, or set completion: {column} to make it the expert's completion",
         )
     messages = with_leading(messages, images or (), where)
@@ -380,6 +380,8 @@ def _offer(where: str, columns: Row, name: str, value: object) -> None:
     if name in columns and columns[name] != value:
         kept = f"{name}_column"
         if kept in columns:
-            raise DataError(f"a place for the column {name!r} at {where}", f"{kept!r} is taken too", f"rename {kept!r}")
+            raise DataError(
+                f"another name for the column {name!r} at {where}", f"{kept!r} is a column too", f"rename {kept!r}"
+            )
         columns[kept] = columns[name]
     columns[name] = value

@@ -113,7 +113,7 @@ async def _check_admission(make: MakeBuffer) -> None:
     held = await leases(buffer, 4)
     promise = "version v admits (v + max_staleness + 1) * groups_per_step slots"
     require(held == [*map(Lease, range(4))], promise)
-    require(await buffer.lease("e", wait=False) is None, "without wait, lease returns None where nothing is free")
+    require(await buffer.lease("e", wait=False) is None, "without wait, lease returns None if no slot is free")
     waiting = await _blocked(buffer.lease("e"), "lease waits for a slot")
     await buffer.advance("e", 1)
     require(await waiting == Lease(4), "a newer version admits more slots, and wakes an explorer that waits for one")

@@ -251,7 +251,7 @@ async def _check_dropped_retry(make: MakeBuffer) -> None:
     again = await opened(make, "dropped-retry", schedule)
     require((await again.counts())["dropped"] == 0, "a dropped group is retried as well")
     require(await rolled_out(again, 1) == [1], "it is rolled out again")
-    require(slots_of(await again.take(2, 0)) == [0, 1], "it takes its place in the step")
+    require(slots_of(await again.take(2, 0)) == [0, 1], "it replaces it in the step")
     last = await lease(again, version=1)
     require((last, last.recorded) == (Lease(2), None), "a slot issued in its place is rolled out again with it")
 

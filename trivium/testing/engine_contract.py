@@ -266,7 +266,7 @@ async def _check_updating(
     in_order = all((np.diff(span) >= 0).all() and {*span.tolist()} <= {old, new} for span in spans)
     require(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
     require(
-        any((span == new).any() for span in spans), "updates_in_flight: completions in flight go on with new weights"
+        any((span == new).any() for span in spans), "updates_in_flight: completions in flight continue with new weights"
     )
     require(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
 

@@ -138,8 +138,8 @@ class ChatRenderer:
             text = re.sub(f"(?:{placeholder})+", lambda match: self._images.token if self._images else "", text)
         prompt = self._expanded(self._encode(text), media)
         if self._images is not None and not media and (prompt.tokens == self._images.token_id).any():
-            found, do = f"{self._images.token!r} stands in it, and there is no image", "send the images with the text"
-            raise DataError("a rendered text with its images", found, do)
+            found = f"{self._images.token!r} is in the text, and there is no image"
+            raise DataError("a rendered text with its images", found, "send the images with the text")
         return prompt
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
@@ -163,7 +163,7 @@ class ChatRenderer:
         if now.count(marker) != 1:
             raise DataError(
                 "a chat template that renders each completion once",
-                f"it renders the last one {now.count(marker)} times when the conversation goes on",
+                f"it renders the last completion {now.count(marker)} times when the conversation continues",
                 "use another template for multi-turn tasks",
             )
         if not (seen.startswith(before) or before.startswith(seen)):
@@ -239,7 +239,7 @@ class ChatRenderer:
                 if any(placeholder in text for text in texts):
                     raise DataError(
                         f"a message of the role {message.role!r} whose text names no media",
-                        f"{placeholder!r}, which this model reads as media, stands in it as text",
+                        f"{placeholder!r}is in the text, and this model reads it as media",
                         "remove it from the text (an image is in `media`, and `<image>` marks its place)",
                     )
 
@@ -270,8 +270,8 @@ class ChatRenderer:
         unknown = self._tokenizer.unk_token_id
         if unknown is not None and (count := int((tokens == unknown).sum())):
             warnings.warn(
-                f"{count} token(s) of a prompt are {self._tokenizer.unk_token}: the policy cannot see what stands "
-                "there (a tiny model with `alphabet: bytes` can read any text)",
+                f"{count} token(s) of a prompt are {self._tokenizer.unk_token}: the policy cannot read these "
+                f"characters (a tiny model with `alphabet: bytes` can read any text)",
                 stacklevel=3,
             )
         return tokens
@@ -285,7 +285,7 @@ class ChatRenderer:
         token = next((int(i) for i in closing if int(i) in special), _eos(self._tokenizer))
         if token is None:
             raise DataError(
-                f"know what ends a turn of {self._tokenizer.name_or_path or 'the tokenizer'}",
+                f"the end of a turn of {self._tokenizer.name_or_path or 'the tokenizer'}",
                 "its template writes no special token after a completion, and it has no end-of-sequence token",
                 "set tokenizer.eos_token",
             )
@@ -335,9 +335,9 @@ def _unused_marker(messages: Sequence[Message]) -> str:
 def _divergence(seen: str, now: str) -> tuple[str, str, str]:
     at = next(i for i, (a, b) in enumerate(zip(seen, now, strict=False)) if a != b)
     return (
-        "a chat template whose text only grows when the conversation goes on",
-        f"from character {at} it reads {now[at : at + 40]!r} where the policy had seen {seen[at : at + 40]!r}",
-        "use a template that leaves earlier messages alone, or make the task single-turn",
+        "a chat template that only appends text when the conversation continues",
+        f"from character {at} it reads {now[at : at + 40]!r} but the policy has seen {seen[at : at + 40]!r}",
+        "use a template that does not change earlier messages, or make the task single-turn",
     )
 
 

@@ -77,7 +77,7 @@ def check_lengths(batch: Batch, limit: int | None) -> None:
     longest = max(batch.experiences, key=len, default=None)
     if longest is not None and limit is not None and len(longest) > limit:
         raise DataError(
-            "sequences that fit the model",
+            "sequences within the context of the model",
             f"one of group {longest.group_id!r} has {len(longest)} tokens, and the model was built for {limit} "
             "(max_position_embeddings)",
             "leave out or shorten the longest rows, lower engine.sampling.max_new_tokens, or use a model with a longer "

@@ -34,7 +34,7 @@ def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
 
 def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
     """Everything outside the config that the bits of a train step depend on: equal descriptions give equal bits. A
-    driver that sees no GPU cannot name those of its ranks."""
+    driver that finds no GPU cannot name those of its ranks."""
     named = getattr(config.train, "device", "cpu")
     device = device_of("auto") if named == "auto" else torch.device(named)
     sees = device.type == "cuda" and torch.cuda.is_available()

@@ -24,7 +24,7 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
     if not layers:
         raise TriviumError(
             "train.gradient_checkpointing",
-            f"{type(module).__name__} has no layers that transformers knows how to checkpoint",
+            f"{type(module).__name__} has no layers that transformers can checkpoint",
             "turn it off and lower train.max_tokens_per_micro_batch instead",
         )
     for layer in layers:

@@ -242,7 +242,7 @@ class Learner:
             self._backward(MiniBatch(longest, mini.objective, totals, mini.step), share_prefixes=False)
         except torch.OutOfMemoryError as error:
             raise TriviumError(
-                f"a micro-batch of {sum(longest.lengths)} tokens for {self.name}, the largest that this run can meet",
+                f"a micro-batch of {sum(longest.lengths)} tokens for {self.name}, the largest possible in this run",
                 f"{self.model.device}: {str(error).partition('. ')[0]}",
                 "lower train.max_tokens_per_micro_batch or engine.sampling.max_new_tokens, or use more ranks",
             ) from error

@@ -120,7 +120,7 @@ class Optimizer:
         if not torch.isfinite(norm):
             raise TriviumError(
                 f"an optimizer step of {who}",
-                f"the gradient norm is {float(norm)}{self._origin(origin)}; the weights are as they were before",
+                f"the gradient norm is {float(norm)}{self._origin(origin)}; the weights were not changed",
                 "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
             )
         with OnShards("_foreach_mul_"):

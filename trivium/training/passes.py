@@ -119,7 +119,9 @@ class Passes:
         longest = self._ranks.all_reduce_max(max(batch.lengths, default=0))
         check_lengths(batch, limit)
         if limit is not None and longest > limit:
-            raise DataError("sequences that fit the model", f"one of {longest} tokens on another rank", "see its error")
+            raise DataError(
+                "sequences within the context of the model", f"one of {longest} tokens on another rank", "see its error"
+            )
 
     def _check_images(self, batch: Batch) -> None:
         has_images = any(experience.media for experience in batch.experiences)
@@ -133,7 +135,7 @@ class Passes:
             problem = error
         worst = self._ranks.all_reduce_max(2 if problem else int(has_images))
         if worst == 2:
-            raise problem or DataError("images that are whole", "one on another rank is not", "see its error")
+            raise problem or DataError("images that are not cut", "an image on another rank is cut", "see its error")
         self._blank = worst == 1 and self._ranks.size > 1
 
     # ------------------------------------------------------------------ micro-batches

@@ -207,7 +207,7 @@ class RoleModels:
         if teacher is None:
             raise TriviumError(
                 f"the teacher of the algorithm {algorithm.name!r}",
-                "it needs one and names none",
+                "it needs one, and algorithm.teacher is not set",
                 "set algorithm.teacher.path",
             )
         model = LanguageModel(Path(teacher.path), **self._frozen_options)

@@ -141,7 +141,7 @@ class TorchTrainConfig(TrainConfig):
             if self.lora.push == "adapter" and not adopts:
                 yield Problem(
                     f"{where}.lora.push",
-                    "an adapter that explorers add themselves",
+                    "adapters that explorers add themselves",
                     f"engine.kind {run.engine.kind!r} cannot",
                     "set it to merged",
                 )

@@ -238,7 +238,9 @@ def read_tensors(directory: Path, stem: str) -> SafetensorsFiles:
     if not paths[0].is_file():
         paths = sorted(directory.glob(f"{stem}-*-of-*.safetensors"))
     if not paths:
-        raise RunDirError(f"read {stem} from {directory}", "no such files", "resume with what was trained before")
+        raise RunDirError(
+            f"read {stem} from {directory}", "no such files", "resume with the models that were trained before"
+        )
     return SafetensorsFiles(paths)
 
 
@@ -351,5 +353,5 @@ def wait_until_written(report: Path) -> None:
                 raise RunDirError(f"write {report.parent.name}", progress["problem"], "fix the cause and run it again")
             return
         if time.monotonic() - last_change > _SILENT_S:
-            raise RoleFailed("trainer rank 0", f"its save was silent for {_SILENT_S:.0f} s")
+            raise RoleFailed("trainer rank 0", f"its save made no progress for {_SILENT_S:.0f} s")
         time.sleep(_POLL_S)

@@ -137,7 +137,7 @@ class Experience:
         if len(self.tokens) and self.response_mask[0]:
             raise DataError(
                 "an experience whose first token is context",
-                "response_mask[0] is true, but nothing precedes the first token to predict it from",
+                "response_mask[0] is true, but no token precedes the first one to predict it",
                 "start the sequence with at least one prompt token (for example BOS)",
             )
 

@@ -80,7 +80,7 @@ def capabilities_of(plugin: object) -> Capabilities:
         owner = plugin if isinstance(plugin, type | FunctionType) else type(plugin)
         raise ConfigError(
             f"what {owner.__name__} can do",
-            f"the attribute {', '.join(names)}, which is not read",
+            f"the attribute {', '.join(names)}, which Trivium does not read",
             f"declare `capabilities = Capabilities({values})` (trivium.types)",
         )
     return Capabilities()

@@ -80,7 +80,7 @@ class MultiTurn:
         conversation, earned, done = seen, 0.0, False
         for _ in range(self.config.max_turns):
             if not conversation or conversation[-1].role == "assistant":
-                raise _failure(f"{name} and something for the policy to answer", task, "no message to answer")
+                raise _failure(f"{name} with a message for the policy to answer", task, "no message to answer")
             try:
                 turn = await policy.generate(conversation)
             except PromptTooLong:
@@ -117,7 +117,7 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
     if not isinstance(made_by, type) or missing:
         raise ConfigError(
             f"the environment {config.environment}",
-            f"{made_by!r} without {' and '.join(missing)}" if missing else f"{made_by!r} is no class",
+            f"{made_by!r} without {' and '.join(missing)}" if missing else f"{made_by!r} is not a class",
             "name a class with the methods reset(task) and step(completion)",
         )
     try:

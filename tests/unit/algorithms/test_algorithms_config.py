@@ -199,7 +199,7 @@ def test_what_is_made_for_stale_groups_is_left_alone() -> None:
     for algorithm in ("m2po", "topr", "vespo", "sppo", "rec", "prime", "dppo", "opmd", "asymre"):
         stale = configured(algorithm, max_staleness=2)
         assert not stale.algorithm.for_run(stale).correction.active, algorithm
-        assert "made for them" in stale.algorithm.describe(stale)["correction"]
+        assert "designed for them" in stale.algorithm.describe(stale)["correction"]
         assert not build_algorithm(stale.algorithm.for_run(stale)).recompute_old
     for algorithm in ({"kind": "grpo", "gates": ["sequence_drift"]}, {"kind": "grpo", "gates": ["top_entropy"]}):
         stale = configured(algorithm, max_staleness=2)

@@ -83,7 +83,7 @@ def test_fresh_groups_of_an_inexact_engine_are_corrected_and_check_says_why() ->
     )
     assert line(config) == (
         "token importance weights truncated at 2.0, old log-probabilities recomputed "
-        "(default: engine.kind vllm computes log-probabilities of its own)"
+        "(default: engine.kind vllm computes log-probabilities differently)"
     )
     assert built(config).needs == {"old"}
     assert (
@@ -242,7 +242,7 @@ def test_bounds_that_cannot_be_meant_and_keys_without_effect_are_errors(correcti
 
 
 def test_the_engine_s_log_probs_cannot_be_corrected_by_themselves() -> None:
-    assert "find them equal" in refused("decoupled_seq_is", old_log_prob="rollout")["old_log_prob"]
+    assert "would be equal" in refused("decoupled_seq_is", old_log_prob="rollout")["old_log_prob"]
 
 
 def test_weights_make_a_loss_without_a_ratio_legal_as_far_as_they_reach() -> None:

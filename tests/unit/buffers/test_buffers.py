@@ -118,7 +118,7 @@ def test_media_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
     journal.append(1, with_media(0, media))
     path = tmp_path / "media" / media.sha256
     path.write_bytes(b"two pictures")
-    with pytest.raises(DataError, match=r"bytes are not the ones of its hash(.|\n)*restore the file"):
+    with pytest.raises(DataError, match=r"bytes do not match its hash(.|\n)*restore the file"):
         list(Journal(tmp_path / "stage-0").read(0))
     path.unlink()
     with pytest.raises(DataError, match=f"{media.sha256}(.|\n)*no such file"):

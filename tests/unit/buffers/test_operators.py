@@ -180,8 +180,8 @@ def test_dedup_keeps_the_first_of_those_that_say_the_same_token_for_token() -> N
     done = after({"kind": "dedup", "others": "fail"}, given)
     assert indices(done) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [t.index for t in done.alive] == [0, 1, 4, 6, 7]
-    assert done.trajectories[2].failure == Failure("operator", "Duplicate", "it says what member 0 says")
-    assert done.trajectories[5].failure == Failure("operator", "Duplicate", "it says what member 4 says")
+    assert done.trajectories[2].failure == Failure("operator", "Duplicate", "its tokens equal those of member 0")
+    assert done.trajectories[5].failure == Failure("operator", "Duplicate", "its tokens equal those of member 4")
 
 
 def test_metrics_are_the_group_s_numbers_on_each_living_member() -> None:

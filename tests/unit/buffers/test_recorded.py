@@ -112,9 +112,9 @@ async def test_a_torn_tail_is_left_out_and_left_alone_and_damage_is_said(
         assert same(found, [group(0), group(1)][: len(found)])
         assert len(found) == (1 if len(torn) < len(whole) else 2)
         assert path.read_bytes() == torn
-        assert "half a record" in caplog.text
+        assert "an incomplete record" in caplog.text
     path.write_bytes(whole[:20] + b"?" + whole[21:])
-    with pytest.raises(DataError, match="not the ones that were written"):
+    with pytest.raises(DataError, match="differ from those that were written"):
         await recorded(path).restore(None, 0)
     path.write_bytes(b"\x00" * 8)
     with pytest.raises(DataError, match="holds no group"):

@@ -75,7 +75,7 @@ def payload_of(url: str, slot: int) -> bytes:
 
 
 DAMAGES: dict[str, Callable[[str], sa.Executable]] = {
-    "its bytes are not the ones that were written": lambda url: (
+    "its bytes differ from those that were written": lambda url: (
         sa.update(GROUPS).where(GROUPS.c.slot == 1).values(payload=payload_of(url, 1)[:-1] + b"\x00")
     ),
     "it is the group of slot 0, attempt 0": lambda url: (
@@ -130,7 +130,7 @@ async def test_a_group_of_another_buffer_is_refused(url: str, tmp_path: Path) ->
     payload = Database(url).read(lambda connection: connection.execute(theirs).scalar_one())
     mine = (GROUPS.c.slot == 1, GROUPS.c.buffer == "run/stage-0")
     changed(url, sa.update(GROUPS).where(*mine).values(payload=payload))
-    with pytest.raises(DataError, match="its bytes are not the ones"):
+    with pytest.raises(DataError, match="its bytes differ"):
         await one.take(2, 0)
     assert len(await other.take(2, 0)) == 2
 
@@ -558,7 +558,7 @@ def test_an_error_of_the_database_itself_names_it_without_the_password(tmp_path:
 async def test_groups_that_were_never_taken_are_not_past(url: str, tmp_path: Path) -> None:
     buffer = await opened(url, tmp_path)
     await played(buffer, 2)
-    with pytest.raises(DataError, match=r"none was from \[1\]"):
+    with pytest.raises(DataError, match=r"no groups of \[1\]"):
         await buffer.taken_groups([1])
     await buffer.take(2, 0)
     assert [group.task.task_id for group in await buffer.taken_groups([1])] == [TASKS[1].task_id]

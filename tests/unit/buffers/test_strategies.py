@@ -454,14 +454,14 @@ def test_configs_that_run() -> None:
     [
         ({"kind": "mixt"}, "grpo", {}, "buffer.strategy", "did you mean 'mix'"),
         ({"kind": "staleness_control", "max_staleness": 2}, "grpo", AHEAD, "strategy.max_staleness", "left out"),
-        ({"kind": "staleness_control", "max_staleness": 3}, "grpo", AHEAD, "strategy.max_staleness", "none older than"),
+        ({"kind": "staleness_control", "max_staleness": 3}, "grpo", AHEAD, "strategy.max_staleness", "no older group"),
         ({"kind": "staleness_control", "max_staleness": 1}, "grpo", SETTLED, "strategy.kind", "needs further groups"),
         (
             {"kind": "staleness_control", "max_staleness": 1},
             "grpo",
             {"schedule": {"max_staleness": 4}, "sync": {"interval": 3}},
             "strategy.max_staleness",
-            "before weights",
+            "even a fresh group",
         ),
         ({"kind": "replay"}, "grpo", SETTLED, "strategy.kind", "needs further groups"),
         ({"kind": "replay", "fraction": 0.2}, "grpo", {}, "strategy.fraction", "none of 4 group"),
@@ -495,8 +495,8 @@ def test_configs_that_run() -> None:
             "algorithm.entropy.term",
             "never gives a step both",
         ),
-        (MIX, "sft", ROWS, "strategy.kind", "nothing is explored"),
-        ({"kind": "replay"}, "sft", ROWS, "strategy.kind", "nothing is explored"),
+        (MIX, "sft", ROWS, "strategy.kind", "has no explorers"),
+        ({"kind": "replay"}, "sft", ROWS, "strategy.kind", "has no explorers"),
     ],
 )
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(

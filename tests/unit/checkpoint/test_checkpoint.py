@@ -70,7 +70,7 @@ async def test_a_checkpoint_under_another_name_or_with_another_file_is_refused(t
     (tmp_path / "step-000001" / ".DS_Store").write_text("hidden")
     assert store.open(1).step == 1
     (tmp_path / "step-000001" / "policy" / "other").write_text("loaded with it")
-    with pytest.raises(RunDirError, match="policy/other was not saved with it"):
+    with pytest.raises(RunDirError, match="policy/other does not belong to the checkpoint"):
         store.open(1)
     (tmp_path / "step-000001" / "policy" / "other").unlink()
     (tmp_path / "step-000001").rename(tmp_path / "step-000005")
@@ -120,7 +120,7 @@ async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> N
         file.write_bytes(b"x" * 99)
     else:
         file.unlink()
-    with pytest.raises(RunDirError, match="weights is missing or not what was saved"):
+    with pytest.raises(RunDirError, match="weights is missing or was changed"):
         store.latest()
 
 

@@ -120,7 +120,7 @@ async def test_an_engine_without_updates_refuses_weights_and_keeps_the_rest_of_t
         eos = ChatRenderer(tiny_tokenizer("bytes")).eos_token_ids
         make: Callable[[], EndpointEngine] = lambda: endpoint(f"{here.url}/v1", model_dirs[0], eos)  # noqa: E731
         await check_engine(make, PROMPTS, eos_token_ids=eos, crowd=20, patience_s=300)
-        with pytest.raises(ConfigError, match="update_urls names nothing"):
+        with pytest.raises(ConfigError, match="update_urls is empty"):
             await make().load(1, [])
 
 
@@ -129,7 +129,7 @@ def test_training_with_a_policy_that_never_changes_is_refused_before_it_begins(t
     for command in ("check", "run"):
         code, output = trivium(command, str(path))
         assert code == 2
-        assert "it is given no new weights" in output
+        assert "engine.update_urls is empty" in output
         assert "trivium eval CONFIG --step 0" in output
     code, output = trivium("eval", str(path), "--step", "7")
     assert code == 2
@@ -180,7 +180,7 @@ async def test_what_may_pass_is_tried_again_and_the_rest_is_named(
         (answer(log_probs=None), "3 numbers of at most 0"),
         (answer(reason="content_filter"), "finish_reason 'content_filter'"),
         (answer(reason=None), "finish_reason None"),
-        (answer(prompt_token_ids=[1, 3, 4]), "prompt_token_ids that are not those which were sent"),
+        (answer(prompt_token_ids=[1, 3, 4]), "prompt_token_ids that differ from the ids of the request"),
         (answer(tokens=(), log_probs=()), "0 tokens, where 1 to 8"),
         (answer(tokens=(5,) * 9, log_probs=(-1.0,) * 9, reason="length"), "9 tokens, where 1 to 8"),
         ({"choices": []}, "no choices"),

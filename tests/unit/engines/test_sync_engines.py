@@ -60,7 +60,7 @@ async def test_weights_that_contradict_themselves_end_the_engine(tmp_path: Path)
     engine = engine_for(tmp_path)
     sent = dict(trained.export_weights())
     await engine.load(1, [*sent.items(), ("lm_head.weight", sent["model.embed_tokens.weight"])])
-    with pytest.raises(EngineFailure, match=r"holds another model.embed_tokens.weight than was loaded"):
+    with pytest.raises(EngineFailure, match=r"holds a model.embed_tokens.weight that differs"):
         await engine.load(2, [*sent.items(), ("lm_head.weight", sent["model.embed_tokens.weight"] + 1)])
     with pytest.raises(EngineFailure):
         await engine.weights()

@@ -86,7 +86,7 @@ def test_training_leaves_tokens_out_where_vllm_lists_all_that_it_kept(how: dict[
 @pytest.mark.parametrize(
     ("engine", "more", "found"),
     [
-        ({}, {}, "sleeps on GPUs alone"),
+        ({}, {}, "sleeps only on GPUs"),
         ({"device": "cuda"}, {"cluster": {"kind": "ray"}}, "its GPU is not the trainer's"),
         ({"device": "cuda"}, {"schedule": {"max_staleness": 1}}, "max_staleness 1"),
     ],

@@ -249,7 +249,7 @@ def test_rollouts_that_go_another_way_elsewhere_are_scored_as_recorded(copied: P
     edit_lines(copied / STEPS, lambda row: row.pop("machine", None))
     rewrite(copied, 3, with_turn(other_token))
     result = replay(copied, 3)
-    assert "goes another way from turn 1, token 0" in result.text
+    assert "differs at turn 1, token 0" in result.text
     first = result.comparison.first
     assert first is not None
     assert first.name == "log-probs"  # these tokens never had these probabilities
@@ -269,7 +269,7 @@ def test_what_is_missing_is_named(copied: Path, turns: Path, tmp_path: Path) -> 
     shutil.rmtree(copied / "tokens")
     old = replay(copied, 3)
     assert old.ok, old.text
-    assert "did not note the machine" in old.text
+    assert "did not record the machine" in old.text
     (copied / "rollouts" / "stage-0" / "step-000002.msgpack").unlink()
     with pytest.raises(DataError, match="step"):
         replay(copied, 3)

@@ -159,5 +159,5 @@ def test_a_token_outside_its_own_set_is_refused(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path)
     (first, *rest) = batch_of(rolled_out(model_dir, top_k=2)).experiences
     shifted = replace(first, extra={**first.extra, "kept": (first.extra["kept"] + 1) % VOCABULARY})
-    with pytest.raises(DataError, match="not in their own sets"):
+    with pytest.raises(DataError, match="not in the kept set"):
         make_engine(model_dir).score(Batch((shifted, *rest)), "old")

@@ -182,12 +182,12 @@ def test_the_text_of_a_placeholder_is_refused(family: str, model_dir) -> None:
     token = images_of(model_dir(family)).token  # type: ignore[union-attr]
     seen = renderer.render([Message("user", "a", (png(14, 14),))])
     for messages in ([Message("user", f"a {token} b")], [Message("system", token), Message("user", "a")]):
-        with pytest.raises(DataError, match="reads as media"):
+        with pytest.raises(DataError, match="reads it as media"):
             renderer.render(messages)
     history = [Message("user", "a"), Message("assistant", "x")]
-    with pytest.raises(DataError, match="reads as media"):
+    with pytest.raises(DataError, match="reads it as media"):
         renderer.extend(history, seen, StopReason.EOS, [Message("user", token)])
-    with pytest.raises(DataError, match="reads as media"):
+    with pytest.raises(DataError, match="reads it as media"):
         renderer.expert([Message("user", "a")], f"see {token}")
     # What the policy itself wrote is not encoded again.
     written = [Message("user", "a"), Message("assistant", token)]

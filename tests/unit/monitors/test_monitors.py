@@ -111,7 +111,7 @@ def test_a_file_that_lost_rows_is_not_continued(tmp_path: Path) -> None:
     monitor.close()
     (tmp_path / "metrics.jsonl").write_text("")
     again = jsonl(tmp_path, resume_step=1)
-    with pytest.raises(RunDirError, match="the checkpoint had seen"):
+    with pytest.raises(RunDirError, match="the checkpoint recorded"):
         again.restore(state)
     again.close()
 

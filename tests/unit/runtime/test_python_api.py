@@ -83,7 +83,7 @@ def test_rows_by_name_beside_sections_and_functions(tmp_path: Path) -> None:
         ("b?", 2),
     ]
     path.write_text(files[path] + files[path])
-    with pytest.raises(DataError, match="not those that the run was given"):
+    with pytest.raises(DataError, match="differ from the rows"):
         resolve("tasks", "given")(config.tasks["train"], name="train", seed=0)
 
 

@@ -147,7 +147,7 @@ SAMPLE = {"messages": [{"role": "user", "content": "x"}], "completion": "4", "co
         ({"samples": [{**SAMPLE, "completion": None}]}, "samples[0].completion"),
         ({"samples": [{**SAMPLE, "messages": []}]}, "samples[0].messages"),
         ({"samples": [{**SAMPLE, "messages": [{"content": "x"}]}]}, "samples[0].messages[0]"),
-        ({"samples": [{**SAMPLE, "images": ["http://host/image.png"]}]}, "nothing is fetched"),
+        ({"samples": [{**SAMPLE, "images": ["http://host/image.png"]}]}, "not downloaded"),
         ({"samples": ["2+2=4"]}, "samples[0]"),
     ],
 )

@@ -281,7 +281,7 @@ async def test_images_are_data_uris_and_become_part_of_the_experience(tmp_path: 
         assert groups[0].task.task_id != groups[1].task.task_id
         assert np.array_equal(*(group.trajectories[0].turns[0].prompt_tokens for group in groups))
         fetched = await here.chat({"role": "user", "content": [IMAGE_URL]}, expect=400)
-        assert "nothing is fetched" in fetched["error"]["message"]
+        assert "not downloaded" in fetched["error"]["message"]
         cut = f"data:image/png;base64,{base64.b64encode(PICTURES[0][:60]).decode()}"
         damaged = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": cut}}]}
         assert "damaged" in (await here.chat(damaged, expect=400))["error"]["message"]

@@ -116,7 +116,7 @@ async def test_one_that_the_trainer_took_for_dead_is_told_so() -> None:
     synchronizer, channel = await run.explorer("ann")
     await run.explorer("bob")
     synchronizer.mark_dead("ann", "no heartbeat for 10 s")
-    with pytest.raises(SyncError, match=r"explorer 'ann'(.|\n)*took it for dead: no heartbeat for 10 s"):
+    with pytest.raises(SyncError, match=r"explorer 'ann'(.|\n)*counted it as dead: no heartbeat for 10 s"):
         await collected(channel, 0)
 
 
@@ -134,7 +134,7 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
     assert not entering.done()
     run.synchronizer.mark_dead("bob", "killed")
     async with asyncio.timeout(60):
-        with pytest.raises(VersionGone, match=r"exchange 1 of the trainer and ann, bob(.|\n)*'bob' is gone: killed"):
+        with pytest.raises(VersionGone, match=r"exchange 1 of the trainer and ann, bob(.|\n)*'bob' has ended: killed"):
             await entering
         await ann.next_version("ann", None, newest=True)
         assert dict(await collected(channel, 0)).keys() == dict(WEIGHTS).keys()
@@ -249,7 +249,7 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
     go_on.set()
-    with pytest.raises(SyncError, match="took it for dead: killed"):
+    with pytest.raises(SyncError, match="counted it as dead: killed"):
         await entering
     for delivered in (False, True):
         await late.next_version("cy", None, newest=True)
@@ -286,7 +286,7 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
     go_on.set()
-    with pytest.raises(SyncError, match="took it for dead: killed"):
+    with pytest.raises(SyncError, match="counted it as dead: killed"):
         await lost
     with pytest.raises(VersionGone, match="it continues with bucket 2, and this process lacks an earlier one"):
         await collected(late_channel, 0)
@@ -378,8 +378,8 @@ async def test_a_trainer_that_offers_another_version_says_what_became_of_the_res
         ({"trainer": "a", "ann": "b", "bob": "c"}, "nccl", ""),
         ({"trainer": "", "ann": ""}, "gloo", ""),
         ({"trainer": "a", "ann": "a", "bob": "b"}, "gloo", "trainer and ann share a GPU"),
-        ({"trainer": "a", "ann": "b", "bob": ""}, "gloo", "bob compute(s) without a GPU, or without nccl"),
-        ({"trainer": "a", "ann": "a", "bob": ""}, "gloo", "trainer and ann share a GPU; bob compute(s) without"),
+        ({"trainer": "a", "ann": "b", "bob": ""}, "gloo", "bob have no GPU, or no nccl"),
+        ({"trainer": "a", "ann": "a", "bob": ""}, "gloo", "trainer and ann share a GPU; bob have no GPU"),
     ],
 )
 def test_nccl_needs_a_gpu_for_each_process(gpus: dict[str, str], backend: str, reason: str) -> None:

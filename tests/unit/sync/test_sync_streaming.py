@@ -140,7 +140,7 @@ async def test_before_the_first_tensor_the_old_version_still_answers(tmp_path: P
     wrong = shifted(tmp_path / "model")
     with pytest.raises(SyncError, match="missing: "):
         await engine.load(1, Described(tuple(each for each in wrong.tensors if "norm" not in each.name), wrong))
-    with pytest.raises(SyncError, match="which was not announced"):
+    with pytest.raises(SyncError, match="which the description of the version does not list"):
         await engine.load(1, Described(wrong.tensors, ((f"{name}s", tensor) for name, tensor in wrong)))
     assert same(await engine.generate(asked()), before)
     assert engine.version == 0
@@ -155,7 +155,7 @@ async def test_an_update_in_flight_that_fails_ends_what_is_in_flight(tmp_path: P
     with pytest.raises(EngineFailure, match="the network is gone"):
         await going
     never = shifted(tmp_path / "model")
-    with pytest.raises(SyncError, match="tensors never came"):
+    with pytest.raises(SyncError, match="tensors are missing"):
         await engine.load(2, Described(never.tensors, list(never)[:3]))
     with pytest.raises(EngineFailure, match="a part of version 2"):
         await engine.generate(asked())

@@ -139,7 +139,7 @@ def test_reasoning_gym_refuses_at_construction() -> None:
 
 
 def test_reasoning_gym_refuses_an_environment_whose_scores_do_not_survive_recording() -> None:
-    with pytest.raises(ConfigError, match="recorded as JSON"):
+    with pytest.raises(ConfigError, match="stored as JSON"):
         source("reasoning_gym", environments={"rearc": {}})
 
 

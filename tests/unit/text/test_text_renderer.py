@@ -143,13 +143,13 @@ def test_a_template_that_rewrites_earlier_messages_is_an_error_that_shows_where(
     chat = renderer(MOVING)
     talk = [Message("system", "S"), user("a")]
     tokens = chat.render(talk)
-    with pytest.raises(DataError, match=r"from character 8 it reads 'a<.*' where the policy had seen 'S\|a<"):
+    with pytest.raises(DataError, match=r"from character 8 it reads 'a<.*' but the policy has seen 'S\|a<"):
         chat.extend([*talk, assistant("b")], tokens, StopReason.EOS, [user("c")])
 
 
 def test_a_template_that_drops_the_reply_is_an_error():
     chat = renderer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match="renders the last one 0 times"):
+    with pytest.raises(DataError, match="renders the last completion 0 times"):
         chat.extend([user("a"), assistant("b")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 
@@ -225,7 +225,7 @@ def test_a_tokenizer_without_template_says_what_to_do():
 def test_without_any_end_of_turn_there_is_no_renderer():
     tokenizer = tiny_tokenizer("bytes")
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="what ends a turn"):
+    with pytest.raises(DataError, match="the end of a turn"):
         ChatRenderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     assert renderer().eos_token_ids == ChatRenderer(tokenizer).eos_token_ids
 

@@ -72,7 +72,7 @@ def test_what_was_changed_is_refused_unless_it_has_no_hashes(tmp_path, caplog):
     weights = bytearray((path / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (path / "model.safetensors").write_bytes(weights)
-    with pytest.raises(RunDirError, match=r"model.safetensors is missing or not what was saved"):
+    with pytest.raises(RunDirError, match=r"model.safetensors is missing or was changed"):
         source.materialize(path)
     (path / "manifest.json").unlink()
     assert source.materialize(path) == path  # of a run that began before there was a manifest

@@ -66,12 +66,30 @@ def test_a_front_door_may_name_its_origin_and_a_page_is_text(tmp_path: Path) -> 
         ("Take what there is.", "what there is"),
         ("The weights of then, not those of now.", "The weights of then"),
         ("`sandbox: off` does without.", "does without"),
+        ("None where the box does not end.", "None where"),
+        ("With its adapter off, where it is here.", "where it is here"),
+        ("The run goes on.", "goes on"),
+        ("A process that comes home late.", "comes home"),
+        ("It is made wide and let go of.", "let go of"),
+        ("What an adapter says of itself.", "says of itself"),
+        ("A list of your own making.", "of your own making"),
+        ("It reads no file but this one.", "no file but"),
+        ("Hashes, by which the receiver knows them.", "by which the"),
+        ("`gspo` in the place of `ppo`.", "in the place of"),
+        ("Its adapter began as nothing.", "as nothing"),
+        ("An image for the other ranks' sake.", "for the other ranks' sake"),
+        ("Collate prompts so.", "so"),
     ],
 )
-def test_a_riddle_is_found_in_a_page_alone(text: str, expected: str, tmp_path: Path) -> None:
+def test_a_riddle_is_found_in_texts_and_pages(text: str, expected: str, tmp_path: Path) -> None:
     assert used(tmp_path, "docs/a.md", text)[0] == (1, expected)
+    assert used(tmp_path, "trivium/a.py", f'"""{text}"""')[0] == (1, expected)
+
+
+def test_other_phrases_are_left_alone(tmp_path: Path) -> None:
+    text = "What there is to say; of nowhere; it can do it without a key. So it ends; if so, the next one follows."
+    assert used(tmp_path, "docs/a.md", text) == []
     assert used(tmp_path, "trivium/a.py", f'"""{text}"""') == []
-    assert used(tmp_path, "docs/b.md", "What there is to say; of nowhere; it can do it without a key.") == []
 
 
 def test_the_words_are_avoided() -> None:

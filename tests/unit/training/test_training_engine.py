@@ -164,7 +164,7 @@ class TestLongest:
         monkeypatch.setattr(Learner, "_backward", full)
         engine._learners["policy"]._is_untried = True
         with pytest.raises(
-            TriviumError, match=r"the largest that this run can meet\n.*CUDA out of memory\n.*lower train"
+            TriviumError, match=r"the largest possible in this run\n.*CUDA out of memory\n.*lower train"
         ):
             engine.update("policy", batch, Reinforce())
 

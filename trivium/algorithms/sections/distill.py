@@ -40,7 +40,7 @@ class DistillConfig(UpdateConfig):
             yield Problem(
                 f"engine.sampling.{name}",
                 f"{name} with the loss {self.policy_loss.kind!r}",
-                "tokens that sampling left out have no log-probability, and the teacher's may be among them",
+                "tokens that sampling left out have no log-probability, and they may include tokens of the teacher",
                 "leave it out, or use policy_loss.kind distill",
             )
         if "advantages" in loss.needs:
@@ -55,7 +55,7 @@ class DistillConfig(UpdateConfig):
             yield Problem(
                 f"{where}.policy_loss",
                 f"the loss {self.policy_loss.kind!r} on buffer.{where_from}",
-                "it takes each token for a sample of the policy, and an expert wrote these",
+                "it assumes that the policy sampled each token, and an expert wrote these",
                 "use kind: distill_top_k, or buffer.kind memory without such a strategy",
             )
         elif "teacher_log_prob" in loss.needs:

@@ -115,7 +115,7 @@ class KlConfig(Config):
             yield Problem(
                 f"{where}.estimator",
                 f"the estimator {self.estimator.kind!r} in the loss",
-                "its gradient has mean zero: it adds noise, and pulls nowhere",
+                "its gradient has mean zero: it adds noise only",
                 f"use {self.estimator.kind}+, or set {where}.place: reward",
             )
         if in_reward and isinstance(metadata, KlMetadata) and metadata.straight_through:
@@ -243,7 +243,7 @@ def ratio_problems(
         yield Problem(
             f"{where}.policy_loss",
             f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
-            "it has no ratio, so the later ones would take samples of older weights for their own",
+            "it has no ratio, so later updates would treat samples of older weights as their own",
             f"use {instead}, or leave epochs and mini_batches at 1",
         )
 

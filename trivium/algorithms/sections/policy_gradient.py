@@ -62,8 +62,8 @@ class SupervisedConfig(UpdateConfig):
             yield Problem(
                 f"{where}.kind",
                 f"the algorithm {self.kind!r} on buffer.kind {run.buffer.kind!r}",
-                "it would imitate whatever the policy itself samples, good or bad",
-                "use buffer.kind files, or algorithm.kind raft to imitate what earned a reward",
+                "it would imitate all samples of the policy, good or bad",
+                "use buffer.kind files, or algorithm.kind raft to imitate rewarded completions",
             )
         elif run.schedule.group_size != 1:
             yield Problem(
@@ -169,10 +169,10 @@ class PolicyGradientConfig(UpdateConfig):
         elif run.max_age == 0 and _samples_exactly(run):
             why = "default: groups are fresh"
         else:
-            inexact = f"engine.kind {run.engine.kind} computes log-probabilities of its own"
+            inexact = f"engine.kind {run.engine.kind} computes log-probabilities differently"
             why = f"default: {f'groups may be {run.max_age} version(s) old' if run.max_age else inexact}"
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
-            made_for = f", and {' and '.join(self._made_for_stale_groups)} are made for them"
+            made_for = f", and {' and '.join(self._made_for_stale_groups)} are designed for them"
             why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
         return {**super().describe(run), "correction": f"{correction.words}{recomputed} ({why})"}
 
@@ -240,7 +240,7 @@ class PolicyGradientConfig(UpdateConfig):
             yield Problem(
                 f"{where}.refill",
                 f"refused groups replaced {WITH_FIXED_VERSIONS}",
-                "which version generates a slot would depend on what is refused later",
+                "the version that samples a slot would depend on groups refused later",
                 "set refill, schedule.max_staleness or schedule.deterministic back",
             )
 
@@ -288,7 +288,7 @@ class PolicyGradientConfig(UpdateConfig):
             yield Problem(
                 f"{where}.old_log_prob",
                 "the engine's log-probabilities as the old ones",
-                f"the correction {correction.kind!r} compares the two, and would find them equal",
+                f"the correction {correction.kind!r} compares the two, which would be equal",
                 f"leave the key out, or set {where}.correction.against: current",
             )
         if correction.weights != "none" and correction.against == "current" and "old_log_prob" in loss.needs:
@@ -319,9 +319,9 @@ class PolicyGradientConfig(UpdateConfig):
             if isinstance(metadata, TokenWeightMetadata) and loss.per_sequence and not metadata.per_sequence:
                 yield Problem(
                     f"{where}.gates[{number}]",
-                    f"the gate {gate.kind!r}, which judges tokens",
+                    f"the gate {gate.kind!r} on single tokens",
                     f"the loss {self.policy_loss.kind!r} has one ratio for a whole sequence",
-                    "use the gate sequence_drift, or another loss (gspo in the place of gspo_sequence)",
+                    "use the gate sequence_drift, or another loss (gspo instead of gspo_sequence)",
                 )
             if loss.split and gate.narrow:
                 yield Problem(
@@ -347,7 +347,7 @@ class PolicyGradientConfig(UpdateConfig):
                 yield Problem(
                     f"{where}.shaping", "shaped rewards", f"{name} {reason}", f"leave the key out, or {remedy}"
                 )
-        negative = (estimator.nonnegative, "makes no sense of rewards below 0")
+        negative = (estimator.nonnegative, "is not defined for rewards below 0")
         for applies, reason in (negative, unread[:2]):
             if self.kl.coef and self.kl.place == "reward" and applies:
                 remedy = f"set {where}.kl.place: loss"

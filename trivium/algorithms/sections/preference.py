@@ -80,7 +80,7 @@ class PreferenceConfig(PairsConfig):
             yield Problem(
                 f"{where}.pair_loss",
                 f"the loss {self.pair_loss.kind!r} on {run.schedule.groups_per_step} group per step",
-                "its reference point is estimated from each prompt with the completion of another one of the step",
+                "its reference point is estimated from each prompt with the completion of another prompt of the step",
                 "set schedule.groups_per_step to 2 at least, or use pair_loss.kind kto",
             )
         if self.label != type(self).model_fields["label"].default and (

@@ -35,7 +35,7 @@ def teacher_problems(teacher: TeacherConfig | None, needs: AbstractSet[str], whe
     if teacher is None:
         if wanted:
             yield Problem(
-                where, "a teacher", f"none, and {', '.join(sorted(wanted))} comes from one", f"say {where}.path: ..."
+                where, "a teacher", f"none, and the algorithm reads {', '.join(sorted(wanted))}", f"set {where}.path"
             )
         return
     if not wanted:

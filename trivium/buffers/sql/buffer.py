@@ -226,7 +226,7 @@ class SqlBuffer(SlotBuffer):
         def read(connection: sa.Connection) -> Any:
             slots = self._slots(connection, joins=True)
             if slots is None:
-                raise SyncError(f"look into the buffer {self._name!r}", "no trainer has opened it", "restore it first")
+                raise SyncError(f"read the buffer {self._name!r}", "no trainer has opened it", "restore it first")
             return look(slots)
 
         return await asyncio.to_thread(self._database.read, read)
@@ -270,7 +270,7 @@ class SqlBuffer(SlotBuffer):
     def _slots(
         self, connection: sa.Connection, *, lock: bool = False, joins: bool = False, dry: bool = False
     ) -> Slots | None:
-        """The buffer's rows; None where it is not open yet. `joins`: the call can only come after the trainer's
+        """The buffer's rows; None before the buffer is open. `joins`: the call can only come after the trainer's
         `restore`, so the session in the database is its own."""
         mine = self._session  # before the row is read: `restore` may commit, and set it, in between
         head = self._head(connection, lock=lock)
@@ -303,7 +303,8 @@ def _name_taken(name: str, cause: str) -> ConfigError:
     return ConfigError(
         f"a run with the name {name!r}",
         cause,
-        "set run.name or buffer.url; or, if that run is over for good, buffer.overwrite=true, which deletes its groups",
+        "set run.name or buffer.url; or, if that run is no longer needed, buffer.overwrite=true, which deletes its "
+        "groups",
     )
 
 

@@ -130,7 +130,7 @@ def _parsed(url: str) -> sa.URL:
         raise ConfigError(f"the database {url!r}", f"{name} is not supported", f"use one of {sorted(set(drivers))}")
     if name == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise ConfigError(
-            f"the database {url!r}", "it has no file, so no other process can open it", "sqlite:///file.db"
+            f"the database {url!r}", "it is in memory, so no other process can open it", "sqlite:///file.db"
         )
     return parsed.set(drivername=drivers[name])
 

@@ -88,7 +88,9 @@ class SqlRows:
         lost = [slot for slot in slots if slot not in taken]
         if lost:
             raise DataError(
-                f"groups that were taken from slots {list(slots)}", f"none was from {lost}", "ask for others"
+                f"groups that were taken from slots {list(slots)}",
+                f"no groups of {lost} were taken",
+                "ask for slots whose groups were taken",
             )
         return [taken[slot] for slot in slots]
 
@@ -131,7 +133,7 @@ class SqlRows:
                     _log.warning("slot %d is rolled out again: %s (%s)", row.slot, error.asked, error.found)
 
     def records(self, rows: Sequence[Row]) -> list[bytes]:
-        """The encoded groups of rows; empty where there is none."""
+        """The encoded groups of rows; empty for a row without a group."""
         records: dict[tuple[int, int], bytes] = {}
         for part in _parts([row.slot for row in rows], _BULKY):
             query = sa.select(_g.slot, _g.attempt, _g.payload).where(_g.buffer == self._name, _g.slot.in_(part))

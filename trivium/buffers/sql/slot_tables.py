@@ -46,9 +46,9 @@ SLOTS = sa.Table(
     sa.Column("task", sa.Text),
     sa.Column("dropped", sa.Boolean),
     sa.Column("consumed_at", sa.BigInteger, comment="the version that was trained on it"),
-    # No operation looks at more rows than it returns, however many there are. The state comes first: a search by slot
-    # alone must have no choice but the primary key, for PostgreSQL knows nothing of a new table and takes any index
-    # that begins with the buffer to be as good.
+    # No operation reads more rows than it returns, for any number of rows. The state comes first, so a search by slot
+    # alone can only use the primary key: PostgreSQL has no statistics of a new table, and would choose any index that
+    # begins with the buffer.
     sa.Index("trivium_slots_by_slot", "state", "buffer", "slot"),
     sa.Index("trivium_slots_by_arrival", "state", "buffer", "arrival"),
     sa.Index("trivium_slots_by_age", "state", "buffer", "oldest"),

@@ -103,7 +103,7 @@ def step_result(engine: object, answer: object) -> tuple[bool, Metrics]:
         raise TriviumError(
             f"metrics of {type(engine).__name__}.train_step",
             f"it returned a {type(answer).__name__}",
-            "return a dict of numbers, or (whether to go on, that dict)",
+            "return a dict of numbers, or (whether to continue, that dict)",
         )
     named: Metrics = {}
     for name, value in cast("Mapping[str, Any]", metrics).items():

@@ -30,7 +30,7 @@ def adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
         raise RunDirError(
             f"resume from {source}",
             f"{store.directory} has checkpoints up to step {newest[0]}",
-            "choose another default_local_dir, or resume_mode: auto to go on from the latest",
+            "choose another default_local_dir, or resume_mode: auto to continue from the latest",
         )
     store.directory.mkdir(parents=True, exist_ok=True)
     staging = store.directory / f".{source.name}.partial"

@@ -132,7 +132,7 @@ def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[An
             raise DataError(
                 f"extra information {name!r} about {len(view)} samples",
                 f"{len(values)} entries",
-                "give one entry per sample, None where there is nothing to say",
+                "give one entry per sample, None for those without a value",
             )
     return [
         _scored(row, tokens.double(), length, {name: values[row] for name, values in extra.items()})

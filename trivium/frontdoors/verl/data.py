@@ -280,7 +280,7 @@ def rows_of(dataset: object, name: str) -> list[Any]:
     if hasattr(dataset, "on_batch_end"):
         raise DataError(
             f"rows of {name}",
-            f"a {type(dataset).__name__} with `on_batch_end`, which adds rows while training goes on",
+            f"a {type(dataset).__name__} with `on_batch_end`, which adds rows during training",
             "leave `on_batch_end` out; a train_sampler with `update` may choose other rows after every batch",
         )
     return [dataset[index] for index in range(len(dataset))]

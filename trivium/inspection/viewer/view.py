@@ -57,7 +57,7 @@ def write_trace(paths: Sequence[Path], out: Path) -> None:
     trace = chrome_trace(paths[0])
     if not trace["traceEvents"]:
         raise RunDirError(
-            f"the timeline of {paths[0]}", "no spans in spans/", "only runs of this version note them: run it again"
+            f"the timeline of {paths[0]}", "no spans in spans/", "only runs of this version record them: run it again"
         )
     atomic_write(out, json.dumps(trace))
 
@@ -67,7 +67,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     a repeated path."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     if len(set(parts)) < len(parts):
-        raise ConfigError("runs to view side by side", "one of them is given twice", "name each once")
+        raise ConfigError("runs to view side by side", "one of them is named twice", "name each run once")
     number = 1
     while len({each[-number:] for each in parts}) < len(parts):
         number += 1

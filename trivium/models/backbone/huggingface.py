@@ -54,7 +54,7 @@ class HuggingFaceModel:
             elif self.template_variables:
                 text = self._base_template() or ""
                 for name in (name for name in self.template_variables if not re.search(rf"\b{name}\b", text)):
-                    found, do = "the chat template does not read it", "remove it, or set model.chat_template"
+                    found, do = "the chat template does not use it", "remove it, or set model.chat_template"
                     yield Problem(f"{where}.template_variables.{name}", "a variable of the template", found, do)
             yield from _unusable(Path(self.path), f"{where}.path")
 

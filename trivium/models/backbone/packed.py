@@ -265,10 +265,10 @@ class Backbone:
         """Enables packing if packed and padded passes agree within `tolerance` of the largest number, or within what
         rounding explains; else logs a warning and pads. Raises ConfigError if the ranks of `sequence` cannot run the
         model together."""
-        reason = self._probe(tolerance) if self.packs else "its attention is more than packed attention computes"
+        reason = self._probe(tolerance) if self.packs else "packed attention does not support its attention"
         self.packs = not reason
         if reason:
-            _log.warning("%s is run padded, which takes more time: %s", type(self.module).__name__, reason)
+            _log.warning("%s runs with padding, which takes more time: %s", type(self.module).__name__, reason)
         if self.sequence is not None:
             self._check_sequence(self.sequence.size)
 
@@ -333,7 +333,8 @@ class Backbone:
         if batch.routing is not None:
             raise ConfigError(
                 f"train.router_replay with {type(self.module).__name__}",
-                "its attention is more than packed attention computes, and only packs carry the experts of tokens",
+                "packed attention does not support its attention, and only packed sequences carry the experts of "
+                "tokens",
                 "set it to off for this model",
             )
         grid = batch.tokens.new_zeros(batch.shape)
@@ -353,8 +354,8 @@ class Backbone:
         if not self.packs:
             raise ConfigError(
                 f"train.sequence_parallel {size} for {name}",
-                "its attention is more than packed attention computes, so no other rank can take a share of it",
-                "leave it at 1 for this model, or train one that packs (Llama, Qwen, Mistral, GPT-2, ...)",
+                "packed attention does not support its attention, so ranks cannot share a sequence",
+                "leave it at 1 for this model, or train one that supports packing (Llama, Qwen, Mistral, GPT-2, ...)",
             )
         check_heads(name, self.module.config.get_text_config().num_attention_heads, size)
 

@@ -40,7 +40,7 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
         with torch.device("meta"):  # every parameter is replaced
             model: Any = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
-        raise _refusal(directory, f"transformers has none for {type(backbone).__name__}") from error
+        raise _refusal(directory, f"transformers has no sequence classifier for {type(backbone).__name__}") from error
     if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.bias is not None:
         raise _refusal(directory, f"the head of {type(model).__name__} is not one linear layer without bias, `score`")
     setattr(model, model.base_model_prefix, backbone)
@@ -80,7 +80,7 @@ def load_score_model(
     """
     saved = path / f"{VALUE_HEAD}.safetensors"
     if not saved.is_file() and not (path / "config.json").is_file():
-        do = "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint), or a sequence classifier"
+        do = "name a model of `algorithm.kind: reward_model` (`reward/` of its checkpoint), or a sequence classifier"
         raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
     options = ValueOptions(dtype=torch.float32, weights=dtype, device=device, seed=0)
     if saved.is_file():
@@ -108,7 +108,9 @@ def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model:
     if not heads or unknown:
         raise DataError(
             f"one score by {model}",
-            f"no head {unknown[0]!r}; it has {', '.join(names)}" if unknown else f"it has several: {', '.join(names)}",
+            f"no head {unknown[0]!r}; it has {', '.join(names)}"
+            if unknown
+            else f"it has several heads: {', '.join(names)}",
             "give the weights of heads: {" + ", ".join(f"{name}: 1.0" for name in names) + "}",
         )
     return [heads.get(name, 0.0) for name in names]

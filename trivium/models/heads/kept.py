@@ -74,8 +74,8 @@ def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> 
         wrong = e.response_mask & (listed != (every > 0))
         if wrong.any():
             raise DataError(
-                "tokens that were sampled among those that were kept",
-                f"{int(wrong.sum())} tokens of group {e.group_id!r} are not in their own sets",
+                "sampled tokens that are among the kept ones",
+                f"{int(wrong.sum())} tokens of group {e.group_id!r} are not in the kept set of their position",
                 "record, for each sampled token, the ids that its own position kept",
             )
         counts.append(every[e.response_mask])

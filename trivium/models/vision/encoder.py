@@ -111,9 +111,9 @@ class Vision:
             refuse_other_media(item)
             start, end = item.span or (-1, -1)
             if not 0 <= start < end <= len(tokens):
-                where = "it was not rendered" if item.span is None else f"its tokens are {start} to {end}"
+                where = "it has no place in the tokens" if item.span is None else f"its tokens are {start} to {end}"
                 raise DataError(
-                    "an image that is whole in its sequence",
+                    "an image whose tokens are all in its sequence",
                     f"{where}, the sequence has {len(tokens)} ({item.sha256[:12]})",
                     "leave out rows that a length limit cut inside an image, or raise the limit",
                 )
@@ -272,13 +272,13 @@ def _images_in(model_dir: Path) -> Images:
 def refuse_other_media(item: Media) -> None:
     """Raises DataError for media other than images."""
     if not item.mime.startswith("image/"):
-        raise DataError(f"read {item.mime}", "models read text and images here", "leave video and sound out of tasks")
+        raise DataError(f"read {item.mime}", "only text and images are supported", "leave video and sound out of tasks")
 
 
 def refuse_images(module: PreTrainedModel) -> DataError:
     """The error for images for a model that is not one of `FAMILIES`."""
     return DataError(
         f"images for a {type(module).__name__}",
-        f"models of type {module.config.model_type!r} read text only, here",
+        f"models of type {module.config.model_type!r} are supported with text only",
         f"use a model of type {', '.join(FAMILIES)}",
     )

@@ -123,7 +123,7 @@ class Images:
             raise DataError(
                 f"the pixels of {_described(media)}, {image.width} x {image.height}",
                 f"{type(self._processor).__name__}: {error}",
-                "leave the image out, or give it another shape",
+                "leave the image out, or use another aspect ratio",
             ) from error
         tokens = np.asarray(inputs["input_ids"], np.int32)[0]
         tokens.flags.writeable = False
@@ -144,7 +144,7 @@ def check_processor(images: Images, model_dir: str | Path) -> None:
     if own is None or not own.equals(images):
         raise ConfigError(
             f"the processor of the model {model_dir}",
-            "the model has none" if own is None else "the one passed reads images otherwise",
+            "the model has none" if own is None else "the given processor reads images differently",
             "save it there (processor.save_pretrained), or pass the model's own: hf_processor(model path)",
         )
 

@@ -60,7 +60,7 @@ def fill(
             continue
         for name, tensor in _converted(module, source, sources, converter, slots).items():
             if name in slots:
-                _check_shape(slots[name], tensor.shape, f"what {sources[0][1]} and others make", directory)
+                _check_shape(slots[name], tensor.shape, f"the tensor made of {sources[0][1]} and others", directory)
                 _place(slots[name], weights_on or device, rows_of(tensor))
     missing = sorted({slot.names[0] for slot in slots.values() if slot.tensor.is_meta and not slot.is_buffer})
     if missing:

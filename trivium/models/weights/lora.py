@@ -306,7 +306,9 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
         if layer not in modules or any(part is None for part in parts):
             raise SyncError(
                 f"an adapter of {type(base).__name__}",
-                f"the model has no layer {layer!r}" if layer not in modules else f"that of {layer!r} is not complete",
+                f"the model has no layer {layer!r}"
+                if layer not in modules
+                else f"the adapter of {layer!r} is not complete",
                 "train and sample with the same base model",
             )
         down, up, scale, its_base = cast(list[torch.Tensor], parts)
@@ -315,7 +317,7 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
         if up.shape[1] != down.shape[0] or (shape[::-1] if transposed else shape) != fits:
             raise SyncError(
                 f"an adapter of {type(base).__name__}",
-                f"that of {layer!r} is for {shape}, the layer is {fits}",
+                f"the adapter of {layer!r} is for {shape}, the layer is {fits}",
                 "train and sample with the same base model",
             )
         adapter[f"{layer}.weight"] = LowRank(down, up, float(scale), transposed, int(its_base))
@@ -328,9 +330,9 @@ def check_base(adapter: Mapping[str, LowRank], fingerprint_of: Callable[[str], i
     if wrong:
         raise SyncError(
             f"add an adapter to {wrong[0]}",
-            "the base weight here is not the one that it was trained with",
-            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
-            "commands of their own know the first stage's model only)",
+            "the base weight differs from the one that the adapter was trained with",
+            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that "
+            "run as separate commands have only the first stage's model)",
         )
 
 

@@ -55,12 +55,12 @@ class Processes:
         """The error of a call whose process ended without an answer."""
         asked = f"an answer of {self.label}"
         found = f"its process {_ending(code)} on {text_of(arguments, _SHOWN, repr)}"
-        do = "look at what it printed: it crashed, left by itself, or used too much memory"
+        do = "look at its output: it crashed, exited, or used too much memory"
         if code == -signal.SIGALRM and self._limits.wall_s is not None:
-            found, do = f"no answer within {self._limits.wall_s:g} s", "give it more time, or let it give up sooner"
+            found, do = f"no answer within {self._limits.wall_s:g} s", "give it more time, or an earlier time limit"
         if self._limits.cpu_s is not None:
             asked += f" within {self._limits.cpu_s} CPU seconds"
-            do += " or CPU time; raise cpu_limit_s if it is right to take so long"
+            do += " or CPU time; raise cpu_limit_s if such a long call is expected"
         return RewardError(asked, found, do)
 
 
@@ -69,7 +69,7 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-    known = {"SIGKILL": ", as the system does where memory is short", "SIGXCPU": ": its CPU time was over"}
+    known = {"SIGKILL": ", as the system does if memory is short", "SIGXCPU": ": its CPU time was used up"}
     return f"was ended by {name}{known.get(name, '')}"
 
 

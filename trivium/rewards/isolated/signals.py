@@ -48,7 +48,7 @@ def _refuse(name: str) -> None:
     calls = _calls.get()
     if calls is not None and threading.current_thread() is not _main_thread():
         calls.append(name)
-        raise MainThreadWanted(f"{name} is for the main thread alone")
+        raise MainThreadWanted(f"{name} needs the main thread")
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

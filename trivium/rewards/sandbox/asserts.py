@@ -89,7 +89,7 @@ class End:
         if isinstance(name, int):
             return self._objects[name]
         if not self._can_operate:
-            raise TypeError("a program calls what it was given, nothing else")
+            raise TypeError("a program may call only the objects that it was given")
         return getattr(operator, name, None) or getattr(builtins, name)
 
     def _send(self, message: object) -> None:
@@ -166,7 +166,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name in _PREDICATES:
-            raise AttributeError(f"{name}, of an object that is no plain data")
+            raise AttributeError(f"{name}, of an object that is not plain data")
         return self._end.call("getattr", self, name)
 
     def __instancecheck__(self, value: object) -> bool:

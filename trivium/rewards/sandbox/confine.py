@@ -66,7 +66,9 @@ def confine(order: dict[str, Any]) -> dict[str, str]:
     why."""
     missing: dict[str, str] = {}
     if sys.platform != "linux":
-        return dict.fromkeys(("memory", "files", "network", "processes"), f"{sys.platform} offers no means")
+        return dict.fromkeys(
+            ("memory", "files", "network", "processes"), f"{sys.platform} has no means to confine a process"
+        )
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     alone = _private_root(order)
     counted = _change_user(order["uid"], order["folder"], alone)

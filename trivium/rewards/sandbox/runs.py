@@ -119,7 +119,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, without: Collection[str] = ()) -> None:
         if unknown := sorted(set(without) - set(LIMITS)):
-            raise ConfigError("limits to do without", ", ".join(unknown), f"there are: {', '.join(LIMITS)}")
+            raise ConfigError("limits that may be missing", ", ".join(unknown), f"there are: {', '.join(LIMITS)}")
         self.limits, self._without = limits or Limits(), sorted(without)
         self._folders = _readable()
         self._filters = [base64.b64encode(confinement(t)).decode() for t in (False, True)] if known() else []
@@ -247,8 +247,8 @@ class Sandbox:
         """Raises unless the process reported that the limits hold."""
         if report is None:
             raise RewardError(
-                "a process that confines itself",
-                f"it ended before ({ran.end}): {ran.stderr[-500:]}",
+                "a process that can confine itself",
+                f"it ended before that ({ran.end}): {ran.stderr[-500:]}",
                 "check that the machine has memory and processes to spare",
             )
         missing = {name: why for name, why in report["missing"].items() if name not in self._without}
@@ -256,8 +256,8 @@ class Sandbox:
             raise ConfigError(
                 "a sandbox for untrusted code",
                 "this machine does not limit " + "; ".join(f"{name}: {why}" for name, why in missing.items()),
-                "run on Linux 5.13 or later, where Landlock and seccomp work; or, at your own risk, name what to do "
-                f"without: {sorted(missing)}",
+                "run on Linux 5.13 or later, with Landlock and seccomp; or, at your own risk, allow these limits to "
+                f"be missing: {sorted(missing)}",
             )
 
 

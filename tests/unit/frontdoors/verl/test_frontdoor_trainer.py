@@ -154,7 +154,7 @@ def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_p
 
     made = setup(hf_processor(path))
     assert len(made.renderer.render([Message("user", "<image>?", (read_image(uri, ""),))])) == 22
-    with pytest.raises(ConfigError, match=r"the processor of the model(.|\n)*reads images otherwise"):
+    with pytest.raises(ConfigError, match=r"the processor of the model(.|\n)*reads images differently"):
         setup(hf_processor(vision(28)))
     with pytest.raises(DataError, match="reads text only"):
         setup(None)
