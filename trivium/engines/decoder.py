@@ -400,7 +400,7 @@ def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
     if odd:
         raise ConfigError(
             f"generate with {name}",
-            f"it has it has layers of type {', '.join(sorted(odd))}",
+            f"it has layers of type {', '.join(sorted(odd))}",
             "use a model of full or sliding attention, or another engine",
         )
     if exact and changing_rotation(model):

@@ -34,7 +34,7 @@ class Incoming:
                 raise group
             self._taken()
             while group:
-                yield group.pop(0)  # keeps no tensor that the reader has let go of
+                yield group.pop(0)  # holds no tensor that the reader has released
 
 
 class Outgoing:
