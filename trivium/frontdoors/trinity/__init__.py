@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
+from trivium.frontdoors.trinity.config_object import Config, load_config
 from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
+from trivium.frontdoors.trinity.monitor_views import get_logger, prefix_metrics
 from trivium.frontdoors.trinity.registries import MONITOR, REWARD_FUNCTIONS, SAMPLE_STRATEGY, WORKFLOWS
+from trivium.frontdoors.trinity.sample_strategies import DefaultSampleStrategy, SampleStrategy
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.trainer import Trainer
@@ -27,12 +30,15 @@ __all__ = [
     "SAMPLE_STRATEGY",
     "WORKFLOWS",
     "CheckpointMonitor",
+    "Config",
+    "DefaultSampleStrategy",
     "Experience",
     "Experiences",
     "ModelWrapper",
     "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
     "RunningStatus",
+    "SampleStrategy",
     "SaveStrategy",
     "SimpleWorkflow",
     "StepWiseRewardWorkflow",
@@ -44,5 +50,8 @@ __all__ = [
     "Trainer",
     "VerlPPOTrainerWrapper",
     "Workflow",
+    "get_logger",
     "get_trainer_wrapper",
+    "load_config",
+    "prefix_metrics",
 ]

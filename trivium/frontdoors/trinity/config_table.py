@@ -27,7 +27,7 @@ _TOP: dict[str, Entry] = {
     "checkpoint_root_dir": Mapped("run.dir: checkpoint_root_dir/project/group/name", ""),
     "checkpoint_job_dir": Ignored("run.dir is made of checkpoint_root_dir, project, group and name"),
     "ray_namespace": Mapped("run.name: what commands that share a buffer call the run", ""),
-    "continue_from_checkpoint": Mapped("run.resume; false refuses a directory that holds a run", True),
+    "continue_from_checkpoint": Mapped("run.resume", True, note="false refuses a directory that holds a run"),
     "ignore_validator_suggestions": Ignored("`trivium check` says what fits"),
     "stages": Mapped("stages", (), list),
     "log": Ignored("log.txt in the run directory has everything"),
@@ -35,25 +35,25 @@ _TOP: dict[str, Entry] = {
 }
 
 _OPTIMIZER: dict[str, Entry] = {
-    "lr": Mapped("train.optimizer.lr", 1e-6),
-    "lr_warmup_steps": Mapped("train.optimizer.warmup_steps", -1),
+    "lr": Mapped("train.optimizer.lr; unset, that of trainer_config", 1e-6),
+    "lr_warmup_steps": Mapped("train.optimizer.warmup_steps; -1 leaves it to the ratio", -1),
     "lr_warmup_steps_ratio": Mapped("train.optimizer.warmup_steps, as a part of schedule.steps", 0.0),
     "min_lr_ratio": Mapped("train.optimizer.min_lr_ratio, where the schedule is cosine", 0.01),
     "lr_scheduler_type": Mapped("train.optimizer.schedule: constant or cosine", "constant"),
     "warmup_style": Mapped("train.optimizer.schedule: it goes before lr_scheduler_type", type=str),
     "optimizer_type": Restricted((None, "adam", "adamw"), "AdamW is the optimizer: leave it out"),
-    "betas": Mapped("train.optimizer.betas", (0.9, 0.999)),
-    "weight_decay": Mapped("train.optimizer.weight_decay", 0.01),
+    "betas": Mapped("train.optimizer.betas; unset, that of trainer_config", (0.9, 0.999)),
+    "weight_decay": Mapped("train.optimizer.weight_decay; unset, that of trainer_config", 0.01),
     "clip_grad": Ignored("trainer.grad_clip bounds the gradient"),
 }
 
 _ALGORITHM: dict[str, Entry] = {
     "algorithm_type": Mapped("algorithm: advantage, policy_loss, KL and entropy that stand for the name", "ppo"),
-    "repeat_times": Mapped("schedule.group_size", 1),
+    "repeat_times": Mapped("schedule.group_size, of rollouts", 1),
     **under("optimizer", _OPTIMIZER),
-    "sample_strategy": Mapped("buffer.strategy: default, staleness_control, mix", type=str),
+    "sample_strategy": Mapped("buffer.strategy: default, staleness_control, mix, or a class of yours", type=str),
     "sample_strategy_args": Mapped("the options of buffer.strategy", {}),
-    "advantage_fn": Mapped("algorithm.advantage.kind", type=str),
+    "advantage_fn": Mapped("the kind of algorithm.advantage", type=str),
     "advantage_fn_args": Mapped("the options of algorithm.advantage; they override the defaults", {}),
     "policy_loss_fn": Mapped("algorithm.policy_loss.kind (pair_loss, where that is dpo)", type=str),
     "policy_loss_fn_args": Mapped("the options of algorithm.policy_loss; they override the defaults", {}),
@@ -61,31 +61,31 @@ _ALGORITHM: dict[str, Entry] = {
     "kl_penalty_fn_args": Mapped("algorithm.kl.coef and its controller", {}),
     "kl_loss_fn": Mapped("algorithm.kl, place: loss", type=str),
     "kl_loss_fn_args": Mapped("algorithm.kl.coef; for dpo the beta of the pair loss", {}),
-    "entropy_loss_fn": Mapped("algorithm.entropy.term", type=str),
-    "entropy_loss_fn_args": Mapped("algorithm.entropy.coef", {}),
-    "loss_agg_mode": Mapped("algorithm.aggregate", type=str),
+    "entropy_loss_fn": Mapped("the term of algorithm.entropy", type=str),
+    "entropy_loss_fn_args": Mapped("the coef of algorithm.entropy", {}),
+    "loss_agg_mode": Mapped("algorithm.aggregate, of rollouts", type=str),
     "use_token_level_loss": Mapped("algorithm.aggregate: false is seq-mean-token-mean", True),
     "bypass_old_logprobs": Mapped("algorithm.old_log_prob: false is recompute", True),
-    "enable_router_replay": Mapped("train.router_replay: rollout", False),
+    "enable_router_replay": Mapped("train.router_replay", False, convert={True: "rollout"}),
     "rollout_correction": Restricted((None,), "set algorithm.correction in the translated config"),
     "add_strategy": Mapped("as advantage_fn, which it goes before", type=str),
     "add_strategy_args": Mapped("as advantage_fn_args", {}),
 }
 
 _MODEL: dict[str, Entry] = {
-    "model_path": Mapped("model.path", ""),
+    "model_path": Mapped("model.path: a folder, or a Hugging Face id", ""),
     "critic_model_path": Mapped("the critic starts from the policy's backbone: model_path, or refused", ""),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
-    "custom_chat_template": Mapped("model.chat_template", type=str),
+    "custom_chat_template": Mapped("model.chat_template, if no file is named", type=str),
     "chat_template_path": Mapped("model.chat_template: it goes before custom_chat_template", type=str),
     "temperature": Mapped("engine.sampling.temperature, where no rollout_args set it", 1.0),
     "top_p": Mapped("engine.sampling.top_p, where no rollout_args set it", 1.0),
     "top_k": Mapped("engine.sampling.top_k, where no rollout_args set it", -1),
     "logprobs": Ignored("the log-probability of every token is recorded"),
-    "max_model_len": Mapped("engine.max_context", type=int),
+    "max_model_len": Mapped("engine.max_context, of rollouts", type=int),
     "max_prompt_tokens": Mapped("engine.max_context, with max_response_tokens", type=int),
-    "max_response_tokens": Mapped("engine.sampling.max_new_tokens", type=int),
-    "min_response_tokens": Mapped("engine.sampling.min_new_tokens", 0),
+    "max_response_tokens": Mapped("engine.sampling.max_new_tokens, of rollouts", type=int),
+    "min_response_tokens": Mapped("engine.sampling.min_new_tokens, of rollouts", 0),
     "enable_prompt_truncation": Ignored("a prompt without room is a failed rollout: as there, nothing is learnt of it"),
     "repetition_penalty": Restricted((None, 1, 1.0), "it changes the sampled distribution: leave it out"),
     "enable_thinking": Mapped("model.template_variables.enable_thinking, if the chat template reads it", type=bool),
@@ -93,7 +93,9 @@ _MODEL: dict[str, Entry] = {
     "rope_scaling": Restricted((None,), "write it into config.json of the model"),
     "rope_theta": Restricted((None,), "write it into config.json of the model"),
     "tinker": Restricted((None,), "Tinker is not supported: leave it out"),
-    "external_model": Restricted((None,), "a model behind an endpoint cannot be trained: leave it out"),
+    "external_model": Mapped(
+        "engine.kind endpoint, in mode bench: a model behind an endpoint cannot be trained", type=dict
+    ),
     **ignored("the adapter is added to the weights", "fully_sharded_loras max_cpu_loras"),
 }
 
@@ -126,7 +128,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
         "engine.kind vllm samples where vLLM is asked for and installed, else torch: leave it out",
         "vllm",
     ),
-    "engine_num": Mapped("cluster.engines", 1),
+    "engine_num": Mapped("cluster.engines, on Ray", 1),
     "tensor_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
     "data_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
     "pipeline_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
@@ -139,7 +141,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
     "max_prompt_tokens": Mapped("as model.max_prompt_tokens, which it goes before", type=int),
     "max_response_tokens": Mapped("as model.max_response_tokens, which it goes before", type=int),
     "min_response_tokens": Mapped("as model.min_response_tokens, which it goes before", type=int),
-    "chat_template": Mapped("model.chat_template", type=str),
+    "chat_template": Mapped("as model.custom_chat_template, which it goes before", type=str),
     "repetition_penalty": Restricted((None, 1, 1.0), "it changes the sampled distribution: leave it out"),
     "ignore_eos": Restricted(_OFF, "leave it out"),
     "enable_multimodal": Ignored("the model says what it reads"),
@@ -170,7 +172,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
 }
 
 _EXPLORER: dict[str, Entry] = {
-    "name": Mapped("run.explorer, in the modes explore and serve", "explorer"),
+    "name": Mapped("run.explorer", "explorer", when={"mode": ("explore", "serve")}),
     "max_timeout": Mapped("workflow.deadline_s", 1800.0),
     "max_retry_times": Mapped("workflow.max_retries", 2),
     "env_vars": Ignored("set them in the shell: they are inherited by every process of the run"),
@@ -183,8 +185,8 @@ _EXPLORER: dict[str, Entry] = {
     "eval_interval": Mapped("evaluation.every, made a multiple of the sync interval", 100),
     "eval_on_startup": Ignored("an evaluation at the start and at the end is what others are compared with"),
     "bench_on_latest_checkpoint": Restricted(_OFF, "use `trivium eval CONFIG --step N`"),
-    "proxy_port": Mapped("serve.port", 8010),
-    "listen_address": Mapped("serve.host; 127.0.0.1 where it is not set", type=str),
+    "proxy_port": Mapped("serve.port", 8010, when={"mode": "serve"}),
+    "listen_address": Mapped("serve.host", type=str, when={"mode": "serve"}, note="127.0.0.1 if it is not set"),
     "over_rollout.ratio": Mapped("schedule.over_rollout: ratio / (1 - ratio)", 0.0),
     "over_rollout.wait_after_min": Ignored("the step takes the groups that finish first"),
     "over_rollout.return_partial_tasks": Ignored("a group is trained on as a whole, as there"),
@@ -206,22 +208,22 @@ _TRAINER: dict[str, Entry] = {
     "name": Mapped("the trainer's name (Trainer)", "trainer"),
     "trainer_type": Mapped("train.kind torch for verl; `my_engine.py:Mine` is an engine of yours (Trainer)", "verl"),
     "trainer_strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not supported: use fsdp2", "fsdp2"),
-    "save_interval": Mapped("checkpoint.save_every; the last step is always saved", 0),
-    "enable_preview": Mapped("run.enable_preview", False),
+    "save_interval": Mapped("checkpoint.save_every", 0, note="the last step is always saved"),
+    "enable_preview": Mapped("run.enable_preview", False, convert={True: True}, when={"learning from rows": False}),
     "total_steps": Mapped("schedule.steps, where the data does not end earlier", type=int),
     "save_hf_checkpoint": Ignored("every checkpoint holds the policy as a Hugging Face directory"),
-    "grad_clip": Mapped("train.max_grad_norm", 1.0),
+    "grad_clip": Mapped("train.max_grad_norm; unset, that of trainer_config", 1.0),
     "actor_grad_clip": Mapped("train.max_grad_norm: it goes before grad_clip", type=float),
-    "critic_warmup": Mapped("algorithm.critic_warmup", 0),
+    "critic_warmup": Mapped("algorithm.critic_warmup, of a critic", 0),
     "max_token_len_per_gpu": Mapped(
         "train.max_tokens_per_micro_batch; unset, twice max_model_len over the ranks of a sequence", type=int
     ),
-    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
-    "param_offload": Mapped("train.cpu_offload", False),
-    "optimizer_offload": Mapped("train.cpu_offload", False),
-    "grad_offload": Mapped("train.cpu_offload", False),
-    "offload_policy": Mapped("train.cpu_offload", False),
-    "save_strategy": Mapped("checkpoint.save_strategy", "unrestricted"),
+    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel; unset, that of trainer_config", 1),
+    "param_offload": Mapped("train.cpu_offload", False, convert={True: True}),
+    "optimizer_offload": Mapped("train.cpu_offload", False, convert={True: True}),
+    "grad_offload": Mapped("train.cpu_offload", False, convert={True: True}),
+    "offload_policy": Mapped("train.cpu_offload", False, convert={True: True}),
+    "save_strategy": Mapped("checkpoint.save_strategy", "unrestricted", convert=str.lower),
     "max_checkpoints_to_keep": Mapped("checkpoint.keep; 0 keeps all", 0),
     "megatron": Ignored("Megatron is not supported; trainer_strategy must be fsdp or fsdp2"),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
@@ -233,7 +235,9 @@ _TRAINER: dict[str, Entry] = {
 }
 
 _MONITOR: dict[str, Entry] = {
-    "monitor_type": Mapped("monitors: that one beside console and jsonl; tensorboard, wandb, mlflow", "tensorboard"),
+    "monitor_type": Mapped(
+        "monitors: that one beside console and jsonl; tensorboard, wandb, mlflow, or a class of yours", "tensorboard"
+    ),
     "monitor_args.base_url": Mapped("monitors: base_url of wandb", type=str),
     "monitor_args.uri": Mapped("monitors: tracking_uri of mlflow", type=str),
     **under(
@@ -248,7 +252,7 @@ _MONITOR: dict[str, Entry] = {
 _SYNCHRONIZER: dict[str, Entry] = {
     "sync_method": Mapped("sync.method; nccl is memory where the roles share a process", "nccl"),
     "sync_style": Mapped("sync.style: fixed, trainer_driven, explorer_driven, fully_async, and the old names", "fixed"),
-    "sync_interval": Mapped("sync.interval", 1),
+    "sync_interval": Mapped("sync.interval, of rollouts", 1),
     "explorer_sync_interval": Mapped("schedule.max_staleness, where it is not the trainer's", type=int),
     "trainer_sync_interval": Mapped("sync.interval: it goes before sync_interval", type=int),
     "sync_offset": Mapped("sync.offset (schedule.max_staleness, where steps of the two roles differ)", 0),
@@ -274,12 +278,18 @@ TABLE = Table(
 )
 """The whole config; values that are lists of sections have tables of their own."""
 
+
+def _targets(names: object) -> list[str] | None:
+    """Returns the modules that an adapter changes. None stands for the default, all linear layers."""
+    return None if names == "all-linear" else [names] if isinstance(names, str) else names  # pyright: ignore[reportReturnType]
+
+
 LORA = Table(
     {
         "path": Mapped("train.lora.path", type=str),
-        "lora_rank": Mapped("train.lora.rank", 32),
-        "lora_alpha": Mapped("train.lora.alpha", 32),
-        "target_modules": Mapped("train.lora.targets", "all-linear"),
+        "lora_rank": Mapped("train.lora.rank", 32, when={"path": False}),
+        "lora_alpha": Mapped("train.lora.alpha", 32, when={"path": False}),
+        "target_modules": Mapped("train.lora.targets", "all-linear", convert=_targets, when={"path": False}),
         "exclude_modules": Restricted((None,), "name what is adapted in target_modules"),
         **ignored("the adapter has the dtype of training", "lora_dtype"),
         **ignored(FILLED_IN, "name base_model_name is_dummy"),

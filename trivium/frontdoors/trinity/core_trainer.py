@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trivium import trainer as core
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.errors import ConfigError, RunDirError, TriviumError
-from trivium.frontdoors.trinity.experiences import Experiences
+from trivium.frontdoors.trinity.experiences import Experience, Experiences
 from trivium.frontdoors.trinity.run_parts import RunParts
 from trivium.frontdoors.trinity.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
 from trivium.frontdoors.trinity.verl_wrapper import RunState, VerlPPOTrainerWrapper
@@ -28,8 +28,9 @@ class WrappedEngine(TrainEngine):
     """Adapts a TrainEngineWrapper to the core's trainer. Calls only the seven members of the interface on a user's
     engine."""
 
-    def __init__(self, wrapper: TrainEngineWrapper, run: RunParts) -> None:
-        self.wrapper, self._run = wrapper, run
+    def __init__(self, wrapper: TrainEngineWrapper, run: RunParts, sync_method: str) -> None:
+        """`sync_method` names the method of the wrapper that offers the weights."""
+        self.wrapper, self._run, self._sync_method = wrapper, run, sync_method
         self.algorithm = run.algorithm
         self.calls = EngineCalls()
         self.goes_on = True
@@ -61,9 +62,7 @@ class WrappedEngine(TrainEngine):
             built_in.keep = keep
         elif keep is not None:
             keep(batch.batch)
-        verb = self.wrapper.train_step
-        answer = self.calls(verb, list(batch) if takes_list(verb) else batch)
-        self.goes_on, reported = step_result(self.wrapper, answer)
+        self.goes_on, reported = self.train_on_batch(batch)
         if self.wrapper.train_step_num != before + 1:
             raise TriviumError(
                 f"a train step of {type(self.wrapper).__name__}",
@@ -71,6 +70,12 @@ class WrappedEngine(TrainEngine):
                 "count one train step for each train_step()",
             )
         return {**metrics, **reported}
+
+    def train_on_batch(self, batch: Experiences | list[Experience]) -> tuple[bool, Metrics]:
+        """Calls the wrapper's `train_step`. Returns (whether to continue, metrics). Blocks."""
+        verb = self.wrapper.train_step
+        given = list(batch) if takes_list(verb) or isinstance(batch, list) else batch
+        return step_result(self.wrapper, self.calls(verb, given))
 
     def experiences(self, groups: Sequence[Group]) -> tuple[Experiences, Metrics]:
         """Returns the input of the wrapper's `train_step` for these groups. A user's engine gets advantages unless the
@@ -83,9 +88,9 @@ class WrappedEngine(TrainEngine):
         return Experiences(batch, self._run.pad_token_id), metrics
 
     def offer_weights(self) -> WeightOffer:
-        wrapper, method = self.wrapper, self._run.stage.config.sync.method
+        wrapper = self.wrapper
         verbs = {"memory": wrapper.upload_state_dict, "checkpoint": wrapper.save_state_dict}
-        verb = verbs.get(str(method), wrapper.sync_weight)
+        verb = verbs.get(self._sync_method, wrapper.sync_weight)
         self.calls(verb)
         version = wrapper.train_step_num
         if version in self._run.synchronizer.published or not self._run.stage.num_explorers:
@@ -222,12 +227,24 @@ class CoreTrainer(core.Trainer):
         self._moving = await self._moving_state()
         return self.train_continue
 
+    async def save_before_end(self) -> None:
+        """Saves the last step also if it failed after it had changed the weights, in logging for example."""
+        step = self._in_progress
+        if step is not None and step.version != self.train_step_num:
+            self._in_progress = None  # its weights are whole, and are saved like those of a logged step
+        await super().save_before_end()
+
     def _learn(self, groups: Sequence[Group]) -> core.Learn:
         return partial(self.wrapped.train_on, groups)
 
     def run_state(self) -> RunState:
         """Returns the content of this step's checkpoint beside the engine's."""
         return self.given or RunState(*self._contents(self._moving))
+
+    @property
+    def examples(self) -> list[dict[str, Any]]:
+        """The rollouts to show with the next table."""
+        return self._examples
 
     # ------------------------------------------------------------------ default behaviour of the owner's methods
 

@@ -15,7 +15,7 @@ from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.trinity.named_workflows import INPUT, Judged, judged, judged_in_training
 from trivium.frontdoors.trinity.registries import path_of
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig, mixes
-from trivium.registry import suggest
+from trivium.registry import resolve, suggest
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _DATABASES = ("sqlite", "postgresql", "mysql")
@@ -199,6 +199,8 @@ def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
         whole = batches.fresh + batches.expert
         return {"strategy": {"kind": "mix", "taskset": name, "expert_data_ratio": batches.expert / whole}}
     name = trinity.text("algorithm.sample_strategy") or "default"
+    if (path := path_of(name)) is not None:
+        return _own_strategy(trinity, path)
     if name not in ("default", "warmup", "staleness_control"):
         do = suggest(name, ("default", "staleness_control", "mix")) + "; a class of yours is buffer.strategy"
         trinity.problem("algorithm.sample_strategy", repr(name), "no such strategy", do)
@@ -206,6 +208,20 @@ def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
     if name == "staleness_control" and bound < trinity.max_staleness:  # without them, no group is older
         return {"strategy": {"kind": "staleness_control", "max_staleness": int(bound)}}
     return _replay(trinity)
+
+
+def _own_strategy(trinity: TrinityConfig, path: str) -> dict[str, Any]:
+    """Translates a strategy of the user. One of Trinity-RFT's form reads experiences, and the Trainer calls it."""
+    try:
+        target = resolve("sample_strategies", path)
+    except (TriviumError, ImportError) as error:
+        do = "correct the path; write trivium.frontdoors.trinity for trinity in its imports"
+        trinity.problem("algorithm.sample_strategy", path, f"{type(error).__name__}: {error}", do)
+        return {}
+    if not callable(getattr(target, "state_dict", None)):
+        return {"strategy": {"kind": path, **trinity["algorithm.sample_strategy_args"]}}
+    trinity.note("algorithm.sample_strategy: a Trainer calls it; `trivium run` does not")
+    return {}
 
 
 _PRIORITIES = ("linear_decay", "decay_limit_randomization")
@@ -250,7 +266,8 @@ def _operators(trinity: TrinityConfig) -> dict[str, Any]:
         if (path := path_of(name)) is not None:
             operators.append({"kind": path, **args})
         elif name not in _OPERATORS:
-            trinity.problem(place, repr(name), "no such operator", suggest(name, _OPERATORS) + "; or file.py:Name")
+            missing = "Data-Juicer's service is not supported" if name == "data_juicer" else "no such operator"
+            trinity.problem(place, repr(name), missing, suggest(name, _OPERATORS) + "; or file.py:Name")
         elif unknown := set(args) - set(_OPERATORS[name]):
             trinity.problem(f"{place}.args", ", ".join(unknown), "no such argument", suggest("", _OPERATORS[name]))
         elif name in ("reward_filter", "reward_std_filter"):
@@ -281,13 +298,12 @@ def _shaped(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
     """Returns the sections `workflow` and `rewards`."""
-    limits = {"deadline_s": trinity["explorer.max_timeout"], "max_retries": trinity["explorer.max_retry_times"]}
     judge = judged_in_training(trinity)
     evaluated = [judged(trinity, taskset, f"{INPUT}.eval_tasksets") for taskset in trinity.eval_tasksets]
     if trinity.tasksets and not trinity.offline:
         _compare(trinity, judge, evaluated)
     rewards = {"rewards": [*judge.rewards]} if judge.rewards else {}
-    return {"workflow": {**judge.workflow, **limits}, **rewards}
+    return {"workflow": dict(judge.workflow), **rewards}
 
 
 def _compare(trinity: TrinityConfig, judge: Judged, evaluated: list[Judged]) -> None:

@@ -119,7 +119,7 @@ TRAINER_INPUT: dict[str, Entry] = {
 }
 
 _PIPELINE: dict[str, Entry] = {
-    "operators": Mapped("buffer.operators", (), list),
+    "operators": Mapped("buffer.operators: what stands for each name", (), list),
     "reward_shaping": Mapped("buffer.operators: reward_shaping", (), list),
     "save_input": Ignored("every rollout is journaled in the run directory"),
     "input_save_path": Ignored("every rollout is journaled in the run directory"),

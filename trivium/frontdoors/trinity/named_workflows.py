@@ -294,7 +294,7 @@ def _of_user(taskset: _Named) -> Judged:
         "auxiliary_models": [{"model": e["model"], "urls": e["urls"]} for e in taskset.trinity.endpoints()],
     }
     if path is None:
-        taskset.trinity.notes.append(
+        taskset.trinity.note(
             f"{taskset.where}.default_workflow_type: {taskset.name!r} is looked up when the run starts: set "
             f"{PLUGIN_DIRS} to the folder of the module that registers it"
         )

@@ -94,7 +94,9 @@ _HERE = "trivium.frontdoors.trinity"
 WORKFLOWS = Registry("workflows", {"simple_workflow": f"{_HERE}.workflow_api:SimpleWorkflow"})
 REWARD_FUNCTIONS = Registry("rewards")
 _STRATEGY = f"{_HERE}.sample_strategies:DefaultSampleStrategy"
-MONITOR = Registry("monitors", dict.fromkeys(("tensorboard", "wandb", "mlflow"), f"{_HERE}.monitors:MonitorOfRun"))
+MONITOR = Registry(
+    "monitors", dict.fromkeys(("tensorboard", "wandb", "mlflow"), f"{_HERE}.monitor_views:monitor_of_run")
+)
 SAMPLE_STRATEGY = Registry(
     "sample_strategies", dict.fromkeys(("default", "warmup", "staleness_control", "mix"), _STRATEGY)
 )

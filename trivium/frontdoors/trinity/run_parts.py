@@ -69,6 +69,16 @@ def engine_kind(config: object, run_config: RunConfig) -> str:
     return run_config.stage_configs()[0].train.kind if named == "verl" else plugin_path(named)
 
 
+def sync_method_of(config: object, run_config: RunConfig) -> str:
+    """Returns the method that a config asks for. Of one process, `nccl` becomes a channel in memory, and the engine's
+    method stays that of `nccl`."""
+    method = str(run_config.sync.method)
+    if isinstance(config, RunConfig) or method != "memory":
+        return method
+    asked_for = TrinityConfig(config).text("synchronizer.sync_method").lower()
+    return "nccl" if asked_for in ("nccl", "online") else method
+
+
 @dataclass
 class RunParts:
     """A run that is open in this process."""

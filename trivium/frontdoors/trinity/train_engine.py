@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from trivium.errors import TriviumError
+from trivium.frontdoors.trinity.begun_calls import Call
 from trivium.frontdoors.trinity.experiences import Experiences
 from trivium.metrics import declare_missing
 from trivium.types import Metrics
@@ -70,6 +71,8 @@ class EngineCalls:
     def __call__(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
         """Calls the method and returns its result. Blocks."""
         answer = method(*args, **options)
+        if isinstance(answer, Call):
+            return answer.result()
         if not inspect.iscoroutine(answer):
             return answer
         if self._loop is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,14 @@ from trivium.concurrency import run_here
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, first_cause
 from trivium.explorer import Explorer
+from trivium.frontdoors.trinity.begun_calls import Call, done
+from trivium.frontdoors.trinity.config_object import Config
 from trivium.frontdoors.trinity.core_trainer import CoreTrainer, WrappedEngine
-from trivium.frontdoors.trinity.run_parts import name_of_trainer, opened, run_config_of
+from trivium.frontdoors.trinity.monitor_views import MonitorView, prefix_metrics
+from trivium.frontdoors.trinity.run_parts import name_of_trainer, opened, run_config_of, sync_method_of
+from trivium.frontdoors.trinity.sample_strategies import SampleStrategyView, strategy_of
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
-from trivium.frontdoors.trinity.verl_wrapper import Prepared, VerlPPOTrainerWrapper, get_trainer_wrapper
-from trivium.frontdoors.trinity.views import MonitorView, SampleStrategyView
+from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
 from trivium.loops import run as run_loops
 from trivium.runtime.build import (
     Endpoints,
@@ -71,7 +75,7 @@ class Trainer:
     def __init__(self, config: object) -> None:
         """`config` has Trinity's shape, or is a RunConfig of one stage. This process holds the run directory until
         training ends."""
-        self.config: Any = config
+        self.config: Any = Config.of(config) if isinstance(config, Mapping) else config
         self.logger = logging.getLogger("trivium")
         self.name = name_of_trainer(config)
         run_config = run_config_of(config)
@@ -84,10 +88,10 @@ class Trainer:
             self.core = self._core_trainer()
             self._closing = closing.pop_all()
         self.monitor = MonitorView(self.core.monitor)
-        self.sample_strategy = SampleStrategyView(self.core)
+        self.sample_strategy = strategy_of(config, self.core)
 
     def _core_trainer(self) -> CoreTrainer:
-        run = self._run
+        run, sync_method = self._run, sync_method_of(self.config, self._run.config)
         if isinstance(self.engine, VerlPPOTrainerWrapper):
             self.engine.run = run
         buffer = build_buffer(run.stage, build_schedule(run.stage))
@@ -99,14 +103,14 @@ class Trainer:
             run.latest,
             build_monitor(run.config, run.stage.run_dir, run.latest),
             {**carried(run.latest), "stage": 0, "pinned": []},
-            lambda stage, algorithm, channel: WrappedEngine(self.engine, run),
+            lambda stage, algorithm, channel: WrappedEngine(self.engine, run, sync_method),
             partial(CoreTrainer, owner=self),
         )
         return cast(CoreTrainer, made)
 
     # ------------------------------------------------------------------ training
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Call[None]:
         """Prepares the engine, opens the run to explorers and sets the trainer's status to RUNNING. The result may be
         awaited."""
         if not self._is_prepared:
@@ -114,7 +118,7 @@ class Trainer:
             self._run.open_board()
             self._closing.enter_context(self.synchronizer.heartbeat(TRAINER))
             self._is_prepared = True
-        return Prepared()
+        return done()
 
     async def train(self) -> str:
         """Trains to the end, with an explorer beside it unless the mode is `train`; returns the trainer's name. Sets
@@ -131,7 +135,7 @@ class Trainer:
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         finally:
-            self._has_ended = True
+            self._has_ended, self.train_continue = True, False
             self.synchronizer.set_trainer_status(RunningStatus.STOPPED)
             self._directory.close()
         return self.name
@@ -151,7 +155,18 @@ class Trainer:
 
     async def train_step(self) -> bool:
         """Trains one step, after waiting for its experiences; returns whether to continue."""
-        return await self.core.default_train_step()
+        if isinstance(self.sample_strategy, SampleStrategyView):
+            return await self.core.default_train_step()
+        try:
+            batch, metrics, samples = await self.sample_strategy.sample(self.train_step_num + 1)
+        except StopAsyncIteration:
+            self.logger.info("the data ended at step %d", self.train_step_num)
+            return False
+        going_on, trained = await asyncio.to_thread(self.core.wrapped.train_on_batch, batch)
+        self.monitor.log(prefix_metrics(metrics, "sample", trained), self.train_step_num)
+        if self._run.config.run.enable_preview:
+            self._log_experiences(samples)
+        return going_on
 
     def need_sync(self) -> bool:
         """Whether to offer the current weights to the explorers."""
@@ -161,12 +176,17 @@ class Trainer:
         """Offers the current weights to the explorers, with the engine's method for `sync.method`."""
         self.core.default_sync_weight()
 
+    @property
+    def _sample_exps_to_log(self) -> list[dict[str, Any]]:
+        """The rollouts that the next table shows."""
+        return self.core.examples
+
     def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
         """Keeps the best and the worst rollout of each step for the table `rollout_examples`, which is shown whenever
         weights are offered. Called with `trainer.enable_preview`."""
         self.core.default_preview(samples)
 
-    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Prepared:
+    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Call[None]:
         """Saves this step, unless it is saved already: the engine by its own method, and the rest of the run's state.
         The result may be awaited."""
         if isinstance(self.engine, VerlPPOTrainerWrapper):
@@ -176,7 +196,7 @@ class Trainer:
             self.core.wrapped.calls(self.engine.save_checkpoint, block_until_saved=block_until_saved, **options)
             added = self.core.run_state()
             run_here(self._run.store.save(self.train_step_num, added.write, added.state))
-        return Prepared()
+        return done()
 
     # ------------------------------------------------------------------ the end
 

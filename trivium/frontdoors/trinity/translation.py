@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trivium.config import merged
 from trivium.errors import TriviumError
-from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.tables import Translation, refuse
 from trivium.frontdoors.trinity.algorithm_section import algorithm_of
 from trivium.frontdoors.trinity.data_section import (
     buffer_of,
@@ -25,11 +26,13 @@ from trivium.frontdoors.trinity.data_section import (
     workflow_of,
 )
 from trivium.frontdoors.trinity.named_workflows import judged_in_training
+from trivium.frontdoors.trinity.registries import path_of
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.registry import suggest
 from trivium.text import hf_tokenizer
 
 _KEEP_ALL = 1_000_000
+_OWN_MONITOR = "trivium.frontdoors.trinity.monitor_views:MonitorOfTrinity"
 _MONITORS = ("tensorboard", "wandb", "mlflow")
 _STYLES = {
     "fixed": "fixed",
@@ -123,26 +126,23 @@ def _sections(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "checkpoint": _checkpoint(trinity),
         "monitors": _monitors(trinity),
         "cluster": _cluster(trinity, device),
-        "serve": _serve(trinity),
     }
-    return {name: section for name, section in sections.items() if section not in (None, {})}
+    if trinity.mode == "serve" and not trinity.has("explorer.listen_address"):
+        trinity.note("serve.host: 127.0.0.1; other machines are admitted with serve.key_variable alone")
+    rules = {name: section for name, section in sections.items() if section not in (None, {})}
+    return merged(trinity.mapped(), rules)
 
 
 # --------------------------------------------------------------------------- sections
 
 
 def _run(trinity: TrinityConfig) -> dict[str, Any]:
-    run: dict[str, Any] = {
+    return {
         "dir": trinity.run_dir,
         "name": trinity.run_name,
         # Learning from rows needs no explorer: one command performs the whole run.
         "mode": "both" if trinity.offline and trinity.mode == "train" else trinity.mode,
-        "seed": trinity["explorer.rollout_model.seed"],
-        "resume": bool(trinity["continue_from_checkpoint"]),
     }
-    if trinity.mode in ("explore", "serve"):
-        run["explorer"] = trinity["explorer.name"]
-    return run | ({"enable_preview": True} if trinity["trainer.enable_preview"] and not trinity.offline else {})
 
 
 def _model(trinity: TrinityConfig) -> dict[str, Any]:
@@ -189,7 +189,30 @@ def _variables(trinity: TrinityConfig, model: Path, template: str | None) -> dic
     return {"template_variables": {"enable_thinking": thinks}}
 
 
+def _endpoint(trinity: TrinityConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the engine of a model behind an endpoint, which is evaluated."""
+    where = "model.external_model"
+    if trinity.mode != "bench":
+        do = "use mode bench, or leave it out"
+        trinity.problem(where, "a hosted model", "a model behind an endpoint cannot be trained", do)
+    variable = str(external.get("base_url_env") or "OPENAI_BASE_URL")
+    url = os.environ.get(variable, "https://api.openai.com/v1")
+    trinity.note(f"{where}: asked at {url} ({variable}); model.model_path names a folder with a tokenizer")
+    return {
+        "kind": "endpoint",
+        "protocol": "chat",
+        "model": external.get("model_name") or trinity["model.model_path"],
+        "urls": [url],
+        "token_variable": external.get("api_key_env") or "OPENAI_API_KEY",
+        "max_context": max_context(trinity),
+        "sampling": sampling_of(trinity, (trinity.tasksets + trinity.eval_tasksets or [None])[0]),
+    }
+
+
 def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
+    external = trinity["model.external_model"] or {}
+    if external.get("enable"):
+        return _endpoint(trinity, external)
     dtype = str(trinity["explorer.rollout_model.dtype"])
     if dtype not in ("auto", "bfloat16", "float32"):
         do = "use bfloat16 or float32"
@@ -252,14 +275,11 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
         train["critic_optimizer"] = _optimizer({name: trainer[f"critic.optim.{name}"] for name in _OPTIONS}, steps)
     if parallel > 1:
         train["sequence_parallel"] = parallel
-    names = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
-    if any(trinity[f"trainer.{name}"] for name in names) or any(trainer[f"{fsdp}.{name}"] for name in names[:2]):
+    if any(trainer[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload")):
         train["cpu_offload"] = True
-    if trinity["algorithm.enable_router_replay"]:
-        train["router_replay"] = "rollout"
     if (trainer[f"{fsdp}.fsdp_size"] or -1) > 0:
         train["shard"] = trainer[f"{fsdp}.fsdp_size"]
-    return train | ({"lora": _lora(trinity.lora)} if trinity.lora else {})
+    return merged(train, trinity.lora.mapped()["train"]) if trinity.lora else train
 
 
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -294,16 +314,6 @@ def _optimizer(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
     warmup = options["lr_warmup_steps"]
     warmup = warmup if warmup >= 0 else int(options["lr_warmup_steps_ratio"] * steps)
     return optimizer | ({"warmup_steps": warmup} if warmup else {})
-
-
-def _lora(lora: Settings) -> dict[str, Any]:
-    if lora.has("path"):
-        return {"path": lora["path"]}
-    targets = lora["target_modules"]
-    section = {"rank": lora["lora_rank"], "alpha": lora["lora_alpha"]}
-    return section | (
-        {} if targets == "all-linear" else {"targets": [targets] if isinstance(targets, str) else targets}
-    )
 
 
 def _steps(trinity: TrinityConfig, tasks: Mapping[str, Any]) -> int:
@@ -380,9 +390,9 @@ _SELECTORS = ("data_selector", "task_selector")
 
 def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     """Returns the `sync` section; max_staleness replaces an offset if it expresses it better."""
-    where, deadline = "synchronizer", {"deadline_s": float(trinity["synchronizer.sync_timeout"])}
+    where = "synchronizer"
     if trinity.offline:
-        return deadline
+        return {}
     style, method = (str(trinity[f"{where}.sync_{name}"]).lower() for name in ("style", "method"))
     for name, value, known in (("style", style, _STYLES), ("method", method, _METHODS)):
         if value not in known:
@@ -393,7 +403,6 @@ def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "style": _STYLES.get(style, "fixed"),
         "interval": interval,
         **({"in_flight": "update"} if style == "fully_async" else {}),
-        **deadline,
     }
     return sync | (
         {"offset": offset} if ahead == interval - 1 + offset else {"max_staleness": max(ahead, interval - 1)}
@@ -412,16 +421,18 @@ def _method(trinity: TrinityConfig, method: str, device: str) -> str:
 
 def _checkpoint(trinity: TrinityConfig) -> dict[str, Any]:
     keep = trinity["trainer.max_checkpoints_to_keep"] or trinity.trainer["trainer.max_actor_ckpt_to_keep"]
-    section: dict[str, Any] = {"save_every": trinity["trainer.save_interval"], "keep": keep or _KEEP_ALL}
-    strategy = str(trinity["trainer.save_strategy"]).lower()
-    return section | ({} if strategy == "unrestricted" else {"save_strategy": strategy})
+    return {"keep": keep or _KEEP_ALL}
 
 
 def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:
     kind = str(trinity["monitor.monitor_type"]).lower()
     project, name = trinity["project"], trinity["name"]
     own: dict[str, Any] = {"kind": kind}
-    if kind not in _MONITORS:
+    if (path := path_of(trinity.text("monitor.monitor_type"))) is not None:
+        names = {"project": project, "group": trinity["group"], "name": name, "role": trinity["trainer.name"]}
+        args = trinity.section("monitor.monitor_args")
+        own = {"kind": _OWN_MONITOR, "monitor": path, **names, **({"monitor_args": args} if args else {})}
+    elif kind not in _MONITORS:
         trinity.problem("monitor.monitor_type", repr(kind), "no such monitor", f"use one of {', '.join(_MONITORS)}")
     elif kind == "wandb":
         own |= {"project": project, "name": name, "group": trinity["group"] or name}
@@ -461,12 +472,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _serve(trinity: TrinityConfig) -> dict[str, Any]:
-    if trinity.mode != "serve":
-        return {}
-    serve = {"port": trinity["explorer.proxy_port"]}
-    if not trinity.has("explorer.listen_address"):
-        trinity.notes.append("serve.host: 127.0.0.1; other machines are admitted with serve.key_variable alone")
-    return serve | ({"host": trinity["explorer.listen_address"]} if trinity.has("explorer.listen_address") else {})

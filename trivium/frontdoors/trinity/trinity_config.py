@@ -17,7 +17,7 @@ from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Table
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
-from trivium.frontdoors.trinity.registries import PLUGIN_DIRS
+from trivium.frontdoors.trinity.registries import PLUGIN_DIRS, path_of
 
 _NOT_SAMPLED = ("sft", "dpo")
 _FIRST_PORT = 8001
@@ -31,7 +31,9 @@ class TrinityConfig:
         """`config` is a mapping, an OmegaConf container, or an object with attributes; values may nest."""
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self._top = self._read(TABLE, resolved(plain(config)), "")
+        value = resolved(plain(config))
+        self.plain: dict[str, Any] = value if isinstance(value, dict) else {}
+        self._top = self._read(TABLE, _without_own_arguments(self.plain) if self.plain else value, "")
         path = self["trainer.trainer_config_path"]
         trainer = self["trainer.trainer_config"] or (self._file(path) if path else {})
         self.trainer = self._read(TRAINER_CONFIG, trainer, "trainer.trainer_config")
@@ -65,9 +67,20 @@ class TrinityConfig:
         """Whether the key has a value."""
         return self._top.has(key)
 
+    def section(self, prefix: str) -> dict[str, Any]:
+        """Returns the keys below `prefix` that are set."""
+        node: Any = self.plain
+        for name in prefix.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return dict(node) if isinstance(node, Mapping) else {}
+
     def text(self, key: str) -> str:
         """Returns the text of a key; empty if it is unset."""
         return str(self[key] or "")
+
+    def mapped(self) -> dict[str, Any]:
+        """Returns the RunConfig fragment of the rows of the table that have a path."""
+        return self._top.mapped(**{"mode": self.mode, "learning from rows": self.offline})
 
     def first(self, *keys: str) -> Any:
         """Returns the value of the first of these keys that is set, else the first default."""
@@ -118,7 +131,7 @@ class TrinityConfig:
 
     def stage_configs(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields (name, whole config) of each stage: the stage's sections replace those of the config."""
-        whole = {key: value for key, value in self._plain.items() if key != "stages"}
+        whole = {key: value for key, value in self.plain.items() if key != "stages"}
         for number, stage in enumerate(self["stages"]):
             if not isinstance(stage, Mapping):
                 self.problem(f"stages[{number}]", repr(stage), "not a section", "write stage_name, algorithm, ...")
@@ -128,13 +141,13 @@ class TrinityConfig:
 
     def warmup_config(self, steps: int) -> dict[str, Any]:
         """Returns the config of the supervised steps that begin a run in 0.2."""
-        buffer = self._plain.get("buffer", {})
+        buffer = self.plain.get("buffer", {})
         experiences = {**(self["buffer.trainer_input.sft_warmup_dataset"] or {}), "storage_type": "file"}
         size = self["buffer.train_batch_size"] or self["buffer.batch_size"] * self["algorithm.repeat_times"]
         return {
-            **self._plain,
+            **self.plain,
             "mode": "train",
-            "algorithm": {"algorithm_type": "sft", "optimizer": self._plain.get("algorithm", {}).get("optimizer", {})},
+            "algorithm": {"algorithm_type": "sft", "optimizer": self.plain.get("algorithm", {}).get("optimizer", {})},
             "buffer": {
                 **buffer,
                 "train_batch_size": size,
@@ -145,13 +158,11 @@ class TrinityConfig:
 
     def without_warmup(self) -> dict[str, Any]:
         """Returns the config without its supervised steps."""
-        buffer = self._plain["buffer"]
+        buffer = self.plain["buffer"]
         trainer_input = {**buffer["trainer_input"], "sft_warmup_steps": 0}
-        return {**self._plain, "buffer": {**buffer, "trainer_input": trainer_input}}
+        return {**self.plain, "buffer": {**buffer, "trainer_input": trainer_input}}
 
     def _read(self, table: Table, value: object, where: str) -> Settings:
-        if where == "":
-            self._plain: dict[str, Any] = value if isinstance(value, dict) else {}
         settings = table.read(value)
         prefix = f"{where}." if where else ""
         self.problems += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in settings.problems]
@@ -220,6 +231,14 @@ class TrinityConfig:
         """The name of the run for commands that share a buffer."""
         parts = [self.text(key) for key in ("project", "group", "name")]
         return self.text("ray_namespace") or "/".join(part for part in parts if part)
+
+
+def _without_own_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config without the arguments of a monitor of the user, which may have any names."""
+    monitor = config.get("monitor")
+    if not isinstance(monitor, dict) or path_of(str(monitor.get("monitor_type") or "")) is None:
+        return config
+    return {**config, "monitor": {name: value for name, value in monitor.items() if name != "monitor_args"}}
 
 
 def _has_path(taskset: Settings) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
 from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
-from trivium.frontdoors.trinity.experiences import batch_of
+from trivium.frontdoors.trinity.begun_calls import Call, Stepped
+from trivium.frontdoors.trinity.experiences import Experience, Experiences, batch_of
 from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.loops import train_step
@@ -26,23 +27,11 @@ from trivium.registry import resolve
 from trivium.runtime.build import build_schedule
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.training.engine import TorchTrainEngine
-from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of
+from trivium.types import TRAINER, Batch, SyncMethod, capabilities_of
 
 
-class Prepared:
-    """The result of `prepare`, which may be awaited."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield from ()
-
-
-class Stepped(tuple[bool, Metrics]):
-    """The result of `train_step`: (whether to continue, metrics), as in Trinity-RFT 0.2. Awaiting it returns the
-    metrics, as in 0.4."""
-
-    def __await__(self) -> Generator[None, None, Metrics]:
-        yield from ()
-        return self[1]
+class UnknownTrainer(ConfigError, NotImplementedError):
+    """A `trainer_type` that is neither `verl` nor a class of the user."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +58,8 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         """Returns the state that a Trainer adds to every checkpoint."""
         self.keep: Callable[[Batch], None] | None = None
         """Gets the experiences of a step with all computed columns, before the first update."""
+        self._call: Call[Any] | None = None
+        """The last call of `prepare` or `train_step`."""
         self._writer = ThreadPoolExecutor(1, "trivium-save")
         self._writing: Future[None] | None = None
         self._saving_step = -1
@@ -86,9 +77,14 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
                 self.run = parts_in(run_dir, config, ExitStack())
         self.engine = self.run.train_engine()
 
-    def prepare(self) -> Prepared:
-        """Loads the models, and the latest checkpoint of the run directory if there is one. The result may be
-        awaited."""
+    def prepare(self) -> Call[None]:
+        """Loads the models, and the latest checkpoint of the run directory if there is one. A coroutine: within an
+        event loop, a thread does it."""
+        self._settle()
+        self._call = Call(self._load)
+        return self._call
+
+    def _load(self) -> None:
         if self.engine is None:
             self.init_workers()
         run, engine = self._prepared()
@@ -100,11 +96,12 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
                 run.channel.restore(run.latest.path / "versions")
                 run.algorithm.restore(run.latest.state["algorithm"])
             run.open_board()
-        return Prepared()
 
     @property
     def train_step_num(self) -> int:
-        """The number of train steps taken."""
+        """The number of train steps taken. Waits for a call of `prepare` that is not awaited."""
+        if not isinstance(self._call, Stepped | None) and not self._call.is_read:
+            self._settle()
         return self.engine.version if self.engine is not None else 0
 
     @cached_property
@@ -121,11 +118,15 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
     # ------------------------------------------------------------------ training
 
-    def train_step(self, batch: object) -> Stepped:
-        """Takes one step on Experiences, or on a list of Experience. Returns `(True, metrics)`; awaiting it returns the
-        metrics. Raises DataError for anything else."""
+    def train_step(  # pyright: ignore[reportIncompatibleMethodOverride]  (each API document has its name)
+        self, batch_exps: Experiences | list[Experience]
+    ) -> Stepped:
+        """Takes one step. A coroutine that returns the metrics: within an event loop, a thread takes the step. Its
+        result can also be unpacked, as `(True, metrics)`. Raises DataError for anything but experiences."""
         run, engine = self._prepared()
-        return Stepped((True, train_step(engine, batch_of(batch), run.algorithm, self.keep)))
+        step = partial(train_step, engine, batch_of(batch_exps), run.algorithm, self.keep)
+        self._call = stepped = Stepped(step)
+        return stepped
 
     def post_process_batch(self, batch: Any) -> Any:
         """Returns the batch unchanged: the model computes the positions of text and images itself."""
@@ -236,6 +237,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
     def shutdown(self) -> None:
         """Completes the save in progress, frees the models and ends the ranks."""
         try:
+            self._settle()
             self.wait_for_save()
         finally:
             self._writer.shutdown()
@@ -244,7 +246,13 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
             if self.run is not None and self.state_of_run is None:
                 self.run.closing.close()
 
+    def _settle(self) -> None:
+        """Waits for the call of `prepare` or `train_step` in progress. Raises its error, unless it was raised."""
+        if self._call is not None:
+            self._call.settle()
+
     def _prepared(self) -> tuple[RunParts, TrainEngine]:
+        self._settle()
         if self.run is None or self.engine is None:
             raise TriviumError(f"{type(self).__name__}", "its workers are not there", "call prepare() first")
         return self.run, self.engine
@@ -253,15 +261,20 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 def get_trainer_wrapper(config: object) -> TrainEngineWrapper:
     """Returns the engine of a config: the user's (`trainer.trainer_type`, `train.kind`), or the built-in one.
 
-    Raises ConfigError for a class that is neither.
+    Raises UnknownTrainer, a ConfigError and a NotImplementedError, for a type that is neither.
     """
-    kind = engine_kind(config, run_config_of(config))
+    try:
+        kind = engine_kind(config, run_config_of(config))
+    except ConfigError as error:
+        if any(problem.where == "trainer.trainer_type" for problem in error.problems):
+            raise UnknownTrainer(error.asked, error.found, error.do, error.problems) from error
+        raise
     target = resolve("train", kind)
     if isinstance(target, type) and issubclass(target, TrainEngineWrapper):
         return target(config)  # pyright: ignore[reportCallIssue]  (a user's class takes the config)
     if isinstance(target, type) and issubclass(target, TrainEngine):
         return VerlPPOTrainerWrapper(config)
-    raise ConfigError(
+    raise UnknownTrainer(
         f"the train engine {kind!r}",
         f"{getattr(target, '__name__', target)} is no TrainEngineWrapper",
         "derive it from trivium.frontdoors.trinity.TrainEngineWrapper",

@@ -16,7 +16,6 @@ from trivium.frontdoors.trinity.translation import translate
 SERVICES = {
     "Megatron is not supported": "Megatron",
     "Tinker is not supported": "Tinker",
-    "a model behind an endpoint": "a hosted model",
     "AgentScope": "AgentScope",
     "'data_juicer'": "Data-Juicer",
     "the package alfworld": "ALFWorld",

@@ -426,6 +426,7 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({f"{WHERE}.format.promt_key": "q"}, f"{WHERE}.format.promt_key", "format.prompt_key"),
     ({"trainer.trainer_strategy": "megatron"}, "trainer.trainer_strategy", "Megatron"),
     ({"explorer.rollout_model.engine_type": "external"}, "explorer.rollout_model.engine_type", "behind an endpoint"),
+    ({"model.external_model.enable": True}, "model.external_model", "use mode bench"),
     ({"trainer.trainer_type": "tinker"}, "trainer.trainer_type", "my_engine.py:Mine"),
     ({"model.tinker.enable": True}, "model.tinker", "Tinker"),
     ({"algorithm.algorithm_type": "grppo"}, "algorithm.algorithm_type", "did you mean 'grpo'"),
@@ -516,6 +517,19 @@ def test_workflows_of_users_are_adapted_by_their_form(folder: Path, tmp_path: Pa
     assert (
         "did you mean 'math_workflow'"
         in problems_of(folder, {f"{WHERE}.default_workflow_type": "math_workflw"})[f"{WHERE}.default_workflow_type"]
+    )
+
+
+def test_a_hosted_model_is_evaluated(folder: Path) -> None:
+    taskset = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
+    hosted = {"enable": True, "model_name": "big", "api_key_env": "SOME_KEY"}
+    changes = {"mode": "bench", WHERE: None, "buffer.explorer_input.eval_tasksets": [taskset]}
+    engine: Any = config_of(folder, {**changes, "model.external_model": hosted}).engine
+    assert (engine.kind, engine.model, engine.protocol, engine.token_variable) == (
+        "endpoint",
+        "big",
+        "chat",
+        "SOME_KEY",
     )
 
 

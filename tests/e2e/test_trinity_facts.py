@@ -1,0 +1,251 @@
+"""Facts of Trinity-RFT's API documents about the Trainer and its engine, by what a call does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.e2e.test_trinity_door import EXPLORED, config, experiences, rows, steps, trained
+from trivium.config import build
+from trivium.errors import ConfigError
+from trivium.frontdoors.trinity import (
+    MONITOR,
+    SAMPLE_STRATEGY,
+    Config,
+    SampleStrategy,
+    SyncMethod,
+    SyncStyle,
+    Trainer,
+    VerlPPOTrainerWrapper,
+    get_logger,
+    get_trainer_wrapper,
+    load_config,
+    prefix_metrics,
+)
+from trivium.loops import train_step
+from trivium.registry import resolve
+from trivium.types import Metrics
+
+OWN_PARTS = """
+from trivium.frontdoors.trinity import SampleStrategy, VerlPPOTrainerWrapper
+
+
+class Notes:
+    rows, tables, closed = [], [], []
+
+    def __init__(self, project, group, name, role, config=None):
+        self.names = (project, group, name, role)
+        assert config.monitor.monitor_args["colour"] == "red"
+
+    def log(self, data, step, commit=False):
+        self.rows.append((step, *self.names, data))
+
+    def log_table(self, table_name, experiences_table, step):
+        self.tables.append((step, table_name, len(experiences_table)))
+
+    def close(self):
+        self.closed.append(True)
+
+
+class Half(SampleStrategy):
+    asked = []
+
+    async def sample(self, step, **kwargs):
+        self.asked.append((step, self.buffer_config.batch_size, self.kwargs))
+        experiences = await self.exp_buffer.read_async()
+        return experiences[::2], {"kept": 0.5}, self.exp_buffer.samples
+
+
+class Sender(VerlPPOTrainerWrapper):
+    calls = []
+
+    def sync_weight(self):
+        self.calls.append("sync_weight")
+        super().sync_weight()
+
+    def upload_state_dict(self):
+        self.calls.append("upload_state_dict")
+        super().upload_state_dict()
+"""
+
+
+@pytest.fixture
+def shaped(tmp_path: Path) -> Config:
+    """A config of Trinity's shape, from a file."""
+    model = build("models", config(tmp_path, EXPLORED).model, seed=0).materialize(tmp_path / "model")
+    lines = [f'{{"question": "{a}+{b}=", "answer": "{a + b}"}}\n' for a in range(3) for b in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    (tmp_path / "parts.py").write_text(OWN_PARTS)
+    (tmp_path / "config.yaml").write_text(f"""
+project: facts
+name: first
+checkpoint_root_dir: {tmp_path / "runs"}
+algorithm: {{algorithm_type: grpo, repeat_times: 2, kl_loss_fn: none}}
+model: {{model_path: {model}, max_model_len: 24, max_response_tokens: 4}}
+buffer:
+  batch_size: 2
+  total_steps: 3
+  explorer_input:
+    taskset: {{path: {tmp_path / "rows.jsonl"}, format: {{prompt_key: question, response_key: answer}}}}
+    default_workflow_type: simple_workflow
+    default_reward_fn_type: accuracy_reward
+trainer: {{save_interval: 0}}
+""")
+    return load_config(tmp_path / "config.yaml")
+
+
+def test_prepare_and_train_step_are_coroutines(tmp_path: Path) -> None:
+    engine = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED))
+    assert asyncio.iscoroutine(prepared := engine.prepare())
+    assert asyncio.run(prepared) is None
+
+    async def steps_taken() -> tuple[Metrics, Metrics]:
+        task = asyncio.create_task(engine.train_step(batch_exps=experiences()))
+        first = await task
+        (second,) = await asyncio.gather(engine.train_step(batch_exps=experiences()))
+        return first, second
+
+    first, second = asyncio.run(steps_taken())
+    assert (first["train/version"], second["train/version"], engine.train_step_num) == (1, 2, 2)
+    engine.shutdown()
+
+
+async def test_a_train_step_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, began, allowed = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED)), threading.Event(), threading.Event()
+    await engine.prepare()
+
+    def slow(*args: Any) -> Metrics:
+        began.set()
+        assert allowed.wait(60)
+        return train_step(*args)
+
+    monkeypatch.setattr("trivium.frontdoors.trinity.verl_wrapper.train_step", slow)
+    task = asyncio.create_task(engine.train_step(experiences()))
+    while not began.is_set():
+        await asyncio.sleep(0.01)
+    assert engine.train_step_num == 0, "the loop goes on while the step is taken"
+    allowed.set()
+    assert (await task)["train/version"] == 1
+    monkeypatch.setattr("trivium.frontdoors.trinity.verl_wrapper.train_step", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await engine.train_step(experiences())
+    forgotten = engine.train_step(experiences())
+    with pytest.raises(ZeroDivisionError):
+        engine.save_checkpoint()
+    assert forgotten is not None
+    engine.shutdown()
+
+
+def test_an_unknown_trainer_is_not_implemented(shaped: Config) -> None:
+    shaped.trainer.trainer_type = "other"
+    with pytest.raises(NotImplementedError) as error:
+        get_trainer_wrapper(shaped)
+    assert isinstance(error.value, ConfigError)
+
+
+async def test_nccl_of_one_process_calls_sync_weight(shaped: Config, tmp_path: Path) -> None:
+    shaped.trainer.trainer_type = f"{tmp_path / 'parts.py'}:Sender"
+    shaped.synchronizer.sync_method = SyncMethod.NCCL
+    trainer = Trainer(shaped)
+    await trained(trainer)
+    engine: Any = trainer.engine
+    assert engine.calls
+    assert set(engine.calls) == {"sync_weight"}
+    await trainer.shutdown()
+
+
+async def test_a_step_that_fails_after_it_moved_on_is_saved(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        async def train_step(self) -> bool:
+            going_on = await super().train_step()
+            if self.train_step_num == 2:
+                raise RuntimeError("after the step")
+            return going_on
+
+    trainer = Failing(config(tmp_path, EXPLORED))
+    with pytest.raises(RuntimeError, match="after the step"):
+        await trained(trainer)
+    assert not trainer.train_continue
+    assert steps(tmp_path) == [2]
+    await trainer.shutdown()
+    again = Trainer(config(tmp_path, EXPLORED))
+    assert (await trained(again), again.train_step_num) == ("trainer", 3)
+    await again.shutdown()
+
+
+async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config) -> None:
+    class AsWritten(Trainer):
+        async def train_step(self) -> bool:
+            batch, sample_metrics, repr_samples = await self.sample_strategy.sample(self.train_step_num + 1)
+            continue_run, metrics = self.engine.train_step(batch)
+            prefix_metrics(sample_metrics, "sample", metrics)
+            self.monitor.log(data=metrics, step=self.train_step_num)
+            if self.config.trainer.enable_preview:
+                self._log_experiences(repr_samples)
+            return continue_run
+
+        def need_sync(self) -> bool:
+            assert self.config.synchronizer.sync_style == SyncStyle.FIXED
+            return (
+                self.last_sync_step != self.train_step_num
+                and self.train_step_num % self.config.synchronizer.sync_interval == 0
+            )
+
+        def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
+            self._sample_exps_to_log.extend(samples)
+            shown.append(len(self._sample_exps_to_log))
+            if self.train_step_num % self.config.synchronizer.sync_interval == 0:
+                table = pd.DataFrame(self._sample_exps_to_log)
+                self.monitor.log_table("rollout_examples", table, self.train_step_num)
+                self._sample_exps_to_log.clear()
+
+    shown: list[int] = []
+    shaped.trainer.enable_preview = True
+    trainer = AsWritten(shaped)
+    assert trainer._sample_exps_to_log == []
+    assert (await trained(trainer), trainer.train_step_num) == ("trainer", 3)
+    assert len(shown) == 3
+    assert all(shown)
+    await trainer.shutdown()
+
+
+async def test_monitors_and_strategies_of_users_are_called(shaped: Config, tmp_path: Path) -> None:
+    parts = tmp_path / "parts.py"
+    shaped.monitor.monitor_type = f"{parts}:Notes"
+    shaped.monitor.monitor_args = {"colour": "red"}
+    shaped.algorithm.sample_strategy = f"{parts}:Half"
+    shaped.algorithm.sample_strategy_args = {"a": 1}
+    shaped.trainer.enable_preview = True
+    trainer = Trainer(shaped)
+    await trained(trainer)
+    await trainer.shutdown()
+    notes, half = resolve("monitors", f"{parts}:Notes"), resolve("sample_strategies", f"{parts}:Half")
+    assert [row[:5] for row in notes.rows] == [(step, "facts", "", "first", "trainer") for step in (1, 2, 3)]
+    assert all(row[5]["sample/kept"] == 0.5 for row in notes.rows)
+    assert {name for _, name, _ in notes.tables} == {"rollout_examples"}
+    assert notes.closed == [True]
+    assert half.asked == [(step, 2, {"a": 1}) for step in (1, 2, 3)]
+
+
+def test_the_names_of_the_documents_exist(shaped: Config, tmp_path: Path) -> None:
+    assert shaped.trainer.name == "trainer"
+    assert shaped.synchronizer.sync_interval == 1
+    assert shaped.algorithm.sample_strategy_args == {}
+    with pytest.raises(AttributeError):
+        _ = shaped.trainer.nothing_of_that_name
+    assert Config(mode="train", trainer={"total_steps": 3}).trainer.total_steps == 3
+    assert shaped.check_and_update() is shaped
+    assert prefix_metrics({"a": 1.0}, "sample", {"b": 2.0}) == {"sample/a": 1.0, "b": 2.0}
+    assert isinstance(get_logger(__name__), logging.Logger)
+    monitor = MONITOR.get("tensorboard")(project="p", group="g", name="n", role="trainer", config=shaped)
+    monitor.log(data={"a": 1.0}, step=1)
+    monitor.close()
+    strategy = SAMPLE_STRATEGY.get("default")(buffer_config=shaped.buffer)
+    assert isinstance(strategy, SampleStrategy)
+    assert rows(tmp_path / "runs" / "p" / "g" / "n")[0]["a"] == 1.0
