@@ -8,13 +8,13 @@ from pathlib import Path
 from trivium.config.reading import read_bounded
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
-from trivium.frontdoors.verl.keys_of_models import REPLACED_ENGINES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
-    """Yields problems for keys that contradict each other, and for keys that need another key."""
+def conflicts(verl: Settings, has_validation: bool, engine: str) -> Iterator[Problem]:
+    """Yields problems for keys that contradict each other, and for keys that need another key. `engine` is the kind of
+    the rollout engine."""
     mini_key = f"{ACTOR}.ppo_mini_batch_size"
     batch, mini = verl["data.train_batch_size"], verl[mini_key]
     if mini != verl.table.default_of(mini_key) and (mini > batch or batch % mini):
@@ -34,7 +34,7 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
     if "megatron" in str(verl.values.get("defaults")):
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not supported", "use the FSDP configs")
     top_p = verl[f"{ROLLOUT}.top_p"]
-    if verl[f"{ROLLOUT}.name"] in ("vllm", *REPLACED_ENGINES) and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
+    if engine == "vllm" and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
         found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
         do = "set rollout.top_k, too, leave it out (val_kwargs may set it), or set rollout.name: torch"
         yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", found, do)

@@ -175,7 +175,7 @@ def translated(
     else:
         del run["evaluation"]
     distilled = distillation_of(verl, conflicting) if verl["distillation.enabled"] else {}
-    conflicting += conflicts(verl, has_validation)
+    conflicting += conflicts(verl, has_validation, run["engine"]["kind"])
     if problems is None:
         refuse(conflicting, "a config whose keys fit together")
     else:

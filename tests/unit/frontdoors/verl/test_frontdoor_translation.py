@@ -184,6 +184,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
         {"enable_prefix_caching": False, "block_size": 32, "limit_mm_per_prompt": {"image": 3}},
     ),
     ({ROLLOUT + "name": "sglang"}, "engine.kind", "torch"),
+    ({ROLLOUT + "name": "sglang", ROLLOUT + "top_p": 0.9}, "engine.sampling.top_p", 0.9),
     ({ROLLOUT + "over_sample_rate": 0.2}, "schedule.over_rollout", 0.25),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "engine.kind", "torch"),
     ({ACTOR + "fsdp_config__model_dtype": "bf16"}, "train.dtype", "float32"),
@@ -286,7 +287,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not supported"),
     ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not supported"),
     ({ROLLOUT + "name": "tgi"}, "actor_rollout_ref.rollout.name", "set rollout.name: torch or vllm"),
-    ({ROLLOUT + "name": "sglang", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     (
         {ROLLOUT + "agent__default_agent_loop": "mine"},
