@@ -25,7 +25,7 @@ CHANGES_NOTHING = {
     "lightrft/rollout_engine.py compare": "the engine that a script calls judges nothing",
     "lightrft/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine, which is logged",
     "lightrft/strategy.py prepare": "is_rlhf: models are prepared alike",
-    "trinity/begun_calls.py throw": "tb: the error has its traceback",
+    "trinity/started_calls.py throw": "tb: the error has its traceback",
     "trinity/registries.py register_module": "lazy: modules of plugins are imported with their folder",
     "trinity/workflow_adapter.py problems": "run: the workflow is found without it",
     "trinity/workflow_model.py generate": "kwargs: texts are refused",

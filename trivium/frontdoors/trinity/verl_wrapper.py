@@ -17,9 +17,9 @@ from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
 from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
-from trivium.frontdoors.trinity.begun_calls import Call, Stepped
 from trivium.frontdoors.trinity.experiences import Experience, Experiences, batch_of
 from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
+from trivium.frontdoors.trinity.started_calls import Call, Stepped
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.loops import train_step
 from trivium.protocols import TrainEngine, WeightChannel

@@ -17,7 +17,7 @@ class Call(Coroutine[Any, Any, T]):
     """A call that has begun. Awaiting it waits in the event loop, `result` blocks.
 
     Without a running event loop, the constructor runs the function to its end and raises its errors. Within one, a
-    thread runs it, and the loop goes on.
+    thread runs it, and the loop continues.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
