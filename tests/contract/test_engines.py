@@ -150,7 +150,7 @@ class Wrong(ScriptedEngine):
         ("reason", "stop_reason"),
         ("company", "batch_invariant"),
         ("no wait", "load waits"),
-        ("wait", "completions in flight go on with new weights"),
+        ("wait", "completions in flight continue with new weights"),
     ],
 )
 async def test_a_broken_engine_is_told_which_promise_it_breaks(fault: str, promise: str) -> None:

@@ -117,7 +117,7 @@ def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ..
         raise RunDirError(
             f"the groups that train step {step} took",
             f"{run.path} has no row of steps.jsonl and no file under tokens/ for it, and groups were taken in order "
-            f"of arrival",
+            "of arrival",
             "runs of this version record it; older ones only with run.keep: tokens",
         )
     return _in_slot_order(run, step, schedule)

@@ -128,7 +128,7 @@ class RecordedRun:
             ends = stage_ends(self.store)
             if len(ends) < number:
                 raise RunDirError(
-                    f"the initial weights of stage {number} of {self.path} began with",
+                    f"the initial weights of stage {number} of {self.path}",
                     f"checkpoints show the ends of {len(ends)} stage(s)",
                     "restore the checkpoint of the end of the previous stage",
                 )

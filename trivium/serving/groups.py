@@ -124,7 +124,7 @@ class OpenGroups:
             raise RequestError(
                 400,
                 f"evaluation {labels.evaluation} in session {session.name!r}",
-                "it began with the opposite value value",
+                "it began with the opposite value",
                 "send the same value in every call of a session",
                 param="evaluation",
             )
