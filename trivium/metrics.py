@@ -319,12 +319,12 @@ declare("mismatch/weight/ess", "effective sample size of the weights over tokens
 declare("mismatch/weight/outside", "fraction of tokens whose weight was truncated or set to zero", better="down")
 declare(
     "mismatch/weight/above",
-    "fraction of tokens (sequences, for sequence weights) with a ratio above the bounds the bounds",
+    "fraction of tokens (sequences, for sequence weights) with a ratio above the bounds",
     better="down",
 )
 declare(
     "mismatch/weight/below",
-    "fraction of tokens (sequences, for sequence weights) with a ratio below the bounds the bounds",
+    "fraction of tokens (sequences, for sequence weights) with a ratio below the bounds",
     better="down",
 )
 declare("mismatch/weight/ratio_max", "largest ratio before truncation", aggregation="max", better="down")
@@ -341,12 +341,12 @@ declare(
 )
 declare(
     "mismatch/weight/sequence_above",
-    "fraction of sequences with a mean ratio above the bounds the bounds",
+    "fraction of sequences with a mean ratio above the bounds",
     better="down",
 )
 declare(
     "mismatch/weight/sequence_below",
-    "fraction of sequences with a mean ratio below the bounds the bounds",
+    "fraction of sequences with a mean ratio below the bounds",
     better="down",
 )
 declare("mismatch/rejected_tokens", "fraction of tokens that were rejected", better="down")
