@@ -22,6 +22,7 @@ from trivium.frontdoors.verl import (
     get_kl_controller,
     rollout_corr_helper,
 )
+from trivium.frontdoors.verl.loss_modes import POLICY_LOSSES
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "data"
 
@@ -81,7 +82,7 @@ def actor(kwargs: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{"global_batch_info": {}, **rest, "policy_loss": own})
 
 
-@pytest.mark.parametrize("case", cases("policy_loss", *core_algos.POLICY_LOSSES))
+@pytest.mark.parametrize("case", cases("policy_loss", *POLICY_LOSSES))
 def test_policy_losses_return_the_golden_values_and_gradients(case: dict[str, Any]) -> None:
     inputs, kwargs = tensors(case), dict(case["kwargs"])
     log_prob = inputs["log_prob"].requires_grad_()

@@ -1,0 +1,158 @@
+"""The names of verl's launch scripts: config, dataset, sampler, what a config needs, roles and pools."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.frontdoors import verl
+from trivium.frontdoors.verl import (
+    OmegaConf,
+    RLHFDataset,
+    collate_fn,
+    copy_to_local,
+    create_rl_dataset,
+    create_rl_sampler,
+    get_dataset_class,
+    hydra,
+    load_extern_object,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    validate_config,
+)
+from trivium.text.tiny import tiny_tokenizer
+
+MODEL = {
+    "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"name": "torch"}},
+    "critic": {"model": {"path": "/m"}},
+}
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return tiny_tokenizer("0123456789+")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "1+" * (4 if number == 2 else 1) + "1"}],
+            "reward_model": {"ground_truth": "2"},
+            "extra_info": {"index": 10 + number},
+        }
+        for number in range(4)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def read(monkeypatch: pytest.MonkeyPatch, *arguments: str, **decorated: Any) -> Any:
+    @hydra.main(**decorated)
+    def main(config: Any) -> Any:
+        return config
+
+    monkeypatch.setattr(sys, "argv", ["main_ppo.py", *arguments])
+    return main()
+
+
+def test_every_name_is_there() -> None:
+    assert [name for name in verl.__all__ if getattr(verl, name, None) is None] == []
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        verl.nothing_of_that_name  # noqa: B018
+
+
+def test_a_config_has_verls_defaults_and_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read(monkeypatch, "data.train_batch_size=4", "+algorithm.my_key=[1,2]", config_name="ppo_trainer")
+    assert (config.data.train_batch_size, config.data.max_prompt_length, config.algorithm.my_key) == (4, 512, [1, 2])
+    assert config.actor_rollout_ref.actor.strategy == "fsdp"
+    assert config.trainer.get("nothing", 7) == 7
+    with pytest.raises(AttributeError, match="max_prompt_length"):
+        config.data.max_promt_length  # noqa: B018
+    assert config.transfer_queue.enable is False
+
+
+def test_configs_are_merged_resolved_and_printed() -> None:
+    config = OmegaConf.merge({"a": {"b": 1, "c": "${a.b}"}}, OmegaConf.create("a: {b: 2}"))
+    assert OmegaConf.to_container(config, resolve=True) == {"a": {"b": 2, "c": 2}}
+    assert OmegaConf.to_container(config) == {"a": {"b": 2, "c": "${a.b}"}}
+    OmegaConf.resolve(config)
+    assert config.a.c == 2
+    OmegaConf.update(config, "x.y", 3)
+    with verl.open_dict(config):
+        config.z = 4
+    assert OmegaConf.select(config, "x.y") == 3
+    assert OmegaConf.select(config, "x.nothing", default="d") == "d"
+    assert OmegaConf.to_yaml(config) == "a:\n  b: 2\n  c: 2\nx:\n  y: 3\nz: 4\n"
+    assert OmegaConf.is_config(config)
+    assert not OmegaConf.is_config({})
+
+
+def test_what_a_config_needs() -> None:
+    assert need_critic({})
+    assert not need_critic({"algorithm": {"adv_estimator": "grpo"}})
+    assert not need_critic({"critic": {"enable": False}})
+    assert not need_reference_policy({})
+    assert need_reference_policy({"algorithm": {"use_kl_in_reward": True}})
+    assert need_reference_policy({verl.Role.RefPolicy: object})
+    assert not need_reference_policy({verl.Role.ActorRollout: object})
+    assert need_reward_model({verl.Role.RewardModel: object})
+    assert not need_reward_model({})
+    validate_config(MODEL, use_reference_policy=False, use_critic=True)
+    with pytest.raises(ConfigError, match="reads no values"):
+        validate_config({**MODEL, "algorithm": {"adv_estimator": "grpo"}}, use_critic=True)
+    with pytest.raises(ConfigError, match="train_batchsize"):
+        validate_config({**MODEL, "data": {"train_batchsize": 3}})
+
+
+def test_a_dataset_of_files(files: str, tokenizer: Any) -> None:
+    config = {"max_prompt_length": 6, "filter_overlong_prompts": True, "seed": 3}
+    dataset = create_rl_dataset(files, config, tokenizer, None)
+    assert [row["index"] for row in dataset] == [10, 11, 13]
+    assert dataset[0]["raw_prompt"] == [{"role": "user", "content": "1+1"}]
+    columns = collate_fn([{**dataset[row], "t": torch.ones(2)} for row in range(2)])
+    assert columns["t"].shape == (2, 2)
+    assert columns["data_source"].tolist() == ["sums", "sums"]
+    assert list(create_rl_sampler({"shuffle": False}, dataset)) == [0, 1, 2]
+    first, again = (list(create_rl_sampler(config, dataset)) for _ in range(2))
+    assert first == again
+    assert sorted(first) == [0, 1, 2]
+
+
+def test_messages_of_a_subclass_are_the_prompts(files: str, tokenizer: Any) -> None:
+    class Asking(RLHFDataset):
+        def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "2+" + example["prompt"][0]["content"]}]
+
+    row = Asking(files, tokenizer, {}, max_samples=1)[0]
+    assert row["prompt"] == row["raw_prompt"] == [{"role": "user", "content": row["prompt"][0]["content"]}]
+    assert row["prompt"][0]["content"].startswith("2+1+")
+
+
+def test_classes_and_files_by_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine: ...\n")
+    cls = get_dataset_class({"custom_cls": {"path": str(tmp_path / "mine.py"), "name": "Mine"}})
+    assert cls is load_extern_object(str(tmp_path / "mine.py"), "Mine")
+    assert get_dataset_class({}) is RLHFDataset
+    assert copy_to_local("~/x") == str(Path.home() / "x")
+    assert copy_to_local("Qwen/Qwen3") == "Qwen/Qwen3"
+    with pytest.raises(DataError, match="remote"):
+        copy_to_local("hdfs://host/x")
+
+
+def test_roles_and_pools_by_verls_names() -> None:
+    assert verl.Role.from_string("actor_rollout") is verl.Role.ActorRollout
+    with pytest.raises(UnknownName):
+        verl.Role.from_string("director")
+    assert verl.RayResourcePool([2, 2], use_gpu=False).world_size == 4
+    with pytest.raises(ConfigError, match="detached"):
+        verl.RayResourcePool([1], detached=True)
