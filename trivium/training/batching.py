@@ -276,7 +276,7 @@ def first_pass(updates: Sequence[Batch]) -> Batch | None:
         if members.isdisjoint(seen):
             first.append(batch)
             seen |= members
-    return _joined(first)
+    return joined(first)
 
 
 def joined_shares(shares: Sequence[Batch]) -> Batch | None:
@@ -284,14 +284,15 @@ def joined_shares(shares: Sequence[Batch]) -> Batch | None:
     order is unknown. Returns None without shares."""
     ranks = Counter(member for share in shares for member in _members(share))
     whole = [[row for row, e in enumerate(s.experiences) if ranks[e.group_id, e.index] == 1] for s in shares]
-    return _joined([share.select(rows) for share, rows in zip(shares, whole, strict=True)])
+    return joined([share.select(rows) for share, rows in zip(shares, whole, strict=True)])
 
 
 def _members(batch: Batch) -> set[tuple[str, int]]:
     return {(e.group_id, e.index) for e in batch.experiences}
 
 
-def _joined(parts: Sequence[Batch]) -> Batch | None:
+def joined(parts: Sequence[Batch]) -> Batch | None:
+    """Joins batches, with the columns that all non-empty ones have. Returns None without rows."""
     parts = [part for part in parts if len(part)]
     if not parts:
         return None

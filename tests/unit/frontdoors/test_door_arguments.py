@@ -16,11 +16,9 @@ from trivium.frontdoors.lightrft.data import PromptDatasetVL, SFTDatasetVL
 DOORS = Path(trivium.frontdoors.__file__).parent
 CHANGES_NOTHING = {
     "lightrft/actor.py __init__": "use_flash_attention_2: attention is exact in any form",
-    "lightrft/actor.py train": "mode: documented, gradients do not depend on it",
     "lightrft/critic.py __init__": "use_flash_attention_2: attention is exact in any form",
-    "lightrft/critic.py train": "mode: documented, gradients do not depend on it",
+    "lightrft/opening.py train": "mode: documented, gradients do not depend on it",
     "lightrft/data.py blending_datasets": "strategy: every process reads the rows alike",
-    "lightrft/ppo_objective.py select": "address: there is one batch",
     "lightrft/rollout_engine.py score": "the engine that a script calls judges nothing",
     "lightrft/rollout_engine.py compare": "the engine that a script calls judges nothing",
     "lightrft/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine, which is logged",

@@ -66,6 +66,7 @@ def make_trainer(
     ema: bool = False,
     directory: Path | None = None,
     strategy: Strategy | None = None,
+    critic_and_optimizer: tuple[torch.nn.Module, torch.optim.Optimizer] | None = None,
     **further: Any,
 ) -> PPOTrainerVL:
     """A trainer of the model; `directory` has its tokenizer, where the model is given."""
@@ -82,6 +83,8 @@ def make_trainer(
     judge = CriticVL(other()) if critic else None
     optimizers = [None if each is None else strategy.create_optimizer(each, lr=lr) for each in (models["actor"], judge)]
     prepared = strategy.prepare((models["actor"], optimizers[0], None), (judge, optimizers[1], None))
+    if critic_and_optimizer is not None:
+        prepared[1], optimizers[1] = critic_and_optimizer[:1], critic_and_optimizer[1]
     reference_model, ema_model = models.get("reference"), models.get("ema")
     if reference_model is not None:
         reference_model = strategy.prepare(reference_model)

@@ -12,7 +12,7 @@ from trivium.frontdoors.lightrft.data import (
     blending_datasets,
     get_tokenizer_processor_vl,
 )
-from trivium.frontdoors.lightrft.experience import ExperienceVL, SamplesVL
+from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.namespace import namespace_of
 from trivium.frontdoors.lightrft.script_calls import (
     add_arguments,
@@ -35,7 +35,6 @@ __all__ = [
     "PromptDatasetVL",
     "SFTDatasetVL",
     "SPMDPPOTrainerVL",
-    "SamplesVL",
     "Strategy",
     "add_arguments",
     "blending_datasets",

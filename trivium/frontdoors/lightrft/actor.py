@@ -7,33 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from trivium.concurrency import run_here
-from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.lightrft.generation import Arguments, Sampler, stops_of
-from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
-from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.concurrency import gather_or_cancel, run_here
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.generation import Arguments, stops_of
+from trivium.frontdoors.lightrft.opening import Opened, Options, refuse_videos, sharing
 from trivium.frontdoors.lightrft.placing import pieces_of
-from trivium.frontdoors.tables import announce
+from trivium.frontdoors.lightrft.rollout_engine import ActorEngine
 from trivium.models.heads.trained_models import LanguageModel
-from trivium.models.vision.encoder import Vision
-from trivium.training.gradient_checkpointing import checkpoint_gradients
-from trivium.training.ranks import ALONE, Ranks
+from trivium.randomness import SampleKey
 from trivium.training.snapshot import full_weights
+from trivium.types import Completion, Prompt, Request
 
 
-class ActorVL(nn.Module):
+class ActorVL(Opened[LanguageModel]):
     """A policy that reads text and images, or text only.
 
     `model` is the transformers model. `language_model` is the core's model over the same parameters, which computes
-    log-probabilities of packed sequences. Both stay in eval mode, because dropout would make passes over the same
-    tokens differ.
+    log-probabilities of packed sequences.
     """
 
     def __init__(
@@ -60,39 +56,27 @@ class ActorVL(nn.Module):
         With `bf16` the backbone computes in bfloat16 from float32 weights. `temperature` divides the logits in
         `forward` and `generate`. `seed` initializes the LoRA adapter. `use_flash_attention_2`, `packing_samples` and
         the switches of log-probability kernels have no effect: sequences are always packed. Raises ConfigError for
-        unsupported options (4 bits, LoRA dropout, DeepSpeed) and unknown ones.
+        unsupported options (LoRA dropout, DeepSpeed) and unknown ones.
         """
-        super().__init__()
         del use_flash_attention_2
         options = Options(
             bf16, load_in_4bit, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config, device_map, seed
         )
-        options.check(further)
-        opened = open_model(pretrain_or_model, options)
-        self.model: PreTrainedModel = opened.model.eval()
-        self.model_dir, self._autocast = opened.directory, opened.autocast
-        self.pretrain_or_model = str(pretrain_or_model) if opened.directory else self.model.config.model_type
+        super().__init__(pretrain_or_model, options, further)
+        self.pretrain_or_model = str(pretrain_or_model) if self.model_dir else self.model.config.model_type
         self.packing_samples, self.high_entropy_token_ratio = packing_samples, high_entropy_token_ratio
-        self.ranks: Ranks = ALONE
-        self._temperature, self._checkpointing = temperature, False
-        self._core: list[LanguageModel] = []  # in a list, so that it is not registered as a submodule
-        self._sampler = Sampler()
+        self._temperature = temperature
+        self._engine: ActorEngine | None = None  # of `generate`
+        self._calls = 0
+
+    def build(self) -> LanguageModel:
+        """Builds the core's model."""
+        return LanguageModel(sharing(self.model), temperature=self.temperature, **self.built_of)
 
     @property
     def language_model(self) -> LanguageModel:
         """The core's model over the same parameters."""
-        if not self._core or self._core[0].device != self.model.device:
-            core = LanguageModel(
-                sharing(self.model),
-                dtype=self.model.dtype,
-                device=self.model.device,
-                temperature=self.temperature,
-                autocast=self._autocast,
-            )
-            if self._checkpointing:
-                checkpoint_gradients(core.module)
-            self._core = [core]
-        return self._core[0]
+        return self.core
 
     @property
     def temperature(self) -> float:
@@ -104,13 +88,8 @@ class ActorVL(nn.Module):
         if not value > 0:
             raise ConfigError(f"temperature {value}", "log-probabilities of a greedy policy are 0", "use one above 0")
         self._temperature = value
-        for core in self._core:
+        for core in self._opened:
             core.set_temperature(value)
-
-    @property
-    def vision(self) -> Vision | None:
-        """The vision part of the model; None for a text-only model."""
-        return self.language_model.backbone.vision
 
     def forward(
         self,
@@ -132,15 +111,12 @@ class ActorVL(nn.Module):
         sequences and one `num_actions` per sequence, and returns (1, sum of A). `pixel_inputs` are further inputs of
         the vision tower (`pixel_attention_mask`).
         """
-        if pixel_values_videos is not None or video_grid_thw is not None:
-            raise DataError("forward over videos", "pixel_values_videos", "models read text and images here")
+        refuse_videos("forward over videos", pixel_values_videos, video_grid_thw)
         pixels = {"pixel_values": pixel_values, "image_grid_thws": image_grid_thw, "pixel_inputs": pixel_inputs}
-        if num_actions is None:
-            if not return_output:
-                raise ConfigError("forward of ActorVL", "no num_actions", "give it, or set return_output")
+        if num_actions is None and return_output:
             return self._plain(sequences, attention_mask, pixels)
         if packed_seq_lens is not None:
-            if isinstance(num_actions, int):
+            if num_actions is None or isinstance(num_actions, int):
                 raise ConfigError("packed sequences", "one num_actions for all", "give a list, one for each sequence")
             parts = sequences[0].split([int(length) for length in packed_seq_lens])
             sequences = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_side="left")
@@ -148,15 +124,12 @@ class ActorVL(nn.Module):
                 [torch.ones_like(part) for part in parts], batch_first=True, padding_side="left"
             )
             widths = [int(number) for number in num_actions]
-            log_probs = self._log_probs(sequences, max(widths), attention_mask, pixels)
+            log_probs = self.per_action(sequences, max(widths), attention_mask, pixels)
             whole = torch.cat([row[len(row) - width :] for row, width in zip(log_probs, widths, strict=True)])[None]
             return (whole, self._plain(sequences, attention_mask, pixels)) if return_output else whole
-        log_probs = self._log_probs(sequences, int(num_actions), attention_mask, pixels)  # pyright: ignore[reportArgumentType]
+        actions = None if num_actions is None else int(num_actions)  # pyright: ignore[reportArgumentType]
+        log_probs = self.per_action(sequences, actions, attention_mask, pixels)
         return (log_probs, self._plain(sequences, attention_mask, pixels)) if return_output else log_probs
-
-    def _log_probs(self, sequences: Tensor, actions: int, mask: Tensor | None, pixels: dict[str, Any]) -> Tensor:
-        core = self.language_model
-        return per_action(core, sequences, actions, mask, pixels, self.ranks)
 
     def _plain(self, sequences: Tensor, mask: Tensor | None, pixels: dict[str, Any]) -> Any:
         """Returns the output of the transformers model."""
@@ -187,13 +160,11 @@ class ActorVL(nn.Module):
         eos_token_id, pad_token_id, seed, and further pixel tensors. Raises ConfigError for others. If the model is
         sharded, all ranks must call it.
         """
-        if pixel_values_videos is not None or video_grid_thw is not None:
-            raise DataError("generate from videos", "pixel_values_videos", "models read text and images here")
+        refuse_videos("generate from videos", pixel_values_videos, video_grid_thw)
         arguments = Arguments.of(kwargs, self.model, input_ids, self.temperature)
         pieces = [] if pixel_values is None else pieces_of(pixel_values, image_grid_thw, arguments.pixel_inputs)
         prompts = arguments.prompts(input_ids, pieces, self.vision)
-        run_here(self._sampler.adopt(self, arguments.eos_token_ids))
-        completions = run_here(self._sampler.completions(prompts, arguments, self.ranks.rank))
+        completions = run_here(self._completions(prompts, arguments))
         width = max(len(each.tokens) for each in completions)
         before, shape = input_ids.shape[1], (len(prompts), input_ids.shape[1] + width)
         sequences = input_ids.new_full(shape, arguments.pad_token_id)
@@ -205,6 +176,19 @@ class ActorVL(nn.Module):
             sequences[row, here] = torch.from_numpy(completion.tokens.astype(np.int64)).to(sequences.device)
             attention[row, here] = 1
         return sequences, attention, attention[:, before:].bool()
+
+    async def _completions(self, prompts: list[Prompt], arguments: Arguments) -> list[Completion]:
+        """Samples one completion per prompt. Every call uses new random numbers of the seed."""
+        if self._engine is None or self._engine.eos_token_ids != arguments.eos_token_ids:
+            self.close()
+            self._engine = ActorEngine(self, arguments.eos_token_ids)
+        engine, self._calls = await self._engine.loaded(), self._calls + 1
+        address = (arguments.seed % 2**63, "actor", "generate", str(self.ranks.rank), self._calls)
+        requests = [
+            Request(prompt.tokens, arguments.sampling, SampleKey(*address, row), prompt.media)
+            for row, prompt in enumerate(prompts)
+        ]
+        return await gather_or_cancel([engine.generate(request) for request in requests])
 
     def process_sequences(
         self, sequences: Tensor, input_len: int, eos_token_id: int | Sequence[int], pad_token_id: int
@@ -230,14 +214,6 @@ class ActorVL(nn.Module):
         model is sharded, all ranks must iterate to the end."""
         return full_weights(self.language_model)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps one activation per layer and recomputes the others in the backward pass."""
-        if gradient_checkpointing_kwargs:
-            announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
-        if not self._checkpointing:
-            checkpoint_gradients(self.language_model.module)
-        self._checkpointing = True
-
     def print_trainable_parameters(self) -> str:
         """Returns the number of trainable parameters and the total, as text."""
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
@@ -245,12 +221,5 @@ class ActorVL(nn.Module):
 
     def close(self) -> None:
         """Closes the engine of `generate`."""
-        self._sampler.close()
-
-    def train(self, mode: bool = True) -> Self:
-        """Keeps eval mode for any `mode`. Gradients do not depend on it."""
-        return super().train(False)
-
-    def adopt(self, ranks: Ranks) -> None:
-        """Sets `ranks`, and sets `model` to the core's sharded model."""
-        self.ranks, self.model = ranks, self.language_model.module
+        if self._engine is not None:
+            self._engine.close()

@@ -97,19 +97,14 @@ def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     algorithm: dict[str, Any] = {
         "kind": "ppo" if critic else "grpo",
         **estimated(lightrft),
-        "epochs": lightrft["max_epochs"],
         "mini_batches": max(1, sequences_per_step(lightrft) // max(1, lightrft["train_batch_size"])),
         "correction": "none",
     }
     if 0 < lightrft["high_entropy_token_ratio"] < 1:
         gate = {"kind": "top_entropy", "fraction": lightrft["high_entropy_token_ratio"], "per": "sequence"}
         algorithm["gates"] = [gate]
-    if lightrft["dynamic_sampling"]:
-        algorithm["refill"] = lightrft["dynamic_sampling_refills"]
     if critic:
         algorithm["critic"] = {"clip": lightrft["value_clip"] or None, "aggregate": lightrft["loss_agg_mode"]}
-        if lightrft["freezing_actor_steps"] > 0:
-            algorithm["critic_warmup"] = lightrft["freezing_actor_steps"]
     return algorithm | ({"kl": kl} if (kl := _kl(lightrft, problems)) else {})
 
 
@@ -159,6 +154,9 @@ def conflicts(lightrft: Settings) -> list[Problem]:
     if lightrft["freezing_actor_steps"] > 0 and estimator != "gae":
         found = f"{estimator} trains no critic, which could train alone"
         problems.append(Problem("freezing_actor_steps", str(lightrft["freezing_actor_steps"]), found, "leave it out"))
+    if lightrft["load_in_4bit"] and not lightrft["lora_rank"]:
+        found = "every weight is trained, and weights in 4 bits are frozen"
+        problems.append(Problem("load_in_4bit", "True", found, "set lora_rank, or leave it out"))
     longest, buffer = lightrft["generate_max_len"], lightrft["overlong_buffer_len"]
     if lightrft["overlong_buffer"] and not 0 < buffer <= longest:
         found = f"a completion has at most {longest} tokens (generate_max_len)"

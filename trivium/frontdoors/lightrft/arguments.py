@@ -23,58 +23,28 @@ REQUIRED: Mapping[str, str] = {
     "ckpt_path": "the folder of the checkpoints",
 }
 """Attributes of `args` that `fit` requires, with descriptions."""
-OPTIONAL: Mapping[str, Any] = {
-    "seed": 42,
-    "freezing_actor_steps": -1,
-    "use_kl_loss": False,
-    "kl_estimator": "k1",
-    "use_cpg_loss": False,
-    "use_gspo": False,
-    "high_entropy_token_ratio": 0.0,
-    "loss_agg_mode": "seq-mean-token-mean",
-    "aux_loss_coef": 0.0,
-    "advantages_norm": False,
-    "no_advantage_std_norm": False,
-    "advantage_clip": 0.0,
-    "reward_running_norm": False,
-    "reward_running_norm_minus_mean": False,
-    "reward_clip": 0.0,
-    "overlong_buffer": False,
-    "overlong_buffer_len": 1024,
-    "overlong_buffer_penalty_factor": 1.0,
-    "dynamic_sampling": False,
-    "dynamic_sampling_refills": 5,
-    "gamma": 1.0,
-    "lambd": 0.95,
-    "eval_temperature": None,
-    "eval_n_samples": 1,
-    "rollout_deadline_s": 3600.0,
-    "max_failed_fraction": 0.5,
-    "max_ckpt_num": 3,
-    "max_ckpt_mem": 1e8,
-    "use_wandb": None,
-    "wandb_org": None,
-    "wandb_group": None,
-    "wandb_project": "trivium",
-    "wandb_run_name": "",
-    "use_tensorboard": None,
-}
-"""Optional attributes of `args`, with their defaults."""
+_OPTIONAL = (
+    *("seed", "freezing_actor_steps", "use_kl_loss", "kl_estimator", "use_cpg_loss", "use_gspo", "loss_agg_mode"),
+    *("high_entropy_token_ratio", "aux_loss_coef", "advantages_norm", "no_advantage_std_norm", "advantage_clip"),
+    *("reward_running_norm", "reward_running_norm_minus_mean", "reward_clip", "overlong_buffer", "gamma", "lambd"),
+    *("overlong_buffer_len", "overlong_buffer_penalty_factor", "dynamic_sampling", "dynamic_sampling_refills"),
+    *(
+        "eval_temperature",
+        "eval_n_samples",
+        "rollout_deadline_s",
+        "max_failed_fraction",
+        "max_ckpt_num",
+        "max_ckpt_mem",
+    ),
+    *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name", "use_tensorboard"),
+)
+OPTIONAL: Mapping[str, Any] = {name: TABLE.default_of(name) for name in _OPTIONAL}
+"""Optional attributes of `args`, with their defaults: those of the flags of the same names."""
 GENERATE = frozenset(
-    {
-        "do_sample",
-        "max_new_tokens",
-        "min_new_tokens",
-        "max_length",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "pad_token_id",
-        "eos_token_id",
-        "gamma",
-        "lambd",
-    }
+    (
+        *("do_sample", "max_new_tokens", "min_new_tokens", "max_length", "temperature", "top_p", "top_k", "stop"),
+        *("pad_token_id", "eos_token_id", "gamma", "lambd"),
+    )
 )
 """Keyword arguments of the constructor for sampling and discounting."""
 _AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem"}
@@ -88,9 +58,9 @@ MAX_NEW_TOKENS = 1024
 
 
 def option(args: object, name: str) -> Any:
-    """Returns an attribute of `args`, or its default if it is missing or None."""
+    """Returns an attribute of `args`, or the default of the flag of this name if it is missing or None."""
     value = getattr(args, name, None)
-    return OPTIONAL[name] if value is None else value
+    return TABLE.default_of(name) if value is None else value
 
 
 def check_args(args: object) -> None:

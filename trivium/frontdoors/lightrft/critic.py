@@ -7,26 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
-from trivium.frontdoors.lightrft.per_action import per_action
-from trivium.frontdoors.tables import announce
-from trivium.models.heads.trained_models import ValueModel
+from trivium.frontdoors.lightrft.opening import Opened, Options, refuse_videos, sharing
+from trivium.models.heads.trained_models import ValueModel, tensor_names
 from trivium.models.heads.value_head import VALUE_HEAD
-from trivium.models.vision.encoder import Vision
-from trivium.training.gradient_checkpointing import checkpoint_gradients
-from trivium.training.ranks import ALONE, Ranks
+from trivium.training.ranks import Ranks
 
 
-class CriticVL(nn.Module):
+class CriticVL(Opened[ValueModel]):
     """Predicts the values of the states before actions.
 
     `model` is the transformers backbone of a causal or vision-language model, and `value_head` a linear layer on its
@@ -53,52 +48,35 @@ class CriticVL(nn.Module):
         seed: int = 0,
         **further: Any,
     ) -> None:
-        """Takes the arguments of ActorVL. An ActorVL or a model as the first argument shares its backbone.
+        """Takes the arguments of ActorVL. An ActorVL or a model as the first argument shares its backbone, and its
+        head if it is a model with a linear head of one output (`linear_head`).
 
         Loads the head that was saved with the model (by `save_model`, or as `value_head_prefix` of a sequence
         classifier). Without a saved head, or with `init_value_head`, initializes it from `seed`.
         """
-        super().__init__()
         del use_flash_attention_2
         options = Options(
             bf16, load_in_4bit, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config, device_map, seed
         )
-        options.check({**further, **({"normalize_reward": True} if normalize_reward else {})})
-        opened = open_model(pretrain_or_model, options, backbone=True)
-        self.model: PreTrainedModel = opened.model.eval()
-        self.model_dir, self._autocast, self._seed = opened.directory, opened.autocast, seed
-        self.packing_samples, self.ranks, self._checkpointing = packing_samples, ALONE, False
-        head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
-        first = self._built(head)
-        self.value_head = first.value_head
-        self._core: list[ValueModel] = [first]  # in a list, so that it is not registered as a submodule
+        further |= {"normalize_reward": True} if normalize_reward else {}
+        super().__init__(pretrain_or_model, options, further, backbone=True)
+        self.packing_samples = packing_samples
+        self.value_head = linear_head(pretrain_or_model)
+        self._head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
+        self.value_head = self.core.value_head
 
-    def _built(self, head: dict[str, Tensor]) -> ValueModel:
-        core = ValueModel(
-            sharing(self.model),
-            dtype=self.model.dtype,
-            device=self.model.device,
-            seed=self._seed,
-            autocast=self._autocast,
-            head=head,
-        )
-        if self._checkpointing:
-            checkpoint_gradients(core.module)
+    def build(self) -> ValueModel:
+        """Builds the core's model. One that replaces another has its head."""
+        core = ValueModel(sharing(self.model), seed=self._seed, head=self._head, **self.built_of)
+        if self.value_head is not None:
+            core.value_head = self.value_head
+            core.names = tensor_names(core)
         return core
 
     @property
     def value_model(self) -> ValueModel:
         """The core's model over the same parameters."""
-        if self._core[0].device != self.model.device:
-            core = self._built({})
-            core.value_head = self.value_head
-            self._core = [core]
-        return self._core[0]
-
-    @property
-    def vision(self) -> Vision | None:
-        """The vision part of the model; None for a text-only model."""
-        return self.value_model.backbone.vision
+        return self.core
 
     def forward(
         self,
@@ -112,29 +90,14 @@ class CriticVL(nn.Module):
         **pixel_inputs: Tensor,
     ) -> Tensor:
         """Returns (B, A) values of the states before the last A tokens, with gradient; 0 on padding."""
-        if pixel_values_videos is not None or video_grid_thw is not None:
-            raise DataError("values of videos", "pixel_values_videos", "models read text and images here")
-        if num_actions is None:
-            raise ConfigError("forward of CriticVL", "no num_actions", "give it")
+        refuse_videos("values of videos", pixel_values_videos, video_grid_thw)
         pixels = {"pixel_values": pixel_values, "image_grid_thws": image_grid_thw, "pixel_inputs": pixel_inputs}
-        return per_action(self.value_model, sequences, num_actions, attention_mask, pixels, self.ranks)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps one activation per layer and recomputes the others in the backward pass."""
-        if gradient_checkpointing_kwargs:
-            announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
-        if not self._checkpointing:
-            checkpoint_gradients(self.value_model.module)
-        self._checkpointing = True
-
-    def train(self, mode: bool = True) -> Self:
-        """Keeps eval mode for any `mode`. Gradients do not depend on it."""
-        return super().train(False)
+        return self.per_action(sequences, num_actions, attention_mask, pixels)
 
     def adopt(self, ranks: Ranks) -> None:
         """Sets `ranks`, and sets `model` and `value_head` to those of the core's sharded model."""
-        core = self.value_model
-        self.ranks, self.model, self.value_head = ranks, core.module, core.value_head
+        super().adopt(ranks)
+        self.value_head = self.core.value_head
 
 
 def get_vlm_for_sequence_regression(
@@ -148,6 +111,12 @@ def get_vlm_for_sequence_regression(
             "give the directory of a reward model as reward_model, or write a reward_recipe",
         )
     return CriticVL(model_name_or_path, **options)
+
+
+def linear_head(model: object) -> nn.Linear | None:
+    """Returns the head of a sequence or token classifier of transformers with one output, or None."""
+    heads = (getattr(model, name, None) for name in ("score", "classifier"))
+    return next((head for head in heads if isinstance(head, nn.Linear) and head.out_features == 1), None)
 
 
 def saved_head(directory: Path, prefix: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.arguments import option
 from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
 from trivium.frontdoors.lightrft.data_section import system_prompt
 from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
@@ -131,17 +131,17 @@ class PromptDatasetVL(Dataset[PromptItem]):
         if max_length != getattr(args, "prompt_max_len", max_length):
             announce([f"max_length={max_length} of PromptDatasetVL: the trainer's prompt_max_len limits prompts"])
         self._dataset, self._args = dataset, args
-        self._template = None if _option(args, "apply_chat_template") else input_template
+        self._template = None if option(args, "apply_chat_template") else input_template
         if self._template is not None and self._template.count("{}") != 1:
             raise ConfigError("input_template", repr(input_template), "write {} once, where the prompt goes")
-        self._sees = reads_images(processor) and not _option(args, "text_only")
+        self._sees = reads_images(processor) and not option(args, "text_only")
         self._videos = getattr(args, "videos_key", None) or "videos"
         self._renderer: ChatRenderer | None = None
         self._system: str | None = None
-        if _option(args, "apply_chat_template"):
+        if option(args, "apply_chat_template"):
             self._renderer = ChatRenderer(tokenizer, images=_images_of(tokenizer) if self._sees else None)
-            self._system = system_prompt(_option(args, "system_prompt"), _option(args, "system_prompt_path"))
-        self._limit = int(_option(args, "limit_mm_image_per_prompt"))
+            self._system = system_prompt(option(args, "system_prompt"), option(args, "system_prompt_path"))
+        self._limit = int(option(args, "limit_mm_image_per_prompt"))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -159,8 +159,8 @@ class PromptDatasetVL(Dataset[PromptItem]):
             do = "raise limit_mm_image_per_prompt, or leave the row out"
             raise DataError(f"at most {self._limit} image(s) at {where}", f"{len(images)}", do)
         text = self._text(messages, where)
-        reference = reference_of(row, _option(self._args, "reference_key"))
-        return text, images or None, reference, label_of(row, _option(self._args, "label_key"))
+        reference = reference_of(row, option(self._args, "reference_key"))
+        return text, images or None, reference, label_of(row, option(self._args, "label_key"))
 
     def collate_fn(self, items: Sequence[PromptItem]) -> tuple[list[Any], ...]:
         """Returns lists of (prompts, images, references, labels), or of (prompts, images, videos, references, labels)
@@ -172,7 +172,7 @@ class PromptDatasetVL(Dataset[PromptItem]):
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], list[Any]]:
         """Returns (the conversation, its images)."""
-        key, images_key = _option(self._args, "input_key"), _option(self._args, "images_key") if self._sees else ""
+        key, images_key = option(self._args, "input_key"), option(self._args, "images_key") if self._sees else ""
         given = _listed(row.get(images_key)) if images_key else []
         located = [_located(image) for image in given]
         columns = {key: row[key]} if key in row else {}
@@ -216,12 +216,6 @@ def _located(value: Any) -> Any:
     if isinstance(value, str) and len(value) < 4096 and not value.startswith("data:") and Path(value).is_file():
         return str(Path(value).resolve())
     return value
-
-
-def _option(args: object, name: str) -> Any:
-    """Returns a value of `args`, or the launcher's default."""
-    value = getattr(args, name, None)
-    return TABLE.default_of(name) if value is None else value
 
 
 class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
@@ -277,11 +271,11 @@ class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
 
     def _texts(self, row: Mapping[str, Any], index: int) -> tuple[str, str]:
         """Returns (prompt, completion) of a row; either may be empty."""
-        key, output = _option(self._args, "input_key"), row.get(_option(self._args, "output_key"))
+        key, output = option(self._args, "input_key"), row.get(option(self._args, "output_key"))
         value = row.get(key)
         if not value or not isinstance(value, str | list):
             raise DataError(f"text or messages in {key!r} of row {index}", repr(value)[:80], "correct input_key")
-        if _option(self._args, "apply_chat_template"):
+        if option(self._args, "apply_chat_template"):
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
             if output is None:
                 return "", self._tokenizer.apply_chat_template(messages, tokenize=False)

@@ -6,8 +6,9 @@ on the right. The last A columns are the actions; `action_mask` marks the traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 from trivium import types
 from trivium.errors import DataError
 from trivium.frontdoors.lightrft.placing import media_of_rows, pieces_of, stacked_tiles
-from trivium.models.vision.encoder import PIXELS, Pixels, Vision
-from trivium.models.vision.images import Images, decoded
+from trivium.models.vision.encoder import PIXELS, Vision, pixel_reader
+from trivium.models.vision.images import Images, decoded, join_pixels
+from trivium.training.batching import joined as joined_rows
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Media
 
 COLUMNS = {
@@ -32,6 +34,8 @@ COLUMNS = {
     "action_entropy": "entropy",
 }
 """Per-action field -> the corresponding column of a core batch."""
+_LISTS = ("labels", "references", "raw_images")
+"""Fields with one entry per row, which a core batch does not hold."""
 
 
 @dataclass
@@ -76,6 +80,8 @@ class ExperienceVL:
     """Further inputs of some vision towers: `pixel_attention_mask`, `image_sizes`."""
     origin: tuple[types.Experience, ...] | None = None
     """The core's experiences of the rows, with media, groups, versions and named rewards."""
+    reader: Images | None = None
+    """Reads the pixels of `origin`."""
 
     def __post_init__(self) -> None:
         grids: Any = self.image_grid_thws
@@ -110,82 +116,38 @@ class ExperienceVL:
 
     def _on_all(self, change: Callable[[Tensor], Tensor]) -> Self:
         for entry in fields(self):
-            if entry.name != "origin":
+            if entry.name not in ("origin", "reader"):
                 setattr(self, entry.name, _changed(getattr(self, entry.name), change))
         return self
 
     # ------------------------------------------------------------------ rows
 
-    def split(self) -> list[ExperienceVL]:
-        """Returns the rows as separate experiences without padding."""
-        pixels = self._pixels_of_rows()
-        return [self._row(row, pixels[row]) for row in range(len(self))]
-
-    def _row(self, row: int, pixels: dict[str, Any]) -> ExperienceVL:
-        attended = np.flatnonzero(self._attention()[row])
-        if not len(attended):
-            raise DataError("an experience with tokens", f"row {row} is nothing but padding", "leave the row out")
-        first, last = int(attended[0]), int(attended[-1]) + 1
-        prompts = self.sequences.shape[1] - self.num_actions
-        actions = slice(max(0, first - prompts), max(0, last - prompts))
-        numbers: dict[str, Any] = {name: tensor[row : row + 1, actions] for name, tensor in self._per_action().items()}
-        further = {name: tensor[row : row + 1, actions] for name, tensor in self.further.items()}
-        lists: dict[str, Any] = {
-            name: _only(getattr(self, name), row) for name in ("labels", "references", "group_ids")
-        }
-        return ExperienceVL(
-            self.sequences[row : row + 1, first:last],
-            **numbers,
-            **pixels,
-            **lists,
-            attention_mask=None if self.attention_mask is None else self.attention_mask[row : row + 1, first:last],
-            info=_row_of(self.info, row, len(self)),
-            further=further,
-            origin=None if self.origin is None else self.origin[row : row + 1],
-        )
+    def split(self, vision: Vision | None = None) -> list[ExperienceVL]:
+        """Returns the rows as separate experiences without padding. `vision` is as for `to_batch`."""
+        batch = self.to_batch(vision)
+        rows: list[ExperienceVL] = []
+        for row in range(len(self)):
+            rows.append(ExperienceVL.from_batch(batch.select([row]), processor=self.reader))
+            rows[-1].info = _row_of(self.info, row, len(self))
+            for name in _LISTS:
+                if (values := getattr(self, name)) is not None:
+                    setattr(rows[-1], name, [values[row]])
+        return rows
 
     @classmethod
-    def join(cls, experiences: Sequence[ExperienceVL]) -> ExperienceVL:
-        """Joins all rows in order, with minimal padding.
-
-        Raises DataError if only some experiences have a field.
-        """
-        rows = [row for experience in experiences for row in experience.split()]
-        if not rows:
+    def join(cls, experiences: Sequence[ExperienceVL], vision: Vision | None = None) -> ExperienceVL:
+        """Joins all rows in order, with minimal padding. Keeps the fields that all experiences have."""
+        batch = joined_rows([each.to_batch(vision) for each in experiences])
+        if batch is None:
             raise DataError("join experiences", "there is none", "give at least one")
-        actions = max(row.num_actions for row in rows)
-        prompts = max(row.sequences.shape[1] - row.num_actions for row in rows)
-
-        def beside(tensor: Tensor, left: int, right: int) -> Tensor:
-            shape = (1, 0, *tensor.shape[2:])
-            return torch.cat([tensor.new_zeros(1, left, *shape[2:]), tensor, tensor.new_zeros(1, right, *shape[2:])], 1)
-
-        def whole(tensors: Sequence[Tensor]) -> Tensor:
-            sizes = [
-                (prompts - t.shape[1] + r.num_actions, actions - r.num_actions)
-                for t, r in zip(tensors, rows, strict=True)
-            ]
-            return torch.cat([beside(t, *size) for t, size in zip(tensors, sizes, strict=True)])
-
-        def padded(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.cat([beside(t, 0, actions - t.shape[1]) for t in tensors])
-
-        masks = [torch.ones_like(r.sequences) if r.attention_mask is None else r.attention_mask for r in rows]
-        numbers = {name: _together(rows, name, padded) for name in (*COLUMNS, "action_mask")}
-        if numbers["action_mask"] is None:
-            widths = [mask.shape[1] - row.num_actions for mask, row in zip(masks, rows, strict=True)]
-            numbers["action_mask"] = padded([mask[:, at:].bool() for mask, at in zip(masks, widths, strict=True)])
-        names = dict.fromkeys(name for row in rows for name in row.further)
-        return ExperienceVL(
-            whole([row.sequences for row in rows]),
-            **numbers,
-            **_joined_pixels(rows),
-            **{name: _together(rows, name, _concatenated) for name in ("labels", "references", "group_ids")},
-            attention_mask=whole(masks),
-            info=_joined_info([row.info for row in rows]),
-            further={name: padded([row.further[name] for row in rows]) for name in names},
-            origin=_together(rows, "origin", lambda parts: tuple(each for part in parts for each in part)),
-        )
+        reader = next((each.reader for each in experiences if each.reader is not None), None)
+        joined = cls.from_batch(batch, processor=reader)
+        joined.info = _joined_info([each.info for each in experiences])
+        for name in _LISTS:
+            values = [getattr(each, name) for each in experiences]
+            if None not in values:
+                setattr(joined, name, [one for each in values for one in each])
+        return joined
 
     def _per_action(self) -> dict[str, Tensor]:
         entries = {name: getattr(self, name) for name in (*COLUMNS, "action_mask")}
@@ -195,45 +157,6 @@ class ExperienceVL:
         """Returns (B, S): False on padding."""
         mask = torch.ones_like(self.sequences) if self.attention_mask is None else self.attention_mask
         return mask.detach().cpu().numpy() != 0
-
-    def _pixels_of_rows(self) -> list[dict[str, Any]]:
-        """Returns the pixel fields of each row."""
-        size = len(self)
-        if self.pixel_values is None:
-            raw: list[Any] = [None] * size if self.raw_images is None else [[images] for images in self.raw_images]
-            return [{"raw_images": raw[row], "image_num": _only(self.image_num, row)} for row in range(size)]
-        if self.pixel_values.ndim == 5 and self.image_grid_thws is None:
-            counts, images = [1] * size, len(self.pixel_values)
-            numbers: Sequence[int | None] = [None] * size if self.image_num is None else self.image_num
-        else:
-            images = len(self.pixel_values) if self.image_grid_thws is None else len(self.image_grid_thws)
-            counts = [1] * size if self.image_num is None and images == size else self.image_num or []
-            numbers = counts
-        if len(counts) != size or sum(counts) != images:
-            raise DataError(
-                f"the images of each of {size} rows",
-                f"{images} images, and image_num is {self.image_num}",
-                "set image_num to how many each row has",
-            )
-        ends = np.cumsum([0, *counts])
-        return [self._images_at(int(ends[row]), int(ends[row + 1]), row, numbers[row]) for row in range(size)]
-
-    def _images_at(self, start: int, end: int, row: int, number: int | None) -> dict[str, Any]:
-        assert self.pixel_values is not None
-        entries: dict[str, Any] = {
-            "image_num": None if number is None else [number],
-            "raw_images": None if self.raw_images is None else [self.raw_images[row]],
-        }
-        if end == start:
-            return entries
-        if self.image_grid_thws is None:
-            values = self.pixel_values[start:end]
-        else:
-            patches = np.cumsum([0, *self.image_grid_thws.prod(1).tolist()])
-            values = self.pixel_values[int(patches[start]) : int(patches[end])]
-            entries["image_grid_thws"] = self.image_grid_thws[start:end]
-        inputs = {name: tensor[start:end] for name, tensor in self.pixel_inputs.items()}
-        return {**entries, "pixel_values": values, "pixel_inputs": inputs}
 
     # ------------------------------------------------------------------ the core's batch
 
@@ -261,23 +184,14 @@ class ExperienceVL:
 
         own = {column: name for name, column in COLUMNS.items()}
         numbers = {own[name]: cut(arrays) for name, arrays in batch.columns.items() if name in own}
-        names = dict.fromkeys(name for e in experiences for name in e.rewards)
-        lengths = {
-            "response_length": [e.num_response_tokens for e in experiences],
-            "total_length": [len(e) for e in experiences],
-        }
-        metrics = {name: torch.tensor([e.rewards.get(name, 0.0) for e in experiences]) for name in names}
         return cls(
             sequences,
             **numbers,
-            **({} if images is None else _read_pixels(experiences, images)),
+            **_read_pixels(experiences, images),
+            reader=images,
             attention_mask=attention,
             action_mask=cut([e.response_mask for e in experiences]),
-            info={
-                "reward": torch.tensor([e.reward for e in experiences]),
-                **{name: torch.tensor(values, dtype=torch.float32) for name, values in lengths.items()},
-                "reward_metrics": metrics,
-            },
+            info=_info(batch),
             image_num=[len(e.media) for e in experiences],
             group_ids=[e.group_id for e in experiences],
             further={name: cut(arrays) for name, arrays in batch.columns.items() if name not in own},
@@ -361,30 +275,6 @@ class ExperienceVL:
         return media_of_rows(vision, rows, pieces)
 
 
-@dataclass
-class SamplesVL:
-    """The raw samples of an engine. `ExperienceVL` documents the shapes."""
-
-    sequences: Tensor
-    attention_mask: Tensor | None = None
-    action_mask: Tensor | None = None
-    pixel_values: Tensor | None = None
-    image_grid_thws: Tensor | None = None
-    raw_images: list[Any] | None = None
-    pixel_values_videos: Tensor | None = None
-    video_grid_thws: Tensor | None = None
-    num_actions: int | Tensor | None = None
-    packed_seq_lens: Tensor | None = None
-    response_length: Tensor | None = None
-    total_length: Tensor | None = None
-    references: list[Any] | None = None
-    labels: list[Any] | None = None
-    prompts: list[str] | None = None
-    output_texts: list[str] | None = None
-    image_num: list[int] | None = None
-    video_num: list[int] | None = None
-
-
 # --------------------------------------------------------------------------- arrays
 
 
@@ -424,8 +314,23 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # --------------------------------------------------------------------------- rows
 
 
-def _only(values: list[Any] | None, row: int) -> list[Any] | None:
-    return None if values is None else [values[row]]
+def _info(batch: Batch) -> dict[str, Any]:
+    """Returns the statistics of each row: reward, lengths, the return at the first action and the mean KL."""
+    rows, zeros = batch.experiences, [np.zeros(len(e)) for e in batch.experiences]
+    returns, kl = (batch.columns.get(name, zeros) for name in ("returns", "kl"))
+    trained = [np.flatnonzero(e.response_mask) for e in rows]
+    numbers = {
+        "reward": [e.reward for e in rows],
+        "response_length": [e.num_response_tokens for e in rows],
+        "total_length": [len(e) for e in rows],
+        "return": [array[at[0]] if len(at) else 0.0 for array, at in zip(returns, trained, strict=True)],
+        "kl": [array[at].mean() if len(at) else 0.0 for array, at in zip(kl, trained, strict=True)],
+    }
+    named = dict.fromkeys(name for e in rows for name in e.rewards)
+    parts = {name: torch.tensor([e.rewards.get(name, 0.0) for e in rows]) for name in named}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()} | {
+        "reward_metrics": parts
+    }
 
 
 def _row_of(info: dict[str, Any], row: int, size: int) -> dict[str, Any]:
@@ -441,62 +346,37 @@ def _row_of(info: dict[str, Any], row: int, size: int) -> dict[str, Any]:
 
 
 def _joined_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenates the entries that all have. Values without a row dimension are those of the first."""
     joined: dict[str, Any] = {}
-    for name, first in infos[0].items():
-        values = [info[name] for info in infos if name in info]
-        if len(values) < len(infos):
-            raise DataError("join experiences", f"only some have info[{name!r}]", "give it to all of them")
-        if isinstance(first, dict):
+    for name in set.intersection(*map(set, infos)):
+        values = [info[name] for info in infos]
+        if isinstance(values[0], dict):
             joined[name] = _joined_info(values)
-        elif isinstance(first, Tensor) and first.ndim:
+        elif isinstance(values[0], Tensor) and values[0].ndim:
             joined[name] = torch.cat(values)
         else:
-            joined[name] = _concatenated(values) if isinstance(first, list) else first
+            joined[name] = values[0] if not isinstance(values[0], list) else [one for each in values for one in each]
     return joined
 
 
-def _concatenated(lists: Sequence[list[Any]]) -> list[Any]:
-    return [each for part in lists for each in part]
+def _read_pixels(experiences: Sequence[types.Experience], images: Images | None) -> dict[str, Any]:
+    """Returns the pixel fields of the experiences, with the pixels of images if their reader is given."""
+    made = pixel_reader(Path())  # of media that are pixels
 
+    def read(item: Media) -> Mapping[str, Tensor]:
+        return made(item) if images is None or item.mime == PIXELS else images.read(item).pixels
 
-def _together(rows: Sequence[ExperienceVL], name: str, join: Callable[[Sequence[Any]], Any]) -> Any:
-    """Joins a field of all rows; None if no row has it."""
-    values = [value for row in rows if (value := getattr(row, name)) is not None]
-    if values and len(values) < len(rows):
-        raise DataError("join experiences", f"{len(values)} of {len(rows)} have {name}", "give it to all of them")
-    return join(values) if values else None
-
-
-def _joined_pixels(rows: Sequence[ExperienceVL]) -> dict[str, Any]:
-    shown = [row for row in rows if row.pixel_values is not None]
-    numbers = [row.image_num for row in rows]
-    fields: dict[str, Any] = {
-        "raw_images": _together(rows, "raw_images", _concatenated),
-        "image_num": None if any(each is None for each in numbers) else [n for each in numbers for n in each or ()],
-    }
+    media = [[item for item in e.media if images is not None or item.mime == PIXELS] for e in experiences]
+    rows = [join_pixels([read(item) for item in each]) for each in media]
+    raw = [[decoded(item) for item in each if item.mime != PIXELS] for each in media]
+    shown = [row for row in rows if row]
+    fields: dict[str, Any] = {"raw_images": None if images is None else raw}
     if not shown:
         return fields
-    values = [row.pixel_values for row in shown if row.pixel_values is not None]
-    if values[0].ndim == 5 and shown[0].image_grid_thws is None:
-        blank = {name: tensor.new_zeros(tensor.shape) for name, tensor in shown[0].pixel_inputs.items()}
-        per_row = [torch.zeros_like(values[0]) if row.pixel_values is None else row.pixel_values for row in rows]
-        inputs = [row.pixel_inputs if row.pixel_values is not None else blank for row in rows]
-        stacked = {name: stacked_tiles([each[name] for each in inputs]) for name in blank}
-        return {**fields, "pixel_values": stacked_tiles(per_row), "pixel_inputs": stacked}
-    grids = [row.image_grid_thws for row in shown if row.image_grid_thws is not None]
-    inputs = {name: torch.cat([row.pixel_inputs[name] for row in shown]) for name in shown[0].pixel_inputs}
-    whole = {"pixel_values": torch.cat(values), "image_grid_thws": torch.cat(grids) if grids else None}
-    return {**fields, **whole, "pixel_inputs": inputs}
-
-
-def _read_pixels(experiences: Sequence[types.Experience], images: Images) -> dict[str, Any]:
-    """Returns the pixel fields of the experiences."""
-    rows: list[ExperienceVL] = []
-    for experience in experiences:
-        pixels: Pixels = images.pixels(experience.media)
-        further = {n: t for n, t in pixels.items() if n not in ("pixel_values", "image_grid_thw")}
-        raw = [decoded(item) for item in experience.media if item.mime != PIXELS]
-        row = ExperienceVL(torch.zeros(1, 1), raw_images=[raw], pixel_inputs=further)
-        row.pixel_values, row.image_grid_thws = pixels.get("pixel_values"), pixels.get("image_grid_thw")
-        rows.append(row)
-    return {name: value for name, value in _joined_pixels(rows).items() if name != "image_num"}
+    if shown[0]["pixel_values"].ndim == 5 and "image_grid_thw" not in shown[0]:  # (1, tiles, ...) of each row
+        blank = {name: tensor.new_zeros(tensor.shape) for name, tensor in shown[0].items()}
+        joined = {name: stacked_tiles([(row or blank)[name] for row in rows]) for name in blank}
+    else:
+        joined = {name: torch.cat([row[name] for row in shown]) for name in shown[0]}
+    values, grids = joined.pop("pixel_values"), joined.pop("image_grid_thw", None)
+    return {**fields, "pixel_values": values, "image_grid_thws": grids, "pixel_inputs": joined}

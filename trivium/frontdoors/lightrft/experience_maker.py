@@ -16,9 +16,10 @@ from trivium.frontdoors.lightrft.ppo_objective import approximate_kl
 from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
 from trivium.frontdoors.lightrft.rollout_engine import Rollouts
 from trivium.loops import add_scores
+from trivium.training.batching import joined
 from trivium.training.learner import Learner
 from trivium.training.ranks import Ranks
-from trivium.types import AnyArray, Batch, Experience, Group, Metrics, Sampling, StopReason, Trajectory
+from trivium.types import AnyArray, Batch, Group, Metrics, Sampling, StopReason, Trajectory
 
 SCORERS = {
     "old": ("actor", "log_prob"),
@@ -27,6 +28,9 @@ SCORERS = {
     "values": ("critic", "values"),
 }
 """Score -> (the model that computes it, its name in `Learner.score`)."""
+
+_PARTS = ("format_reward", "accuracy_reward")
+"""Parts of a reward that an evaluation reports."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,27 @@ class ExperienceMaker:
         )
         return self._rewarded(batch, groups)
 
+    def evaluated(self, loader: Any, version: int, samples: int, sampling: Sampling) -> dict[str, float]:
+        """Returns means over the completions of all prompts of all ranks.
+
+        A prompt is sampled with the same random numbers in every evaluation, independent of training.
+        """
+        self.rollouts().adopt(version)
+        purpose, groups = f"eval-{self.ranks.data_rank}", list[Group]()
+        with torch.random.fork_rng(devices=[]):  # a loader may draw from the global generator
+            for loaded in loader:
+                how: dict[str, Any] = {"version": version, "samples": samples, "sampling": sampling}
+                groups += self.generate(loaded, len(groups), purpose=purpose, **how)
+        members = [member for group in groups for member in group.alive]
+        rows = [
+            (each.reward, *(each.metrics.get(name, 0.0) for name in _PARTS), float(each.num_tokens)) for each in members
+        ]
+        everyone = [row for part in self.ranks.all_gather(rows) for row in part]
+        names = ("reward", *_PARTS, "response_length")
+        totals = np.asarray(everyone, np.float64).reshape(-1, len(names)).sum(0) / max(len(everyone), 1)
+        means = {f"{name}_mean": float(mean) for name, mean in zip(names, totals, strict=True)}
+        return {**means, "num_samples": float(len(everyone))}
+
     def _rewarded(self, batch: PromptBatch, groups: Sequence[Group]) -> list[Group]:
         living = [(row, member) for row, group in enumerate(groups) for member in group.alive]
         samples = [self._sample(batch, row, member) for row, member in living]
@@ -112,15 +137,20 @@ class ExperienceMaker:
         """
         batch, self.metrics = self.judged(groups)
         images = self.rollouts().images if any(e.media for e in batch.experiences) else None
-        info, tasks = _info(batch, groups), {group.group_id: group.task.columns for group in groups}
+        columns = {group.group_id: group.task.columns for group in groups}
+        metrics = {(group.group_id, member.index): member.metrics for group in groups for member in group.alive}
+        names = dict.fromkeys(name for each in metrics.values() for name in each)
         made: list[ExperienceVL] = []
         for start in range(0, len(batch), micro_rollout_batch_size):
             rows = range(start, min(start + micro_rollout_batch_size, len(batch)))
             experience = ExperienceVL.from_batch(batch.select(rows), processor=images)
-            experience.info.update(_rows(info, rows))
-            columns = [tasks[batch.experiences[row].group_id] for row in rows]
-            experience.labels = [each.get("label") for each in columns]
-            experience.references = [each.get("reference") for each in columns]
+            shown = [(e.group_id, e.index) for e in (batch.experiences[row] for row in rows)]
+            experience.info["reward_metrics"] = {
+                name: torch.tensor([metrics[each].get(name, 0.0) for each in shown], dtype=torch.float64)
+                for name in names
+            }
+            experience.labels = [columns[group].get("label") for group, _ in shown]
+            experience.references = [columns[group].get("reference") for group, _ in shown]
             made.append(experience)
         return made
 
@@ -131,8 +161,8 @@ class ExperienceMaker:
         if "reference" in self.models.learners:
             needs |= {"ref"}
         batch = add_scores(cast(Any, self.models), algorithm.batch(groups), needs)
-        everyone = gathered(self.ranks, _light(batch))
-        whole, metrics = algorithm.advantages(together(everyone))
+        everyone = self.ranks.all_gather(_light(batch))
+        whole, metrics = algorithm.advantages(joined(everyone) or batch)
         first = sum(map(len, everyone[: self.ranks.data_rank]))
         mine = whole.select(range(first, first + len(batch)))
         seen = (
@@ -145,60 +175,6 @@ class ExperienceMaker:
         return done, metrics
 
 
-def gathered(ranks: Ranks, value: Any) -> list[Any]:
-    """Returns the values of all data ranks, in order."""
-    return list(cast("list[Any]", ranks.all_gather(value)))
-
-
 def _light(batch: Batch) -> Batch:
     """Returns the batch without image bytes and `extra` data, to gather less data."""
     return replace(batch, experiences=tuple(replace(e, media=(), extra={}) for e in batch.experiences), metrics={})
-
-
-def together(batches: Sequence[Batch]) -> Batch:
-    """Concatenates batches. Keeps the columns that all non-empty batches have."""
-    filled = [batch for batch in batches if len(batch)]
-    if not filled:
-        return batches[0]
-    names = set.intersection(*(set(batch.columns) for batch in filled))
-    experiences = tuple(e for batch in filled for e in batch.experiences)
-    return Batch(experiences, {name: tuple(a for batch in filled for a in batch.columns[name]) for name in names})
-
-
-def _info(batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
-    """Returns the statistics of each sequence, (B,), that the trainer reports for a rollout."""
-    experiences, kl = batch.experiences, batch.columns.get("kl")
-    of = {(group.group_id, member.index): member.metrics for group in groups for member in group.alive}
-    names = dict.fromkeys(name for each in of.values() for name in each)
-    return {
-        "reward": _numbers(e.reward for e in experiences),
-        "response_length": _numbers(e.num_response_tokens for e in experiences),
-        "total_length": _numbers(len(e) for e in experiences),
-        "return": _numbers(_first(e, row) for e, row in zip(experiences, batch.columns["returns"], strict=True)),
-        "kl": _numbers(0.0 if kl is None else _mean(e, kl[row]) for row, e in enumerate(experiences)),
-        "reward_metrics": {
-            name: _numbers(of[e.group_id, e.index].get(name, 0.0) for e in experiences) for name in names
-        },
-    }
-
-
-def _rows(info: dict[str, Any], rows: range) -> dict[str, Any]:
-    """Returns the statistics of these rows as tensors."""
-    return {
-        name: _rows(values, rows) if isinstance(values, dict) else torch.as_tensor(values[rows.start : rows.stop])
-        for name, values in info.items()
-    }
-
-
-def _mean(e: Experience, row: AnyArray) -> float:
-    return float(row[e.response_mask].mean()) if e.response_mask.any() else 0.0
-
-
-def _first(e: Experience, row: AnyArray) -> float:
-    """Returns the return at the first action."""
-    trained = np.flatnonzero(e.response_mask)
-    return float(row[trained[0]]) if len(trained) else 0.0
-
-
-def _numbers(values: Any) -> AnyArray:
-    return np.fromiter(values, np.float64)

@@ -1,30 +1,20 @@
-"""The arguments of `ActorVL.generate`, and its sampler over the core's torch engine."""
+"""The arguments of `ActorVL.generate`."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trivium.concurrency import gather_or_cancel, run_here
-from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.placing import media_of_rows
-from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.vision.encoder import Pixels, Vision
-from trivium.randomness import SampleKey
-from trivium.training.snapshot import TensorFile
-from trivium.types import Completion, Prompt, Request, Sampling
+from trivium.types import Prompt, Sampling
 
 _PIXEL_INPUTS = ("pixel_attention_mask", "image_sizes")
 _NO_EFFECT = ("use_cache", "early_stopping", "return_dict_in_generate", "synced_gpus")
@@ -42,17 +32,6 @@ _KNOWN = (
     "top_k",
     "top_p",
 )
-
-
-class Policy(Protocol):
-    """A policy that a Sampler can sample from."""
-
-    @property
-    def language_model(self) -> LanguageModel: ...
-
-    model_dir: Path | None
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -108,66 +87,6 @@ class Arguments:
         ]
         media = [()] * len(rows) if vision is None else media_of_rows(vision, rows, pieces)
         return [Prompt(tokens, own) for tokens, own in zip(rows, media, strict=True)]
-
-
-class Sampler:
-    """An engine that samples from the current weights of a policy."""
-
-    def __init__(self) -> None:
-        self._engine: TorchEngine | None = None
-        self._eos: frozenset[int] = frozenset()
-        self._calls = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sampler:
-        return Sampler()
-
-    async def adopt(self, policy: Policy, eos_token_ids: frozenset[int]) -> None:
-        """Loads the policy's current weights into the engine."""
-        if self._engine is None or self._eos != eos_token_ids:
-            await self._close()
-            self._engine, self._eos = self._built(policy, eos_token_ids), eos_token_ids
-        await self._engine.load(self._calls, list(policy.export_weights()))
-
-    async def completions(self, prompts: Sequence[Prompt], arguments: Arguments, rank: int) -> list[Completion]:
-        """Samples one completion per prompt. Every call uses new random numbers of the seed."""
-        assert self._engine is not None
-        engine = self._engine
-        self._calls += 1
-        keys = [
-            SampleKey(arguments.seed % 2**63, "actor", "generate", str(rank), self._calls, row)
-            for row in range(len(prompts))
-        ]
-        return await gather_or_cancel(
-            [
-                engine.generate(Request(prompt.tokens, arguments.sampling, key, prompt.media))
-                for prompt, key in zip(prompts, keys, strict=True)
-            ]
-        )
-
-    def close(self) -> None:
-        run_here(self._close())
-
-    async def _close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.close()
-
-    def _built(self, policy: Policy, eos_token_ids: frozenset[int]) -> TorchEngine:
-        core, directory = policy.language_model, policy.model_dir
-        if directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="trivium-actor-"))
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-            weights = {name: tensor.cpu().contiguous() for name, tensor in policy.export_weights()}
-            # Every rank writes its own copy; `save_pretrained` of a sharded model would not.
-            save_file(TensorFile("model", weights, core.module).converted(weights), directory / "model.safetensors")
-            core.module.config.save_pretrained(directory)
-        config = TorchEngine.Config(
-            device="cuda" if core.device.type == "cuda" else "cpu", dtype="bfloat16" if core.autocast else "float32"
-        )
-        threads = torch.get_num_threads()
-        return TorchEngine(
-            config, model_dir=directory, eos_token_ids=eos_token_ids, decode=lambda tokens: "", threads=threads
-        )
 
 
 def stops_of(given: int | Sequence[int] | None, model: PreTrainedModel) -> frozenset[int]:

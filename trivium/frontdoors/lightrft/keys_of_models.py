@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
 OFF = (None, False)
+
+
+def _above_zero(number: int) -> int | None:
+    return number if number > 0 else None
+
+
+def _targets(value: Any) -> list[str] | None:
+    """Returns the names of the layers; None for every linear layer."""
+    listed = [value] if isinstance(value, str) else list(value)
+    return None if listed == ["all-linear"] else listed
+
 
 MODELS: dict[str, Entry] = {
     "pretrain": Mapped("model.path", type=str),
@@ -20,11 +33,13 @@ MODELS: dict[str, Entry] = {
     "value_head_prefix": Ignored("a checkpoint stores the critic's value head in a separate file"),
     "text_only": Mapped("true: images of rows are not read, and model.path may be a text model", False),
     "freeze_prefix": Mapped("train.vision_tower: frozen", type=object),
-    "bf16": Mapped("train.dtype and engine.dtype: bfloat16", False),
-    "load_in_4bit": Restricted((None, False), "4-bit base weights are not supported: leave it out"),
-    "lora_rank": Mapped("train.lora.rank; 0 trains every weight", 0),
-    "lora_alpha": Mapped("train.lora.alpha", 16),
-    "target_modules": Mapped("train.lora.targets", "all-linear", type=object),
+    "bf16": Mapped(("train.dtype", "engine.dtype"), False, convert={True: "bfloat16", False: "float32"}),
+    "load_in_4bit": Mapped("train.frozen_dtype", False, convert={True: "nf4"}, note="needs lora_rank"),
+    "lora_rank": Mapped("train.lora.rank", 0, convert=_above_zero, note="0 trains every weight"),
+    "lora_alpha": Mapped("train.lora.alpha", 16, when={"lora_rank": True}),
+    "target_modules": Mapped(
+        "train.lora.targets", "all-linear", type=object, convert=_targets, when={"lora_rank": True}
+    ),
     "lora_dropout": Restricted((None, 0), "adapters are trained without dropout: leave it out", 0),
     "aux_loss_coef": Restricted((None, 0), "an auxiliary load-balancing loss is not supported: leave it out", 0),
     "disable_fast_tokenizer": Ignored("transformers 5 has no slow tokenizers"),
@@ -49,7 +64,7 @@ ENGINE: dict[str, Entry] = {
 
 RANKS: dict[str, Entry] = {
     "fsdp": Ignored("models are sharded by FSDP2 if there are several processes"),
-    "fsdp_cpu_offload": Mapped("train.cpu_offload", False),
+    "fsdp_cpu_offload": Mapped("train.cpu_offload", False, convert={True: True}),
     "sp_size": Mapped("train.sequence_parallel", 1),
     "seed": Mapped("run.seed", 42),
     "torchrun": Mapped("number of processes; start them with `torchrun --nproc-per-node N -m trivium run FILE`", 1),

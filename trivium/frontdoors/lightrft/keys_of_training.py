@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
+
+GAE = {"advantage_estimator": "gae"}
+
+
+def _above_zero(number: float) -> float | None:
+    return number if number > 0 else None
+
+
+def betas_of(value: Any) -> list[float] | None:
+    """Returns the two decay rates of Adam, or None for an invalid value."""
+    try:
+        betas = [float(part) for part in value]
+    except (TypeError, ValueError):
+        return None
+    return betas if len(betas) == 2 and all(0 <= beta < 1 for beta in betas) else None
+
 
 _JOURNAL = "every rollout is recorded in run.dir; `trivium rollouts` prints them"
 
@@ -18,23 +36,23 @@ ALGORITHM: dict[str, Entry] = {
     ),
     "max_epochs": Mapped("algorithm.epochs", 1),
     "n_samples_per_prompt": Mapped("schedule.group_size", 1),
-    "advantage_estimator": Mapped("algorithm.advantage.kind", "gae"),
+    "advantage_estimator": Mapped("sets algorithm.advantage.kind", "gae"),
     "kl_estimator": Mapped("algorithm.kl.estimator; with use_kl_loss k1 becomes k1+", "k1"),
-    "init_kl_coef": Mapped("algorithm.kl.coef", 0.01),
+    "init_kl_coef": Mapped("sets algorithm.kl.coef", 0.01),
     "kl_target": Mapped("algorithm.kl.target, with algorithm.kl.controller adaptive", type=float),
-    "kl_horizon": Mapped("algorithm.kl.horizon", 10000),
+    "kl_horizon": Mapped("sets algorithm.kl.horizon", 10000),
     "use_kl_loss": Mapped("algorithm.kl.place: loss; false: reward", False),
     "eps_clip": Mapped("algorithm.policy_loss.clip_low and clip_high", 0.2),
-    "value_clip": Mapped("algorithm.critic.clip", 0.2),
-    "lambd": Mapped("algorithm.advantage.lam", 0.95),
-    "gamma": Mapped("algorithm.advantage.gamma", 1.0),
+    "value_clip": Mapped("sets algorithm.critic.clip; 0: no clipping", 0.2),
+    "lambd": Mapped("sets algorithm.advantage.lam", 0.95),
+    "gamma": Mapped("sets algorithm.advantage.gamma", 1.0),
     "ptx_coef": Mapped("the weight of pretrain_data's loss", 0.05),
     "use_cpg_loss": Mapped("algorithm.policy_loss.kind: cpgd", False),
     "use_gspo": Mapped("algorithm.policy_loss.kind: gspo", False),
-    "loss_agg_mode": Mapped("algorithm.aggregate", "seq-mean-token-mean"),
+    "loss_agg_mode": Mapped("sets algorithm.aggregate", "seq-mean-token-mean"),
     "high_entropy_token_ratio": Mapped("algorithm.gates: top_entropy, per sequence; 0: every token", 0.0),
     "dynamic_sampling": Mapped("algorithm.filters: zero_variance", False),
-    "dynamic_sampling_refills": Mapped("algorithm.refill, with dynamic_sampling", 5),
+    "dynamic_sampling_refills": Mapped("algorithm.refill", 5, when={"dynamic_sampling": True}),
     "overlong_buffer": Mapped("algorithm.shaping: overlong_penalty", False),
     "overlong_buffer_len": Mapped("the penalty grows linearly over this many last tokens of generate_max_len", 1024),
     "overlong_buffer_penalty_factor": Mapped("the penalty at generate_max_len, which is the largest one", 1.0),
@@ -48,7 +66,7 @@ ALGORITHM: dict[str, Entry] = {
     ),
     "no_advantage_std_norm": Mapped("algorithm.normalise_advantages: mean instead of std", False),
     "advantage_clip": Mapped("algorithm.clip_advantages; 0: no clipping", 0.0),
-    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1),
+    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1, convert=_above_zero, when=GAE),
     "normalize_reward_for_critic": Restricted(
         (None, False), "leave it out: the critic is trained on unnormalised returns"
     ),
@@ -59,11 +77,13 @@ ALGORITHM: dict[str, Entry] = {
 
 OPTIMISATION: dict[str, Entry] = {
     "actor_learning_rate": Mapped("train.optimizer.lr", 1e-6),
-    "critic_learning_rate": Mapped("train.critic_optimizer.lr", 9e-6),
+    "critic_learning_rate": Mapped("train.critic_optimizer.lr", 9e-6, when=GAE),
     "lr_warmup_ratio": Mapped("warmup_steps of both optimizers, as a fraction of schedule.steps", 0.03),
-    "l2": Mapped("weight_decay of both optimizers", 0.0),
+    "l2": Mapped(("train.optimizer.weight_decay", "train.critic_optimizer.weight_decay"), 0.0),
     "max_norm": Mapped("train.max_grad_norm", 1.0),
-    "adam_betas": Mapped("betas of both optimizers", (0.9, 0.95), type=object),
+    "adam_betas": Mapped(
+        ("train.optimizer.betas", "train.critic_optimizer.betas"), (0.9, 0.95), type=object, convert=betas_of
+    ),
     "enable_ema": Mapped("keeps a moving average of the actor's weights; only PPOTrainerVL", False),
     "ema_beta": Mapped("decay of that average in an optimizer step", 0.992),
 }
@@ -73,10 +93,10 @@ RUN: dict[str, Entry] = {
         "directory to which the launcher writes the trained model; `trivium run` writes checkpoints only", "./ckpt"
     ),
     "ckpt_path": Mapped("run.dir", "./ckpt/checkpoints_ppo"),
-    "save_steps": Mapped("checkpoint.save_every; -1: only at the end", -1),
+    "save_steps": Mapped("checkpoint.save_every", -1, convert=lambda n: max(0, n), note="-1: only at the end"),
     "eval_steps": Mapped("evaluation.every; -1: once per episode", -1),
     "logging_steps": Mapped("PPOTrainerVL logs after this many rollout steps; `trivium run` logs every step", 1),
-    "eval_n_samples": Mapped("evaluation.samples", 1),
+    "eval_n_samples": Mapped("sets evaluation.samples", 1),
     "eval_temperature": Mapped("evaluation.sampling.temperature; unset: temperature", type=float),
     "rollout_deadline_s": Mapped("workflow.deadline_s", 3600.0),
     "max_failed_fraction": Mapped("workflow.max_failed_fraction", 0.5),
@@ -91,8 +111,8 @@ RUN: dict[str, Entry] = {
     "use_wandb": Mapped("monitors: wandb. An API key given here is not copied: set WANDB_API_KEY", type=object),
     "wandb_org": Mapped("the entity of monitors: wandb", type=str),
     "wandb_group": Mapped("the group of monitors: wandb", type=str),
-    "wandb_project": Mapped("the project of monitors: wandb", type=str),
-    "wandb_run_name": Mapped("the name of monitors: wandb", type=str),
+    "wandb_project": Mapped("the project of monitors: wandb", "trivium"),
+    "wandb_run_name": Mapped("the name of monitors: wandb", ""),
     "use_tensorboard": Mapped("monitors: tensorboard, in run.dir", type=object),
     **ignored(
         _JOURNAL,

@@ -53,7 +53,7 @@ def train(config: object) -> PPOTrainerVL:
         _actor(lightrft, args),
         _critic(args),
         [*models.values()] or None,
-        ActorVL(args.pretrain, bf16=args.bf16) if args.init_kl_coef > 0 else None,
+        ActorVL(args.pretrain, bf16=args.bf16, load_in_4bit=args.load_in_4bit) if args.init_kl_coef > 0 else None,
         args,
         max(1, math.ceil(args.num_episodes * steps)),
     )
@@ -115,7 +115,7 @@ def _problems(lightrft: Settings) -> Iterator[Problem]:
 
 
 def _lora(args: Namespace) -> dict[str, Any]:
-    names = ("lora_rank", "lora_alpha", "target_modules")
+    names = ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
     return {name: getattr(args, name) for name in names} if args.lora_rank else {}
 
 

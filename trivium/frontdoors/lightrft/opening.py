@@ -1,4 +1,4 @@
-"""Opens the models of ActorVL and CriticVL from a directory or an existing model."""
+"""Opens the models of ActorVL and CriticVL from a directory or an existing model, and what both have in common."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trivium.clients.hub import ModelPath
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.frontdoors.tables import announce
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.heads.trained_models import LanguageModel, ValueModel
+from trivium.models.vision.encoder import Vision
 from trivium.models.weights.lora import LoraConfig, attach
+from trivium.models.weights.quantized import has_library, quantize, refusal
+from trivium.training.gradient_checkpointing import checkpoint_gradients
+from trivium.training.ranks import ALONE, Ranks, launched_ranks
 
 _SAME_ANYWAY = ("use_flash_attention_2", "packing_samples", "disable_logprobs_flashattn", "fused_linear_logprob")
 """Options that select a kernel in the original. They have no effect: sequences are always packed, and log-probabilities
@@ -40,8 +47,15 @@ class Options:
 
     def check(self, further: Mapping[str, Any]) -> None:
         """Raises a ConfigError that lists all unsupported and unknown options."""
+        device = self.device().type
+        few_bits = refusal(
+            installed=has_library(), device=device, dtype="float32", ranks=launched_ranks(), pushes_adapter=False
+        )
         refused = {
-            "load_in_4bit": (self.load_in_4bit, "4-bit base weights are not supported: leave it out"),
+            "load_in_4bit": (
+                self.load_in_4bit and few_bits is not None,
+                f"{few_bits and few_bits.reason}: leave it out",
+            ),
             "lora_dropout": (self.lora_dropout > 0, "dropout makes two passes over the same tokens disagree: leave it"),
             "ds_config": (self.ds_config is not None, "there is no DeepSpeed here: leave it out, and use --fsdp"),
         }
@@ -71,7 +85,10 @@ class Options:
         return device
 
     def adapted(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Attaches the LoRA adapter, if `lora_rank` is set."""
+        """Quantises the weights of linear layers with `load_in_4bit`. Attaches the LoRA adapter, if `lora_rank` is
+        set."""
+        if self.load_in_4bit:
+            quantize(model, "nf4", self.device())
         if not self.lora_rank:
             return model
         named = [self.target_modules] if isinstance(self.target_modules, str) else [*(self.target_modules or ())]
@@ -79,23 +96,10 @@ class Options:
         return attach(model, LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=targets), seed=self.seed)
 
 
-@dataclass(frozen=True)
-class Opened:
-    """An open model."""
-
-    model: PreTrainedModel
-    directory: Path | None
-    """The model's directory; None for an existing model."""
-    autocast: bool
-    """Whether the backbone computes in bfloat16. The weights are at least float32."""
-
-
-def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bool = False) -> Opened:
-    """Opens a directory, an id in the local Hugging Face cache, or an existing model, and attaches the adapter.
-
-    Converts an existing 16-bit model to float32 in place, because the optimizer needs master weights. Raises DataError
-    for a missing model.
-    """
+def _opened(
+    source: str | Path | nn.Module, options: Options, backbone: bool
+) -> tuple[PreTrainedModel, Path | None, bool]:
+    """Returns (the model, its directory, whether it was in 16 bits)."""
     if isinstance(source, nn.Module):
         model = source if isinstance(source, PreTrainedModel) else getattr(source, "model", source)
         if not isinstance(model, PreTrainedModel):
@@ -104,16 +108,14 @@ def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bo
             )
         model = cast(PreTrainedModel, model.base_model) if backbone else model
         halved = model.dtype in (torch.bfloat16, torch.float16)
-        return Opened(options.adapted(model.float() if halved else model), None, options.bf16 or halved)
+        return model.float() if halved else model, None, halved
     path = Path(TypeAdapter(ModelPath).validate_python(str(source)))
     missing = missing_model_error(path)
     if missing is not None:
         raise missing
     if backbone:
-        model = load_backbone(path, dtype=torch.float32, device=options.device())
-    else:
-        model = load_lm(path, dtype=torch.float32, device=options.device(), attention=None)
-    return Opened(options.adapted(model), path, options.bf16)
+        return load_backbone(path, dtype=torch.float32, device=options.device()), path, False
+    return load_lm(path, dtype=torch.float32, device=options.device(), attention=None), path, False
 
 
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
@@ -121,3 +123,83 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
     linear layers) does not affect the original."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+Core = TypeVar("Core", LanguageModel, ValueModel)
+
+
+class Opened(nn.Module, Generic[Core]):
+    """A transformers model, `model`, and the core's model over the same parameters.
+
+    Both stay in eval mode, because dropout would make passes over the same tokens differ.
+    """
+
+    def __init__(
+        self, source: str | Path | nn.Module, options: Options, further: Mapping[str, Any], *, backbone: bool = False
+    ) -> None:
+        """Opens a directory, an id in the local Hugging Face cache, or an existing model, and attaches the adapter.
+
+        Converts an existing 16-bit model to float32 in place, because the optimizer needs master weights. Raises
+        DataError for a missing model, and ConfigError for the options that `Options.check` refuses.
+        """
+        super().__init__()
+        options.check(further)
+        model, directory, halved = _opened(source, options, backbone)
+        self.model: PreTrainedModel = options.adapted(model).eval()
+        self.model_dir, self._autocast, self._seed = directory, options.bf16 or halved, options.seed
+        self.ranks: Ranks = ALONE
+        self._checkpointing = False
+        self._opened: list[Core] = []  # in a list, so that it is not registered as a submodule
+
+    def build(self) -> Core:
+        """Builds the core's model."""
+        raise NotImplementedError
+
+    @property
+    def core(self) -> Core:
+        """The core's model over the same parameters."""
+        if not self._opened or self._opened[0].device != self.model.device:
+            self._opened = [self.build()]
+            if self._checkpointing:
+                checkpoint_gradients(self._opened[0].module)
+        return self._opened[0]
+
+    @property
+    def built_of(self) -> dict[str, Any]:
+        """The arguments of the core's model."""
+        return {"dtype": self.model.dtype, "device": self.model.device, "autocast": self._autocast}
+
+    @property
+    def vision(self) -> Vision | None:
+        """The vision part of the model; None for a text-only model."""
+        return self.core.backbone.vision
+
+    def per_action(
+        self, sequences: Tensor, num_actions: int | None, attention_mask: Tensor | None, pixels: dict[str, Any]
+    ) -> Tensor:
+        """Returns (B, A) outputs for the last A tokens, with gradient; 0 on padding. Raises ConfigError without A."""
+        if num_actions is None:
+            raise ConfigError(f"forward of {type(self).__name__}", "no num_actions", "give it, or set return_output")
+        return per_action(self.core, sequences, num_actions, attention_mask, pixels, self.ranks)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Keeps one activation per layer and recomputes the others in the backward pass."""
+        if gradient_checkpointing_kwargs:
+            announce([f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}: there is one way to checkpoint"])
+        if not self._checkpointing:
+            checkpoint_gradients(self.core.module)
+        self._checkpointing = True
+
+    def train(self, mode: bool = True) -> Self:
+        """Keeps eval mode for any `mode`. Gradients do not depend on it."""
+        return super().train(False)
+
+    def adopt(self, ranks: Ranks) -> None:
+        """Sets `ranks`, and sets `model` to the core's sharded model."""
+        self.ranks, self.model = ranks, cast(PreTrainedModel, self.core.module)
+
+
+def refuse_videos(what: str, *given: Tensor | None) -> None:
+    """Raises DataError for pixels of videos."""
+    if any(each is not None for each in given):
+        raise DataError(what, "pixel_values_videos", "models read text and images here")

@@ -24,7 +24,7 @@ from trivium.frontdoors.lightrft.algorithm_section import ESTIMATORS, KL_ESTIMAT
 from trivium.frontdoors.lightrft.arguments import OPTIONAL, option
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.registry import suggest
-from trivium.types import AnyArray, Batch, Metrics
+from trivium.types import AnyArray, Batch
 
 ADVANTAGE_BOUND = 10.0
 """The bound on the absolute advantages in the policy update."""
@@ -174,36 +174,17 @@ def approximate_kl(algorithm: GroupAlgorithm, batch: Batch) -> list[AnyArray]:
 
 
 @dataclass(frozen=True)
-class WithPretraining:
+class WithPretraining(PolicyObjective):
     """Adds `coef` times the mean next-token loss of supervised rows to the policy's objective, in one optimizer step.
 
     Supervised rows have the version `types.EXPERT_VERSION`.
     """
 
-    policy: PolicyObjective
-    coef: float
-    role: str = "policy"
-    head: str = "lm"
-    unit: str = "sequence"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.policy.needs
-
-    @property
-    def looks_at(self) -> frozenset[str]:
-        return frozenset()
+    coef: float = 0.0
 
     @property
     def on_policy(self) -> str:
         return "none: it imitates as well"
-
-    def select(self, batch: Batch, *address: int) -> Batch:
-        del address
-        return batch
-
-    def derived(self, means: Metrics) -> Metrics:
-        return self.policy.derived(means)
 
     def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
         """Returns this micro-batch's part of both losses. Each metric is a mean over the tokens of its loss."""
@@ -212,7 +193,7 @@ class WithPretraining:
         given = mask & (inputs.policy_version < 0)
         sampled, expert = denominators.sampled, denominators.expert
         own = replace(sampled, expert_tokens=0, expert_sequences=0)
-        outputs = self.policy.loss(replace(inputs, response_mask=mask & ~given), own)
+        outputs = super().loss(replace(inputs, response_mask=mask & ~given), own)
         counts = Counts(max(expert.tokens, 1), max(expert.sequences, 1), 1.0)
         imitation = token_mean(-inputs.log_prob, given, counts) * denominators.dp_size
         scale = denominators.tokens / max(sampled.tokens, 1)

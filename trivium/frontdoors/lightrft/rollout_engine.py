@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 
 from trivium.concurrency import run_here
 from trivium.config.sections import SamplingConfig
@@ -19,16 +21,16 @@ from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
 from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, PromptRenderer, task_of
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.placement import narrowed
 from trivium.models.vision.images import Images, images_of
 from trivium.randomness import SampleKey
+from trivium.training.snapshot import TensorFile
 from trivium.types import Group, Sampling, Task, Trajectory
 from trivium.workflows.single_turn import SingleTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
@@ -72,48 +74,97 @@ class _NoJudge:
         return [{}] * len(trajectories)
 
 
-class Rollouts:
-    """Samples from the actor with an engine in this process."""
+class Policy(Protocol):
+    """A policy that an engine samples from."""
+
+    @property
+    def language_model(self) -> LanguageModel: ...
+
+    model_dir: Path | None
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class ActorEngine:
+    """A torch engine in this process with the weights of a policy. Every rank has its own."""
 
     def __init__(
         self,
-        model_dir: Path | None,
-        save_model: Callable[[Path], None],
-        weights: Weights,
+        policy: Policy,
+        eos_token_ids: frozenset[int],
+        decode: Callable[[Any], str] = lambda tokens: "",
+        files: Any = None,
+    ) -> None:
+        """A policy without a directory is saved to a temporary one, with `files`: its processor or tokenizer."""
+        self._policy, self.eos_token_ids, self._decode = policy, eos_token_ids, decode
+        self.model_dir = policy.model_dir or self._saved(files)
+        self._engine: TorchEngine | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the policy opens an engine of its own."""
+
+    def _saved(self, files: Any) -> Path:
+        directory = Path(tempfile.mkdtemp(prefix="trivium-actor-"))
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        core = self._policy.language_model
+        weights = {name: tensor.cpu().contiguous() for name, tensor in self._policy.export_weights()}
+        # Every rank writes its own copy; `save_pretrained` of a sharded model would not.
+        save_file(TensorFile("model", weights, core.module).converted(weights), directory / "model.safetensors")
+        core.module.config.save_pretrained(directory)
+        if files is not None:
+            files.save_pretrained(directory)
+        return directory
+
+    async def loaded(self, version: int | None = None) -> TorchEngine:
+        """Returns the engine with the current weights, which it loads unless it holds them as this `version`. All ranks
+        must call it, because it gathers weights."""
+        if self._engine is None:
+            core = self._policy.language_model
+            cuda = core.device.type == "cuda"
+            config = TorchEngine.Config(
+                device="cuda" if cuda else "cpu", dtype="bfloat16" if core.autocast and cuda else "float32"
+            )
+            threads = torch.get_num_threads()
+            where: dict[str, Any] = {"model_dir": self.model_dir, "eos_token_ids": self.eos_token_ids}
+            self._engine = TorchEngine(config, **where, decode=self._decode, threads=threads)
+        elif self._engine.version == version:
+            return self._engine
+        # Gathers the tensors one by one and narrows each to the engine's dtype, because the engine loads them together.
+        dtype = self._engine.config.dtype
+        weights = [(name, narrowed(tensor, dtype)) for name, tensor in self._policy.export_weights()]
+        await self._engine.load(self._engine.version + 1 if version is None else version, weights)
+        return self._engine
+
+    def close(self) -> None:
+        """Closes the engine. `loaded` opens it again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            run_here(engine.close())
+
+
+class Rollouts:
+    """Samples completions of prompts from the actor's weights."""
+
+    def __init__(
+        self,
+        policy: Policy,
         tokenizer: PreTrainedTokenizerBase,
+        processor: Any,
         *,
         prompt_max_len: int,
         eos_token_ids: frozenset[int],
         seed: int,
-        device: torch.device,
-        bfloat16: bool,
         deadline_s: float,
         max_failed_fraction: float,
         max_concurrent: int,
     ) -> None:
-        """`model_dir` is the actor's model directory. If it is None, `save_model` writes the actor to a temporary
-        directory. `weights` yields the current weights, gathered by all ranks. At most `max_concurrent` completions
-        are sampled at a time."""
-        self._own_dir = Path(tempfile.mkdtemp(prefix="trivium-actor-")) if model_dir is None else None
-        if self._own_dir is not None:
-            save_model(self._own_dir)
-        self._model_dir = model_dir or self._own_dir
-        assert self._model_dir is not None
-        self.images: Images | None = images_of(self._model_dir)
-        self._weights, self._seed = weights, seed
-        self._deadline_s, self._max_failed_fraction = deadline_s, max_failed_fraction
+        """At most `max_concurrent` completions are sampled at a time."""
+        self._seed, self._deadline_s, self._max_failed_fraction = seed, deadline_s, max_failed_fraction
         self._max_concurrent = max_concurrent
+        self._engine = ActorEngine(policy, eos_token_ids, lambda tokens: self._renderer.decode(tokens), processor)
+        self.images: Images | None = images_of(self._engine.model_dir)
         self._renderer = PromptRenderer(tokenizer, self.images, prompt_max_len)
-        self._eos = self._renderer.eos_token_ids | eos_token_ids
-        cuda = device.type == "cuda"
-        self._config = TorchEngine.Config(
-            device="cuda" if cuda else "cpu", dtype="bfloat16" if bfloat16 and cuda else "float32"
-        )
-        self._engine: TorchEngine | None = None
-
-    def decode(self, tokens: Any) -> str:
-        """Decodes tokens to text without special tokens."""
-        return self._renderer.decode(tokens)
+        self._engine.eos_token_ids |= self._renderer.eos_token_ids
 
     def groups(
         self, batch: PromptBatch, names: Sequence[str], *, purpose: str, version: int, samples: int, sampling: Sampling
@@ -128,7 +179,7 @@ class Rollouts:
     async def _groups(
         self, batch: PromptBatch, names: Sequence[str], purpose: str, version: int, samples: int, sampling: Sampling
     ) -> list[Group]:
-        engine = await self._loaded(version)
+        engine = await self._engine.loaded(version)
         explorer = Explorer(
             engine,
             self._renderer,
@@ -156,30 +207,8 @@ class Rollouts:
 
     def adopt(self, version: int) -> None:
         """Loads the weights of this version into the engine. All ranks must call it."""
-        run_here(self._loaded(version))
-
-    async def _loaded(self, version: int) -> TorchEngine:
-        """Returns the engine with the weights of this version."""
-        if self._engine is None:
-            assert self._model_dir is not None
-            self._engine = TorchEngine(
-                self._config,
-                model_dir=self._model_dir,
-                eos_token_ids=self._eos,
-                decode=self._renderer.decode,
-                threads=torch.get_num_threads(),
-            )
-        elif self._engine.version == version:
-            return self._engine
-        # Gathers the tensors one by one and narrows each to the engine's dtype, because the engine loads them together.
-        weights = [(name, narrowed(tensor, self._engine.config.dtype)) for name, tensor in self._weights()]
-        await self._engine.load(version, weights)
-        return self._engine
+        run_here(self._engine.loaded(version))
 
     def close(self) -> None:
-        """Closes the engine and deletes its temporary directory."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            run_here(engine.close())
-        if self._own_dir is not None:
-            shutil.rmtree(self._own_dir, ignore_errors=True)
+        """Closes the engine."""
+        self._engine.close()

@@ -34,6 +34,8 @@ from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
 from trivium.frontdoors.tables import announce
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
+from trivium.models.weights.lora import has_adapter
+from trivium.models.weights.quantized import original
 from trivium.training.batching import count
 from trivium.training.fsdp import full_tensor, shard, shard_like
 from trivium.training.learner import Learner, RoleModel
@@ -216,6 +218,9 @@ class Strategy(ScriptCalls):
         model.to(self.ranks.device)
         if not is_training and optimizer is None:
             model.requires_grad_(False)
+        elif not has_adapter(model.model) and any(original(layer) is not None for layer in model.model.modules()):
+            found = "weights in 4 bits are frozen, and it has no adapter"
+            raise ConfigError(f"train a {type(model).__name__} with load_in_4bit", found, "set lora_rank")
         core = core_of(model)
         if self.world_size > 1:
             before = dict(core.named_parameters())

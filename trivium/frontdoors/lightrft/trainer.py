@@ -21,10 +21,9 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
-from trivium.frontdoors.lightrft.evaluation import evaluated
+from trivium.frontdoors.lightrft.critic import CriticVL, linear_head
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
-from trivium.frontdoors.lightrft.fit_position import Position, position, rollouts_for, rollouts_per_episode
 from trivium.frontdoors.lightrft.ppo_objective import (
     Settings,
     WithPretraining,
@@ -35,10 +34,10 @@ from trivium.frontdoors.lightrft.ppo_objective import (
     with_kl,
 )
 from trivium.frontdoors.lightrft.pretraining import PretrainingBatches, joined, supervised_batch
+from trivium.frontdoors.lightrft.prompt_order import PromptOrder
 from trivium.frontdoors.lightrft.replay_buffer import ReplayBuffer
 from trivium.frontdoors.lightrft.reward_scoring import RewardScorer
 from trivium.frontdoors.lightrft.rollout_engine import Rollouts, sampling_of
-from trivium.frontdoors.lightrft.rollout_steps import RolloutStep, rollout_steps
 from trivium.frontdoors.lightrft.saving import latest_position, resume, save
 from trivium.frontdoors.lightrft.strategy import core_of
 from trivium.frontdoors.lightrft.trainer_logs import Logs, row_of
@@ -119,6 +118,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         coefs = {"ema_beta": ema_beta, "init_kl_coef": init_kl_coef, "ptx_coef": ptx_coef, "value_clip": value_clip}
         check_numbers(**sizes, **coefs, max_epochs=max_epochs, max_norm=max_norm, prompt_max_len=prompt_max_len)
         core_of(actor)  # raises ConfigError for an unwrapped transformers model
+        critic = _wrapped(critic)
         if critic is not None and critic_optim is None:
             raise ConfigError("a critic", "no critic_optim", "give it an optimizer")
         if getattr(processor, "image_processor", None) is not None and actor.model_dir is not None:
@@ -239,15 +239,12 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             eos = self.generate_kwargs.get("eos_token_id")
             ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
             self._rollouts = Rollouts(
-                self.actor.model_dir,
-                lambda path: self.strategy.save_model(self.actor, self.processor or self.tokenizer, path),
-                self.actor.export_weights,
+                self.actor,
                 self.tokenizer,  # pyright: ignore[reportArgumentType]
+                self.processor or self.tokenizer,
                 prompt_max_len=self.prompt_max_len,
                 eos_token_ids=frozenset(ids),
                 seed=int(option(self.args, "seed")),
-                device=self.strategy.ranks.device,
-                bfloat16=bool(getattr(self.args, "bf16", False)),
                 deadline_s=float(option(self.args, "rollout_deadline_s")),
                 max_failed_fraction=float(option(self.args, "max_failed_fraction")),
                 max_concurrent=self.micro_rollout_batch_size,
@@ -276,41 +273,51 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self._read_args(args)
         args = self.args
         self._check_sizes(args)
-        per_episode = rollouts_per_episode(args, self.max_epochs, num_update_steps_per_episodes, prompts_dataloader)
-        start = self._continue(args, consumed_samples, per_episode)
-        if args.eval_steps == -1:  # the default of 1 update step does not describe an episode
-            updates = num_update_steps_per_episodes
-            args.eval_steps = per_episode if updates == 1 else rollouts_for(args, self.max_epochs, updates)
+        order = PromptOrder(
+            args, prompts_dataloader, self.strategy.ranks, self.max_epochs, num_update_steps_per_episodes
+        )
+        self._continue(args, consumed_samples, order)
+        if args.eval_steps == -1:
+            args.eval_steps = order.per_evaluation
         seed = int(option(args, "seed"))
         self.pretrain_dataloader = None
         if pretrain_dataloader is not None:
             self.pretrain_dataloader = PretrainingBatches(pretrain_dataloader, seed, self._state.get("pretraining", 0))
         self._eval_dataloader = eval_dataloader
-        self._logs = self._logs or Logs(args, self.strategy, start.step)
+        self._logs = self._logs or Logs(args, self.strategy, order.step)
         bar = tqdm(
-            total=per_episode * args.num_episodes,
-            initial=start.episode * per_episode + start.consumed // args.rollout_batch_size,
+            total=order.per_episode * args.num_episodes,
+            initial=order.consumed // args.rollout_batch_size,
             desc="rollouts",
             disable=not self.strategy.is_rank_0(),
         )
         try:
-            self._fit(args, self._rollout_steps(args, prompts_dataloader, start), start.step, bar)
+            for episode, groups in order.steps(self._generated):
+                status = self._trained(groups, order.step)
+                bar.update(order.consumed // args.rollout_batch_size - bar.n)
+                state = self._client_states(order)
+                self.save_logs_and_checkpoints(args, order.step, bar, status, state, episode)
         finally:
             bar.close()
             self.close()
 
-    def _fit(self, args: Any, rollouts: Iterator[RolloutStep], done: int, bar: Any) -> None:
-        for step, (episode, groups, consumed) in enumerate(rollouts, done + 1):
-            for experience in self.experience_maker.make_experience_list(groups, self.micro_rollout_batch_size):
-                self.replay_buffer.append(experience)
-            before = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
-            status = {**before, **self.ppo_train(step)}
-            self.replay_buffer.clear()
-            if "kl" in status:
-                self.kl_ctl.update(status["kl"], args.rollout_batch_size * args.n_samples_per_prompt)
-            client_states = self._client_states(step, consumed)
-            bar.update(consumed // args.rollout_batch_size - bar.n)
-            self.save_logs_and_checkpoints(args, step, bar, status, client_states, episode)
+    def _generated(self, loaded: Any, first: int) -> list[Group]:
+        """Returns the groups of a batch of prompts that pass the filters, sampled with the current weights."""
+        how: dict[str, Any] = {"purpose": "train", "version": self.policy_version, "sampling": self.sampling}
+        samples = int(self.args.n_samples_per_prompt)
+        groups = self.experience_maker.generate(loaded, first, samples=samples, **how)
+        return self.algorithm.filter(groups)[0]
+
+    def _trained(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Makes experiences of a step's groups, trains on them, and returns the status of the step."""
+        for experience in self.experience_maker.make_experience_list(groups, self.micro_rollout_batch_size):
+            self.replay_buffer.append(experience)
+        status = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
+        status |= self.ppo_train(step)
+        self.replay_buffer.clear()
+        if "kl" in status:
+            self.kl_ctl.update(status["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
+        return status
 
     def _check_sizes(self, args: Any) -> None:
         """Raises ConfigError for batch sizes that do not divide evenly."""
@@ -328,8 +335,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
                 "make it a divisor of that: each optimizer step takes equally many sequences of one rollout",
             )
 
-    def _continue(self, args: Any, consumed_samples: int, per_episode: int) -> Position:
-        """Returns the start position. Restores the algorithm, the KL coefficient and the moving average."""
+    def _continue(self, args: Any, consumed_samples: int, order: PromptOrder) -> None:
+        """Moves to the start position. Restores the algorithm, the KL coefficient and the moving average."""
         if consumed_samples == 0 and getattr(args, "load_checkpoint", False):
             consumed_samples = latest_position(args)
             self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
@@ -339,13 +346,13 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             self.algorithm.restore(states["algorithm"])
         if isinstance(self.kl_ctl, AdaptiveKLController) and states.get("kl_initial") == self.kl_ctl.initial:
             self.kl_ctl.value = float(states["kl_coef"])
-        return position(args, consumed_samples, per_episode, states.get("global_step"))
+        order.move_to(consumed_samples, states.get("global_step"))
 
-    def _client_states(self, step: int, consumed: int) -> dict[str, Any]:
+    def _client_states(self, order: PromptOrder) -> dict[str, Any]:
         """Returns the checkpoint state besides weights and optimizers."""
         return {
-            "consumed_samples": consumed,
-            "global_step": step,
+            "consumed_samples": order.consumed,
+            "global_step": order.step,
             "kl_coef": self.kl_ctl.value,
             "kl_initial": getattr(self.kl_ctl, "initial", self.kl_ctl.value),
             "algorithm": self.algorithm.state(),
@@ -405,7 +412,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if entropy_mask is not None:
             batch = narrowed(batch, experience, entropy_mask)
         if self.pretrain_dataloader is not None:
-            objective = WithPretraining(objective, self.ptx_coef)
+            objective = WithPretraining(**vars(objective), coef=self.ptx_coef)
             batch = joined(batch, supervised_batch(next(self.pretrain_dataloader), learner.model.backbone.vision))
         metrics = self._update("actor", batch, objective)
         self.policy_version += 1
@@ -446,9 +453,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         temperature = option(self.args, "eval_temperature")
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=float(temperature))
         samples = int(option(self.args, "eval_n_samples"))
-        measured = evaluated(
-            self.experience_maker, eval_dataloader, version=self.policy_version, samples=samples, sampling=sampling
-        )
+        measured = self.experience_maker.evaluated(eval_dataloader, self.policy_version, samples, sampling)
         self._logs_from(global_step).log(global_step, {f"eval/{name}": value for name, value in measured.items()})
         return measured
 
@@ -483,22 +488,6 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if args.save_steps > 0 and global_step % args.save_steps == 0:
             save(self, args, f"global_step{global_step}", dict(client_states))
 
-    def _rollout_steps(self, args: Any, loader: Any, start: Position) -> Iterator[RolloutStep]:
-        """The groups of each step, sampled with that step's weights."""
-
-        def generate(loaded: Any, first: int) -> list[Group]:
-            groups = self.experience_maker.generate(
-                loaded,
-                first,
-                purpose="train",
-                version=self.policy_version,
-                samples=int(args.n_samples_per_prompt),
-                sampling=self.sampling,
-            )
-            return self.algorithm.filter(groups)[0]
-
-        return rollout_steps(args, loader, start, generate, self.strategy.ranks)
-
     def close(self) -> None:
         """Closes the rollout engine and the logs. A further `fit` opens them again."""
         if self._rollouts is not None:
@@ -507,6 +496,19 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if self._logs is not None:
             self._logs.close()
             self._logs = None
+
+
+def _wrapped(critic: torch.nn.Module | None) -> CriticVL | None:
+    """Returns a critic of transformers as a CriticVL over the same parameters. Raises ConfigError for other modules."""
+    if critic is None or isinstance(critic, CriticVL):
+        return critic
+    if linear_head(critic) is None:
+        raise ConfigError(
+            f"a critic of the class {type(critic).__name__}",
+            "no CriticVL, and no classifier of transformers with a linear head of one output (score, classifier)",
+            "give one of these: values are computed over packed sequences",
+        )
+    return CriticVL(critic)
 
 
 SPMDPPOTrainerVL = PPOTrainerVL

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trivium.config import config_from_mapping
+from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.lightrft.algorithm_section import algorithm_of
 from trivium.frontdoors.lightrft.config_table import OPENRLHF, TABLE
 from trivium.frontdoors.lightrft.data_section import prompts, tasks_of
+from trivium.frontdoors.lightrft.keys_of_training import betas_of
 from trivium.frontdoors.lightrft.launch_args import PROCESSES, flags_of
 from trivium.frontdoors.lightrft.launch_args import read as read
 from trivium.frontdoors.lightrft.reward_section import rewards_of
@@ -45,15 +46,6 @@ def settings_of(config: object) -> Settings:
     return lightrft
 
 
-def betas_of(value: Any) -> list[float] | None:
-    """Returns the two decay rates of Adam, or None for an invalid value."""
-    try:
-        betas = [float(part) for part in value]
-    except (TypeError, ValueError):
-        return None
-    return betas if len(betas) == 2 and all(0 <= beta < 1 for beta in betas) else None
-
-
 def _named(problem: Problem) -> Problem:
     """Rewords the problem of an unknown flag for a command line."""
     if problem.found != "no key of that name is translated":
@@ -81,27 +73,22 @@ def translate(config: object) -> Translation:
     refuse(problems, "launch arguments whose values fit together")
     rows = prompts(lightrft)
     per_episode = _rollouts_per_episode(lightrft, rows)
-    mapping = {
-        "run": {"dir": lightrft["ckpt_path"], "seed": lightrft["seed"], "resume": bool(lightrft["load_checkpoint"])},
-        "model": _model(lightrft),
-        "tasks": tasks,
-        "rewards": rewards,
-        "workflow": {
-            "kind": "single_turn",
-            "deadline_s": lightrft["rollout_deadline_s"],
-            "max_failed_fraction": lightrft["max_failed_fraction"],
+    mapping = merged(
+        lightrft.mapped(),
+        {
+            "model": {"kind": "hf"},
+            "tasks": tasks,
+            "rewards": rewards,
+            "workflow": {"kind": "single_turn"},
+            "engine": _engine(lightrft),
+            "algorithm": algorithm,
+            "train": _train(lightrft, lightrft["num_episodes"] * per_episode),
+            "schedule": {"steps": lightrft["num_episodes"] * per_episode},
+            "monitors": _monitors(lightrft),
         },
-        "engine": _engine(lightrft),
-        "algorithm": algorithm,
-        "train": _train(lightrft, lightrft["num_episodes"] * per_episode),
-        "schedule": {
-            "steps": lightrft["num_episodes"] * per_episode,
-            "groups_per_step": lightrft["rollout_batch_size"],
-            "group_size": lightrft["n_samples_per_prompt"],
-        },
-        "checkpoint": {"save_every": max(0, lightrft["save_steps"]), "keep": lightrft["max_ckpt_num"]},
-        "monitors": _monitors(lightrft),
-    }
+    )
+    if lightrft["advantage_estimator"] != "gae":
+        del mapping["train"]["critic_optimizer"]
     if "eval" in tasks:
         mapping["evaluation"] = _evaluation(lightrft, per_episode)
     refuse(problem for problem in _run_problems(mapping) if not problem.where.endswith("path"))
@@ -169,11 +156,6 @@ def _sees(lightrft: Settings) -> bool:
     return family_in(lightrft["pretrain"]) is not None if here else not lightrft["text_only"]
 
 
-def _model(lightrft: Settings) -> dict[str, Any]:
-    plain_text = {} if lightrft["apply_chat_template"] else {"chat_template": "plain"}
-    return {"kind": "hf", "path": lightrft["pretrain"], **plain_text}
-
-
 def _device() -> str:
     import torch
 
@@ -181,21 +163,12 @@ def _device() -> str:
 
 
 def _engine(lightrft: Settings) -> dict[str, Any]:
-    engine: dict[str, Any] = {
-        "kind": "torch",
-        "device": _device(),
-        "dtype": _dtype(lightrft),
-        "sampling": {"max_new_tokens": lightrft["generate_max_len"], **_sampling(lightrft, "temperature")},
-    }
+    engine: dict[str, Any] = {"kind": "torch", "device": _device()}
     return engine | ({"max_context": _longest(lightrft)} if lightrft["text_only"] else {})
 
 
 def _sampling(lightrft: Settings, *temperature: str) -> dict[str, Any]:
     return {"temperature": lightrft.first(*temperature), "top_p": lightrft["top_p"]}
-
-
-def _dtype(lightrft: Settings) -> str:
-    return "bfloat16" if lightrft["bf16"] else "float32"
 
 
 def _longest(lightrft: Settings) -> int:
@@ -204,40 +177,16 @@ def _longest(lightrft: Settings) -> int:
 
 
 def _train(lightrft: Settings, steps: int) -> dict[str, Any]:
+    warmup = math.ceil(lightrft["lr_warmup_ratio"] * steps)
+    optimizer = {"warmup_steps": warmup, "schedule": "cosine", "min_lr_ratio": _MIN_LR_RATIO}
     train: dict[str, Any] = {
         "kind": "torch",
         "device": _device(),
-        "dtype": _dtype(lightrft),
         "max_tokens_per_micro_batch": lightrft["micro_train_batch_size"] * _longest(lightrft),
-        "gradient_checkpointing": lightrft["gradient_checkpointing"],
-        "max_grad_norm": lightrft["max_norm"],
-        "optimizer": _optimizer(lightrft, "actor_learning_rate", steps),
+        "optimizer": optimizer,
+        "critic_optimizer": optimizer,
     }
-    if lightrft["advantage_estimator"] == "gae":
-        train["critic_optimizer"] = _optimizer(lightrft, "critic_learning_rate", steps)
-    if lightrft["sp_size"] > 1:
-        train["sequence_parallel"] = lightrft["sp_size"]
-    if lightrft["fsdp_cpu_offload"]:
-        train["cpu_offload"] = True
-    if freezes_vision(lightrft) and _sees(lightrft):
-        train["vision_tower"] = "frozen"
-    if lightrft["lora_rank"]:
-        targets = lightrft["target_modules"]
-        train["lora"] = {"rank": lightrft["lora_rank"], "alpha": lightrft["lora_alpha"]}
-        listed = [targets] if isinstance(targets, str) else targets
-        train["lora"] |= {} if listed == ["all-linear"] else {"targets": listed}
-    return train
-
-
-def _optimizer(lightrft: Settings, rate: str, steps: int) -> dict[str, Any]:
-    return {
-        "lr": lightrft[rate],
-        "betas": betas_of(lightrft["adam_betas"]),
-        "weight_decay": lightrft["l2"],
-        "warmup_steps": math.ceil(lightrft["lr_warmup_ratio"] * steps),
-        "schedule": "cosine",
-        "min_lr_ratio": _MIN_LR_RATIO,
-    }
+    return train | ({"vision_tower": "frozen"} if freezes_vision(lightrft) and _sees(lightrft) else {})
 
 
 def _evaluation(lightrft: Settings, per_episode: int) -> dict[str, Any]:

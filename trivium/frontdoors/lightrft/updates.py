@@ -10,7 +10,6 @@ import torch
 
 from trivium.errors import DataError
 from trivium.frontdoors.lightrft.experience import COLUMNS, ExperienceVL
-from trivium.frontdoors.lightrft.experience_maker import gathered
 from trivium.frontdoors.lightrft.ppo_objective import ADVANTAGE_BOUND, with_mask
 from trivium.training.learner import Learner
 from trivium.training.ranks import Ranks
@@ -97,7 +96,7 @@ def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 def mean_status(ranks: Ranks, statuses: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Returns the weighted mean of each name over the (weight, status) pairs of all ranks."""
-    everyone = [each for part in gathered(ranks, list(statuses)) for each in part]
+    everyone = [each for part in ranks.all_gather(list(statuses)) for each in part]
     names = dict.fromkeys(name for _, status in everyone for name in status)
     return {name: _weighted(everyone, name) for name in names}
 
@@ -159,7 +158,7 @@ def buffer_status(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, floa
     for name in ("advantages", "returns"):
         rows = [getattr(item, name)[item.action_mask] for item in items if getattr(item, name) is not None]
         mine = torch.cat(rows).double().cpu().numpy() if rows else np.zeros(0)
-        numbers[name] = np.concatenate(gathered(ranks, mine))
+        numbers[name] = np.concatenate(ranks.all_gather(mine))
     for name, label in (("reward", "step_reward"), ("advantages", "advantages"), ("returns", "returns")):
         values = numbers[name]
         if len(values):
@@ -174,6 +173,6 @@ def _numbers_of(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, AnyArr
     for item in items:
         for name, value in _flat(item.info):
             mine.setdefault(name, []).append(float(value[0]) if value.ndim else float(value))
-    everyone = gathered(ranks, mine)
+    everyone = ranks.all_gather(mine)
     names = dict.fromkeys(name for each in everyone for name in each)
     return {name: np.asarray([x for each in everyone for x in each.get(name, [])], np.float64) for name in names}

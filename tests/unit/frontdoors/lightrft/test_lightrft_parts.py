@@ -166,17 +166,29 @@ def test_sequences_of_another_engine_get_the_masks_that_were_meant(text_dir: Pat
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"load_in_4bit": True}, "load_in_4bit"),
+        ({"load_in_4bit": True, "device_map": "meta"}, "load_in_4bit"),
         ({"lora_rank": 2, "lora_dropout": 0.1}, "lora_dropout"),
         ({"ds_config": {}}, "ds_config"),
         ({"device_map": "auto"}, "auto"),
-        ({"lora_rnk": 2, "load_in_4bit": True}, "load_in_4bit, lora_rnk"),
+        ({"lora_rnk": 2, "lora_dropout": 0.1}, "lora_dropout, lora_rnk"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(options, named: str, text_dir: Path) -> None:
     for kind in (ActorVL, CriticVL):
         with pytest.raises(ConfigError, match=named):
             kind(text_dir, **options)
+
+
+def test_weights_in_four_bits_are_frozen_beside_an_adapter(text_dir: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    strategy, frozen = Strategy(), ActorVL(text_dir, load_in_4bit=True)
+    with pytest.raises(ConfigError, match="it has no adapter"):
+        strategy.prepare_model(frozen, is_training=True)
+    actor = strategy.prepare_model(ActorVL(text_dir, load_in_4bit=True, lora_rank=2), is_training=True)
+    torch.testing.assert_close(actor(SEQUENCES, 3, MASK), strategy.prepare_model(frozen)(SEQUENCES, 3, MASK))
+    learner = strategy.learner("policy", actor, strategy.create_optimizer(actor, lr=0.1), max_response_length=32)
+    update(learner, make_batch(advantages=1.0))
+    assert not torch.equal(actor(SEQUENCES, 3, MASK), frozen(SEQUENCES, 3, MASK))
 
 
 def test_arguments_of_generate_that_are_unknown_are_errors(text_dir: Path) -> None:

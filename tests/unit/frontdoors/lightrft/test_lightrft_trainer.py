@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from argparse import Namespace
@@ -27,6 +28,7 @@ from lightrft_trainer_parts import (
     weights,
 )
 from PIL import Image
+from transformers import AutoModelForTokenClassification
 
 from tests.rank_processes import run_ranks
 from trivium.algorithms.kl import AdaptiveKLController
@@ -35,6 +37,7 @@ from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.arguments import REQUIRED
+from trivium.frontdoors.lightrft.critic import CriticVL
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_objective, with_kl
 from trivium.frontdoors.lightrft.strategy import get_strategy
@@ -229,6 +232,28 @@ def test_a_step_equals_the_core_step_on_the_same_groups(model: Path, args: Names
         assert status["kl_loss"] == pytest.approx(metrics["train/loss_term/kl"], abs=1e-9)
         assert status["kl"] == status["kl_loss"] > 0
     assert distance(mine, {name: tensor.double() for name, tensor in trainer.initial_model.export_weights()}) > 1e-3
+
+
+def test_a_critic_of_transformers_is_trained_with_its_own_head(model: Path, args: Namespace) -> None:
+    """Its parameters stay those of the optimizer; its values are those of its head."""
+    args.advantage_estimator = "gae"
+    classifier = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=1e-2)
+    trainer = make_trainer(model, args, critic_and_optimizer=(classifier, optimizer))
+    assert isinstance(trainer.critic, CriticVL)
+    fill(trainer, recorded())
+    sequences = trainer.replay_buffer.items[0].sequences
+    values = trainer.critic(sequences, 2).detach()
+    with torch.no_grad():
+        expected = classifier(sequences).logits[:, :-1, 0][:, -2:]
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+    before = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
+    assert trainer.ppo_train(1)["critic_loss"] > 0
+    moved = {name for name, tensor in classifier.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert {"score.weight", "score.bias"} & before.keys() <= moved
+    assert len(moved) == len(before)
+    with pytest.raises(ConfigError, match="a critic of the class Linear"):
+        make_trainer(model, args, critic_and_optimizer=(torch.nn.Linear(2, 1), optimizer))
 
 
 def test_without_the_learners_update_nothing_is_trained(
@@ -711,7 +736,7 @@ def test_a_row_without_a_trained_token_changes_nothing(model: Path, args: Namesp
         trainer = make_trainer(load_double(model), args, directory=model)
         fill(trainer, recorded())
         if masked:
-            blank = trainer.replay_buffer.items[0].split()[0]
+            blank = copy.copy(trainer.replay_buffer.items[0])
             blank.action_mask = torch.zeros_like(blank.action_mask)
             trainer.replay_buffer.items.append(blank)
         status = trainer.ppo_train(1)
