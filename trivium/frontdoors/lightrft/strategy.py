@@ -340,9 +340,9 @@ class Strategy(ScriptCalls):
         if device != "cpu":
             announce([f"device={device!r} of moving_average: the average stays where ema_model is"])
         average, current = dict(ema_model.model.named_parameters()), dict(model.model.named_parameters())
-        if isinstance(model, CriticVL) and isinstance(ema_model, CriticVL):
-            average |= dict(ema_model.value_head.named_parameters(prefix="value_head"))
-            current |= dict(model.value_head.named_parameters(prefix="value_head"))
+        for wrapped, parameters in ((ema_model, average), (model, current)):
+            if isinstance(wrapped, CriticVL) and wrapped.value_head is not None:
+                parameters |= wrapped.value_head.named_parameters(prefix="value_head")
         if isinstance(model, ActorVL) and average.keys() != current.keys():  # the model has an adapter
             current = {name: tensor for name, tensor in model.export_weights() if name in average}
         elif average.keys() != current.keys():
