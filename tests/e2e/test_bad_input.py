@@ -249,7 +249,7 @@ def test_a_second_process_in_the_same_directory(tmp_path: Path) -> None:
         lock.write(json.dumps(asdict(ProcessLife.of(os.getpid()))))
         lock.flush()
         code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\n")
-    refused(code, output, f"process {os.getpid()} on host {socket.gethostname()} runs there")
+    refused(code, output, f"process {os.getpid()} on host {socket.gethostname()} runs in it")
 
 
 def test_eval_export_and_bench(tmp_path: Path) -> None:

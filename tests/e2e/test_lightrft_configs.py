@@ -102,7 +102,7 @@ def test_two_steps_of_a_shell_script(folder: Path) -> None:
     (folder / "launch.sh").write_text(SCRIPT.format(folder=folder))
     with commands(folder) as start:
         config = translated(start, "launch.sh", *SMALL)
-        assert yaml.safe_load(config.read_text())["run"]["dir"] == f"{folder}/"
+        assert yaml.safe_load(config.read_text())["run"]["dir"] == f"{folder}/first"
         assert_trains(start, config, "run.dir=run")
 
 

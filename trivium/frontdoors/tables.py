@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from trivium.config import merged
+from trivium.config import RunConfig, merged
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
 
@@ -123,7 +123,9 @@ class Translation:
 
     def to_yaml(self) -> str:
         """Returns the config as YAML for `trivium run`."""
-        return yaml.safe_dump(plain(self.config), sort_keys=False, allow_unicode=True)
+        places = list(RunConfig.model_fields)
+        sections = sorted(self.config.items(), key=lambda section: places.index(section[0]))
+        return yaml.safe_dump(plain(dict(sections)), sort_keys=False, allow_unicode=True)
 
 
 def under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
