@@ -101,8 +101,10 @@ class Explorer:
     _generating: Busy = field(init=False)
     _rewarding: Busy = field(init=False)
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
-    """Groups by lease in the order of their start, from the oldest in progress; None until a group is finished."""
+    """The leases in order of their start, each with its group; None until the group is finished. A finished group stays
+    until all older ones have finished."""
     _finished: deque[Group] = field(init=False)
+    """The last `failure_window` finished groups, in order of their start."""
     _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
     """The kinds of failure that have been logged."""
 
@@ -118,11 +120,12 @@ class Explorer:
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
-        # With a collective channel the trainer waits until the weights are read: collect before completions finish.
+        # A collective channel blocks the trainer until the weights are read. If completions must finish before the
+        # load, the weights are first copied into memory, so that the trainer need not wait for the completions.
         hold = capabilities_of(channel).collective and self.in_flight == "finish" and bool(self._in_progress)
         weights = await asyncio.to_thread(_collected, channel, version, hold)  # may wait for the trainer
         for each in (self._generating, self._rewarding):
-            each.cut()
+            each.cut()  # the timeline shows work before and after the load as separate spans
         with span(self.name, "load weights", version=version):
             await self.engine.load(version, weights, in_flight=self.in_flight)
         _log.info("%s holds version %d%s", self.name, version, self._report())
@@ -265,6 +268,7 @@ class Explorer:
         return replace(trajectory, metrics={**trajectory.metrics, "retries": float(retries)})
 
     async def _attempt(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
+        """Runs the workflow once, until the time `until`. Any error but EngineFailure gives a failed trajectory."""
         policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
         try:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
@@ -308,6 +312,7 @@ class Explorer:
             return RewardError(error.asked, error.found, error.do)
 
     def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
+        """The trajectory with the rewards of a score. An error, or a name that occurs twice, fails it."""
         if isinstance(score, RolloutError):
             return replace(trajectory, failure=self._failure(score))
         if not score:
@@ -321,6 +326,7 @@ class Explorer:
         return replace(trajectory, rewards=rewards)
 
     def _fail_unjudged(self, trajectory: Trajectory) -> Trajectory:
+        """With `must_judge`, the failed trajectory if neither the workflow nor the judge gave a reward."""
         if trajectory.failure is not None or trajectory.rewards or not self.must_judge:
             return trajectory
         error = RewardError(
@@ -329,6 +335,7 @@ class Explorer:
         return replace(trajectory, failure=self._failure(error))
 
     def _failure(self, error: BaseException) -> Failure:
+        """Describes an exception as a Failure, and logs it if it is the first of its kind."""
         cause = _cause(error)
         match error:
             case RewardError():
@@ -375,8 +382,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _collected(channel: WeightChannel, version: int, hold: bool) -> Weights:
-    """The weights for `RolloutEngine.load`: described weights, which the engine reads, or with `hold` a list in
-    memory."""
+    """The weights for `RolloutEngine.load`. Described weights stay unread until the engine reads them, unless `hold`.
+    All others are copied into a list."""
     weights = channel.collect(version)
     return list(weights) if hold or not isinstance(weights, DescribedWeights) else weights
 
@@ -391,7 +398,7 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
         return
     (side, kind, cause), times = Counter((f.side, f.kind, f.cause) for f in failures).most_common(1)[0]
     message = next(f.message for f in failures if (f.side, f.kind, f.cause) == (side, kind, cause))
-    if message.startswith("asked: "):  # the log line of the first failure has the advice
+    if message.startswith("asked: "):  # keeps `asked` and `found` of a TriviumError; the log has its advice
         message = "; ".join(line.partition(": ")[2] for line in message.splitlines()[:2])
     often = f"{times} times, {cause}" if cause else f"{times} times"
     beside = f" and {dropped} were dropped with them" if dropped else ""

@@ -92,6 +92,7 @@ class _Rollout:
     waiting: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     """The tasks that wait for a completion."""
     over: bool = False
+    """Whether the rollout has ended, so that no further completion is allowed."""
 
 
 class Policy:
@@ -216,6 +217,7 @@ class Policy:
     def turns(self) -> tuple[Turn, ...]:
         """Every turn so far, in the order of the call path (not of completion)."""
         record = self._rollout.turns
+        # A path mixes numbers of calls with names of forks. Zero-padded texts compare, and numbers keep their order.
         return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
 
     def end(self) -> None:
@@ -243,10 +245,12 @@ class Policy:
         return done
 
     def _refuse_late(self) -> None:
+        """Raises RolloutError after the end of the rollout."""
         if self._rollout.over:
             raise RolloutError("a completion", "the rollout has ended", "await all calls before the workflow returns")
 
     def _prompt(self, conversation: tuple[Message, ...]) -> Prompt:
+        """Renders a conversation. If it continues the last one, keeps the tokens of that and renders only the rest."""
         known = len(self._history)
         if self._seen and conversation[:known] == self._history and len(conversation) > known:
             seen = self._seen[0].then(Prompt(self._seen[1]))

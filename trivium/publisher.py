@@ -42,11 +42,12 @@ class Publisher:
     last_sync_step: int | None = None
     """The version that was offered last."""
     last_trainer_sync_step: int = 0
-    """The version that `sync.interval` is counted from."""
+    """The version that `sync.interval` is counted from: the one offered last or, before the first offer, the one that
+    the session began with."""
     offered_hash: str = ""
     """The hash of the weights of `last_sync_step`."""
     _is_starved: bool = False
-    """Whether the trainer has waited for explorers for longer than `_GRACE_S`."""
+    """Whether the trainer waits for explorers, and `_GRACE_S` or the first event of the wait has passed."""
 
     def publish_held(self) -> None:
         """Publishes the versions that the channel of a resumed run holds."""
@@ -55,7 +56,8 @@ class Publisher:
             self.synchronizer.publish(version, held)
 
     def starts_from(self, version: int) -> bool:
-        """Whether a session that begins to train at `version` offers it."""
+        """Whether a session that begins to train at `version` offers it at once. With a fixed style it does so only if
+        explorers resume from this version, or if the version is published by `sync.interval`."""
         is_used = self.schedule.resume_version(version) == version or self.schedule.published(version)
         return is_used or self.synchronizer.style is not SyncStyle.FIXED
 
@@ -108,8 +110,8 @@ class Publisher:
         sync_if_due: Callable[[], Awaitable[None]],
         saver: BackgroundSaver,
     ) -> T:
-        """The result of explorers' work. Offers weights meanwhile to explorers that cannot continue without. Raises the
-        error of a save as soon as it fails."""
+        """Awaits the result of explorers' work. Meanwhile offers weights to explorers that cannot continue without
+        them. Raises the error of a save in progress as soon as it fails."""
         waited_for = asyncio.ensure_future(result)
         try:
             while not waited_for.done():
@@ -150,8 +152,8 @@ class EarlierRollouts:
         self.unverified = dict(self.recorded or {})
 
     async def start(self, version: int, *, ordered: bool) -> None:
-        """Discards groups of versions without a recorded hash. `ordered`: the buffer restores groups that later
-        versions than `version` sampled."""
+        """Discards groups of versions without a recorded hash. `ordered`: the buffer also restores groups that versions
+        later than `version` sampled, so these versions are verified as well."""
         if self.recorded is not None:
             await self._discard(max((version, *self.unverified)) + 1, "no hash of their weights is recorded")
         if not ordered:
@@ -159,10 +161,10 @@ class EarlierRollouts:
 
     async def verify(self, version: int, offered: tuple[int | None, str]) -> None:
         """Discards the groups of this and of later versions unless `offered`, the (version, hash) of the weights that
-        were offered last, is what was recorded."""
+        were offered last, equals the recorded pair."""
         recorded = self.unverified.pop(version, None)
         if recorded is not None and offered != (version, recorded):
-            self.unverified.clear()
+            self.unverified.clear()  # later versions follow from this one, so their groups are discarded too
             await self._discard(version, f"the weights of version {version} differ in this session")
 
     async def _discard(self, version: int, cause: str) -> None:

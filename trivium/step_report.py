@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def step_row(
     metrics: Mapping[str, float], seconds_by_phase: Mapping[str, float], fresh: Sequence[Group], seconds: float
 ) -> Metrics:
-    """The row of a train step: its metrics and where its wall time of `seconds` went. `fresh` are the groups that were
-    rolled out for it."""
+    """The row of a train step: its metrics, its wall time by phase and its rates. `fresh` are the groups that were
+    rolled out for it, without replayed and expert groups; `seconds` is its whole wall time."""
     num_tokens = sum(trajectory.num_tokens for group in fresh for trajectory in group.rollouts)
     return {
         **metrics,
@@ -47,6 +47,7 @@ def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     rollouts = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
     chosen = [pick(rollouts, key=lambda row: row[0]) for pick in (max, min) if rollouts]
     failed = ((0.0, group, each) for group in groups for each in group.trajectories if each.failure is not None)
+    # By identity: if only one rollout succeeded, it is both the best and the worst.
     extremes = {id(row[2]): row for row in (*chosen, *islice(failed, 1))}
     return [
         {

@@ -95,10 +95,11 @@ def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[
     value = with_values(metadata.formula, {name: default for name, (_, default) in options_of(estimator).items()})
 
     def plus(x: PolicyInputs) -> Tensor:
+        # The first two terms cancel in value and leave the gradient of `k2`.
         return k2(x) - k2(x).detach() + estimator(x).detach()
 
     plus.__name__ = f"{estimator.__name__}_plus"
-    name = "abs" if estimator is absolute else estimator.__name__
+    name = "abs" if estimator is absolute else estimator.__name__  # `abs` in configs, a builtin in Python
     plus.__doc__ = f"The value of `{name}` with the gradient of `k2`: unbiased on policy."
     formula = f"{value}; with the gradient of d^2 / 2"
     return kl_estimator(
@@ -127,6 +128,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """
     if kl_penalty == "full":
         return _full(logprob, ref_logprob)
+    # All but `corrected_k3`, which also needs the old policy.
     of_two_policies = {
         name: estimator for name, estimator in catalogue("kl_estimators").items() if len(estimator.metadata.needs) == 1
     }
@@ -139,12 +141,14 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def _full(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The exact KL of each token, (B, L), from log-probabilities (B, L, V)."""
     if log_probs.dim() != 3:
         raise DataError(
             "the exact KL over the vocabulary (`full`)",
             f"log-probabilities of shape {tuple(log_probs.shape)}",
             "pass log-softmax values (B, L, V) of both models, or choose an estimator such as low_var_kl",
         )
+    # A token of probability 0 adds 0 to the sum, where its product, 0 times infinity, would be NaN.
     possible = log_probs > -torch.inf
     difference = torch.where(possible, log_probs, 0.0) - torch.where(possible, ref_log_probs, 0.0)
     return (log_probs.exp() * difference).sum(-1)

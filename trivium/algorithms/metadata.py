@@ -189,7 +189,7 @@ class KlMetadata(FunctionMetadata):
     straight_through: bool = False
     """Whether it is another estimator with the gradient of `k2`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # repeats the base's: `super()` fails in a dataclass with slots
         object.__setattr__(self, "needs", frozenset(self.needs) | {"ref_log_prob"})
 
 
@@ -301,7 +301,7 @@ def with_metadata(metadata: FunctionMetadata) -> Callable[[FunctionT], FunctionT
 
 
 def _with_selection(function: Callable[..., Any], metadata: FunctionMetadata) -> list[Callable[..., Any]]:
-    """The functions whose options share a section."""
+    """The functions whose options share a section: the function itself and, for a policy loss, its selection."""
     select = metadata.select if isinstance(metadata, PolicyLossMetadata) else None
     return [function] if select is None else [function, select]
 
@@ -364,7 +364,8 @@ class OptionProblem(NamedTuple):
 
 
 def option_problems(function: Callable[..., Any], section: Plugin) -> Iterator[OptionProblem]:
-    """Yields bounds in the wrong order, and options that have no effect beside the others, as the metadata declares."""
+    """Yields pairs of bounds in the wrong order, and set options that the other options leave without effect, by the
+    metadata's `ordered` and `effective`."""
     metadata: FunctionMetadata = vars(function)["metadata"]
     functions = _with_selection(function, metadata)
     defaults = {name: default for f in functions for name, (_, default) in options_of(f).items()}
@@ -384,7 +385,7 @@ def option_problems(function: Callable[..., Any], section: Plugin) -> Iterator[O
 
 
 def format_value(value: object) -> str:
-    """A value as it is written in YAML."""
+    """A value as texts show it: `true`, `false`, `none`, or a number with at most 6 digits."""
     if isinstance(value, bool) or value is None:
         return str({True: "true", False: "false", None: "none"}[value])
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -406,7 +407,7 @@ def metadata_of(function: object, metadata_type: type[MetadataT], name: str) -> 
 
 
 def bind_options(function: Callable[..., Any], section: Plugin) -> Callable[..., Any]:
-    """The function with the options that a section gives it; `.keywords` holds them."""
+    """The function with its options bound to the values in a section; `.keywords` of the result holds them."""
     return partial(function, **{name: getattr(section, name) for name in options_of(function)})
 
 

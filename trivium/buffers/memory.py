@@ -45,7 +45,7 @@ class MemoryBuffer(SlotBuffer):
         self.rows = MemoryRows(schedule, self._journal)
         self._slots = Slots(self.rows, schedule)
         self._arrived_before = 0
-        """The number of arrival from which groups are of this session."""
+        """Groups with a lower arrival number were restored from earlier sessions."""
         self._changed = asyncio.Condition()
 
     async def undo(self, method: str, answer: Lease, *args: object) -> None:
@@ -70,7 +70,9 @@ class MemoryBuffer(SlotBuffer):
         """Continues from a checkpoint of `version` with the rollouts journaled after it; None starts the stage."""
 
         def restore(slots: Slots) -> int:
-            if not self.schedule.ordered:  # struck from the journal, or the next resume would keep them
+            if not self.schedule.ordered:
+                # `slots.restore` ignores groups that newer versions sampled. They must also leave the journal: at the
+                # next resume, from a later version, they would no longer look newer.
                 after_step = self.schedule.step_of(SlotsState.of(state).consumed_below) - 1
                 self._journal.strike(after_step, lambda group: group.newest_version > version)
             slots.restore(state, version)
@@ -84,7 +86,8 @@ class MemoryBuffer(SlotBuffer):
     # ------------------------------------------------------------------ transactions
 
     async def _change(self, work: Work, *, undo: Undo | None = None, joins: bool = False) -> Any:
-        del undo, joins  # the caller is not cancelled in between, and there is one session
+        # No `await` follows once the lock is held, so a cancelled caller has changed nothing. There is one session.
+        del undo, joins
         async with self._changed:
             return self._done(work)
 
@@ -116,7 +119,8 @@ class MemoryBuffer(SlotBuffer):
         return [row.group for row in rows if row.group is not None]
 
     def _done(self, work: Work) -> Any:
-        """The answer of `work`; wakes every waiter after a change that it may wait for: any but an issued lease."""
+        """Runs `work` and returns its answer. If it changed the buffer, wakes every waiter. The exception is a `lease`,
+        whose answer is a Row: no waiter waits for one."""
         self._slots.changed = False
         answer = work(self._slots)
         if self._slots.changed and not isinstance(answer, Row):
@@ -125,9 +129,10 @@ class MemoryBuffer(SlotBuffer):
 
 
 class MemoryRows:
-    """The open rows of a buffer, and its cancelled leases that were not fetched; the journal holds the others' groups.
+    """The rows of a buffer in memory (`trivium.buffers.slot_machine.Rows`): open rows, and cancelled leases until their
+    owner has been told. Groups of other rows are only in the journal.
 
-    No operation looks at all finished groups, nor at all that were ever taken.
+    Frequent operations use the indices: they scan neither all finished rows nor all slots that were ever taken.
     """
 
     def __init__(self, schedule: Schedule, journal: Journal) -> None:
@@ -141,10 +146,10 @@ class MemoryRows:
         self._open: dict[int, Row] = {}
         """By slot."""
         self._freed: list[int] = []
-        """A heap of the slots of FREE rows; some have been leased since."""
+        """A heap of the slots of FREE rows. Slots that were leased since are removed when `lowest` meets them."""
         states = (*OPEN, SlotState.CANCELLED)
         self._in_state: dict[SlotState, OrderedDict[tuple[int, int], Row]] = {state: OrderedDict() for state in states}
-        """By slot and attempt, in the order in which they came into the state."""
+        """By slot and attempt, in the order in which they came into the state: FINISHED rows in order of arrival."""
 
     def loaded(self, owner: str) -> int | None:
         return self._loaded.get(owner)
@@ -159,14 +164,14 @@ class MemoryRows:
         row = self._open.get(slot)
         if row is not None and row.attempt == attempt:
             return row
-        # How an attempt ended is not kept.
+        # An attempt that ended has no row. It is reported as cancelled and told, so that a late `put` is ignored.
         ended = slot < self.head["next_slot"] and (row is None or attempt < row.attempt)
         return Row(slot, attempt, SlotState.CANCELLED_TOLD) if ended else None
 
     def lowest(self, state: SlotState) -> Row | None:
         if state == SlotState.LEASED:
             return min(self._in_state[state].values(), key=lambda row: row.slot, default=None)
-        while self._freed:
+        while self._freed:  # FREE
             row = self._open.get(self._freed[0])
             if row is not None and row.state == SlotState.FREE:
                 return row
@@ -178,8 +183,9 @@ class MemoryRows:
         return [row for row in rows if where is None or where(row)]
 
     def finished(self, count: int, begin: int, end: int | None) -> Sequence[Row]:
-        if end is None:
+        if end is None:  # taken rows are gone, so all FINISHED rows arrived at `begin` or later
             return [*islice(self._in_state[SlotState.FINISHED].values(), count)]
+        # `end` is the lowest slot that is leased or free, so each open row below it is FINISHED.
         return [*islice((self._open[slot] for slot in range(begin, end) if slot in self._open), count)]
 
     def insert(self, rows: Sequence[Row]) -> None:
@@ -226,7 +232,7 @@ class MemoryRows:
         return [(row, row.group) for row in rows if row.group is not None]
 
     def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
-        del floor, done, kept
+        del floor, done, kept  # the caller inserts the kept rows again
         self._clear()
 
     def mark_failed(self, slot: int) -> None:

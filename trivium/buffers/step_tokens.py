@@ -52,6 +52,8 @@ def keep_updates(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[
 
 
 def _keep(path: Path, schedule: Schedule, groups: Sequence[Group], batch: Batch) -> None:
+    """Writes the columns of a batch, its sequences one after another in one tensor for each column. The metadata maps
+    each sequence to its rollout."""
     by_id = {group.group_id: group for group in groups}
     rows: list[list[int]] = []
     for e in batch.experiences:
@@ -76,12 +78,13 @@ def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Col
     before = kept_columns(run_dir, step, group, index)
     seen = kept_columns(run_dir, step, group, index, when="update")
     seen = seen if len(seen) == len(before) else ({},) * len(before)
+    # A column in both files has the value of `before`.
     return tuple({**later, **columns} for columns, later in zip(before, seen, strict=True))
 
 
 def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: str = "step") -> tuple[Columns, ...]:
-    """The values that a train step computed for a member of a group before its updates. Empty if the step left the
-    member out, or nothing was kept."""
+    """The values that a train step computed for a member of a group before its updates (`when="step"`) or in their
+    first pass (`"update"`), for each sequence of the member. Empty if the step left the member out, or kept nothing."""
     kept = _kept(tokens_file(run_dir, step, when))
     places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
     return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()

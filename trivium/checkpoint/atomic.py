@@ -32,7 +32,8 @@ def writing(path: Path) -> Generator[None]:
     except StorageError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # safetensors
+        # safetensors, written in Rust, raises its own error type with the system's error as text.
+        if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         problem, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
         full = "space" in problem or "quota" in problem.lower()

@@ -14,7 +14,7 @@ from trivium.protocols import TrainEngine
 
 
 class BackgroundSaver:
-    """Saves steps of a run in the background of one event loop."""
+    """Saves checkpoints of a run as a task of one event loop, one at a time."""
 
     def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool) -> None:
         """`asynchronous`: training continues while the files are written, if the engine supports it."""
@@ -24,14 +24,16 @@ class BackgroundSaver:
         self.writing: asyncio.Task[Path] | None = None
         """The save in progress."""
         self.failed = False
+        """Whether the last save that ended failed."""
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
-        """Saves the engine, `state` and the files of `write_more`. Returns when the save is complete. If the save
-        continues in the background, returns as soon as training may change the engine's state.
+        """Saves the engine, `state` and the files that `write_more` writes. Returns when the save is complete or, if an
+        engine continues it in the background, as soon as training may change the engine's state.
 
-        Waits for the previous save. Raises the errors of both.
+        Waits for the previous save first. Raises the errors of both.
         """
         await self.wait()
+        # `held` is set once the engine holds a copy of its state, or at the end of the save.
         loop, held = asyncio.get_running_loop(), asyncio.Event()
 
         def write(directory: Path) -> None:

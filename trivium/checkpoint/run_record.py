@@ -11,9 +11,10 @@ from typing import Any
 
 
 def with_evaluation(record: Mapping[str, Any], measured: Mapping[str, float], *ends: str) -> dict[str, Any]:
-    """The record with an evaluation at these `ends` of the run (`before`, `after`). Leaves out accuracies if an
-    evaluation had partial rewards."""
+    """The record with an evaluation at these `ends` of the run (`before`, `after`). Removes all accuracies if any
+    evaluation had partial rewards, because an accuracy counts only rewards of 0 or 1."""
     record = {**record, **{f"{name}_{end}": value for name, value in measured.items() for end in ends}}
+    # An evaluation with partial rewards ("graded") measures a reward and no accuracy.
     started_graded = "reward_before" in record and "accuracy_before" not in record
     graded = started_graded or "accuracy" not in measured
     return {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}

@@ -53,15 +53,17 @@ class CheckpointStore:
         remote: str | None = None,
         deadline_s: float = 3600.0,
     ) -> None:
-        """`remote` is an fsspec URL that complete checkpoints are copied to; `deadline_s` bounds the copying."""
+        """`keep` is the number of newest checkpoints to keep. `keep_best` names the metric of `state["score"]` (see
+        `save`); with it, the checkpoint of the highest score is kept too. `remote` is an fsspec URL that complete
+        checkpoints are copied to; `deadline_s` bounds the copying."""
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._remote = None if remote is None else RemoteDirectory(remote, deadline_s)
 
     async def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint in threads: `write` fills a directory, which is then committed and copied.
+        """Writes a checkpoint in threads: `write` fills a directory, which is then committed and copied to the remote.
+        Then removes the checkpoints that are not to be kept.
 
         `keep_best` compares `state["score"]` (None if nothing was measured); `state["pinned"]` lists steps to keep.
-        Removes the checkpoints that are not kept.
 
         Propagates the errors of `write`; the step then has no checkpoint.
         """
@@ -83,7 +85,8 @@ class CheckpointStore:
         return path
 
     async def copied(self) -> None:
-        """Copies the checkpoints to the remote directory, if there is one. Raises RunDirError if that fails."""
+        """Copies the checkpoints that the remote directory lacks. Does nothing without a remote directory. Raises
+        RunDirError if a copy fails."""
         if self._remote is not None:
             await self._remote.copy_missing([self._path(step) for step in self.steps()])
 

@@ -31,7 +31,7 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     if not message.media:
         return message.content
     texts = message.content.split(IMAGE)
-    if len(texts) != len(message.media) + 1:
+    if len(texts) != len(message.media) + 1:  # the text does not mark the place of each image
         texts = [*[""] * len(message.media), message.content]
     parts: list[dict[str, Any]] = []
     for number, text in enumerate(texts):
@@ -44,7 +44,7 @@ def read_choice(client: EndpointClient, url: str, value: Any) -> dict[str, Any]:
     """The first choice of a response. Raises MalformedResponse."""
     try:
         choice = value["choices"][0]
-        choice.keys()
+        choice.keys()  # raises AttributeError unless it is a mapping
     except (LookupError, TypeError, AttributeError):
         raise client.malformed(url, f"no choices[0] in {described(value)}", _BASE_URL) from None
     return choice

@@ -169,15 +169,17 @@ class _TryAgain(Exception):
 
     def __init__(self, error: EndpointError, retry_after_s: float | None = None) -> None:
         self.error, self.retry_after_s = error, retry_after_s
+        # Whether it counts towards `max_attempts`. An unreachable service, which may be starting, and one that sends
+        # Retry-After are retried until `total_s`.
         self.counts = retry_after_s is None and not isinstance(error, EndpointUnreachable)
 
 
 class _Stop:
-    """Decides when a request fails for good."""
+    """Decides when a request is not retried. Counts its failed attempts, so each request needs a new one."""
 
     def __init__(self, config: EndpointConfig) -> None:
         self._left = config.max_attempts
-        # An attempt with almost no time left would hide the reason of earlier failures.
+        # An attempt with almost no time left would time out, and its error would hide the cause of earlier failures.
         self._in_time = stop_before_delay(config.total_s - min(1.0, config.total_s / 4))
 
     def __call__(self, state: RetryCallState) -> bool:
@@ -290,8 +292,8 @@ class EndpointClient:
             raise self.malformed(url, found, "correct urls, or the service") from None
 
     def _context(self, url: str) -> ssl.SSLContext:
-        """How certificates are verified; made once for each scheme, since it reads the whole bundle. For http an empty
-        one, which trusts no certificate."""
+        """The TLS context of a URL. Made once for each scheme, because reading the bundle of certificates is slow. For
+        http it is empty, which avoids reading the bundle."""
         import httpx
 
         scheme = urlsplit(url).scheme

@@ -29,15 +29,15 @@ def _local_path(kind: Kind) -> Callable[[str], str]:
 
 
 ModelPath = Annotated[str, AfterValidator(_local_path("model"))]
-"""A field with a model directory, or a Hugging Face id whose files are in the local cache. The value is the absolute
-path of the directory."""
+"""A field with a model directory, or a Hugging Face id whose files are in the local cache. Validation replaces both by
+the absolute path of the directory; an id that the cache lacks stays as it is, for a later error (`absence`)."""
 
 DatasetPath = Annotated[str, AfterValidator(_local_path("dataset"))]
 """A field with a dataset directory or id, as `ModelPath`."""
 
 
 def _cached(name: str, kind: Kind) -> str | None:
-    """The directory of the newest downloaded version; None if there is none, or an incomplete one."""
+    """The directory of the newest downloaded version. None without one, or if it lacks weights or data files."""
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -53,7 +53,8 @@ class Call:
     """The name of the actor that runs it."""
 
     def answer(self, timeout_s: float | None = None) -> Answer:
-        """Blocks until the answer arrives. If the process died, the answer holds ActorDied."""
+        """Blocks until the answer arrives. If the process died, or does not answer within `timeout_s`, the answer holds
+        ActorDied."""
         try:
             return ray.get(self.ref, timeout=timeout_s)
         except RayError as error:
@@ -80,8 +81,8 @@ class Actor:
     def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
         """Without a `run_dir`, logs to the stream that Ray forwards to the driver's terminal."""
         self.name, self._failures = name, Failures(name, partial(RoleFailed, name))
-        # Ray sets it to 1. It is set before torch is imported, so that results equal those of a process with this
-        # number of threads.
+        # Ray sets this variable to 1. It must be set before torch is imported: with another number of threads the bits
+        # of results differ.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if run_dir is None:
             _log.setLevel(logging.INFO)
@@ -125,8 +126,9 @@ class Host(Actor):
         self._running: dict[tuple[str, int], asyncio.Task[Answer]] = {}
         """By caller and number of the call."""
         self._cancelled: set[tuple[str, int]] = set()
-        """Calls that were cancelled before they arrived, since Ray does not guarantee an order."""
+        """Calls whose cancellation arrived before the call itself. Ray does not guarantee an order."""
         self._forgotten: set[str] = set()
+        """Dead callers, whose late calls do nothing."""
         self._thread = ThreadPoolExecutor(1, "calls-in-order")
         self._next_number: dict[str, int] = {}
         """The number of the next ordered call, by caller."""
@@ -158,7 +160,7 @@ class Host(Actor):
             return Answer()
         task = self._running[key] = asyncio.ensure_future(self._answer_of(attribute, args, kwargs))
         try:
-            await asyncio.wait({task})
+            await asyncio.wait({task})  # unlike `await task`, does not raise if `cancel` cancels it
             return Answer() if task.cancelled() else task.result()
         finally:
             del self._running[key]
@@ -167,8 +169,8 @@ class Host(Actor):
         self, caller: str, number: int, attribute: str, inputs: Inputs, is_wanted: bool, *head: object
     ) -> Answer:
         """The result or error of a method; without `is_wanted`, only the error. `number` counts the ordered calls of
-        the caller to this host. The arguments of `head` precede those of `inputs`, which Ray may fetch from its object
-        store."""
+        the caller to this host, from 0. The positional arguments are those of `head`, then those of `inputs`. `inputs`
+        is one argument, so that the caller may pass it as a reference to Ray's object store."""
         await self._built.wait()
         args, kwargs = [*head, *inputs[0]], inputs[1]
         async with self._started:
@@ -224,6 +226,7 @@ class Host(Actor):
 
 
 def _surface(hosted: object) -> dict[str, str]:
+    """The kinds of an object's public attributes by name, without evaluating its properties."""
     return {name: _kind(inspect.getattr_static(hosted, name)) for name in dir(hosted) if not name.startswith("_")}
 
 
@@ -272,8 +275,8 @@ class Proxy:
         return answer.unwrap()
 
     async def _undo(self, ref: ray.ObjectRef[Answer], attribute: str, *args: object) -> None:
-        """Cancels a call. If the call ended before the cancellation arrived, the object's `undo(method, answer,
-        *args)`, if any, reverts its effect."""
+        """Waits for the end of a cancelled call. If it ended before the cancellation arrived, the object's
+        `undo(method, answer, *args)`, if any, reverts its effect."""
         if (self._kinds or {}).get("undo") != "coroutine":
             return
         try:

@@ -57,6 +57,7 @@ class EngineSpec:
     """How to start the process of a replica, and how often to restart it."""
 
     make: Callable[..., RolloutEngine]
+    """Called with `args` in the process of the replica."""
     args: tuple[Any, ...]
     run_dir: Path
     threads: int
@@ -92,8 +93,9 @@ class ActorReplica(Replica):
         return self._engine.facts
 
     async def start(self, dead: Proxy | None = None, died: ActorDied | None = None) -> None:
-        """Waits until a process other than the `dead` one is ready. Raises the error of building its engine, and
-        EngineFailure after more than `max_restarts` deaths."""
+        """Starts a process in place of the `dead` one (None: the first process), and waits until it is ready. Several
+        callers share one start. Raises the error of building its engine, and EngineFailure after more than
+        `max_restarts` deaths."""
         if self._engine is not dead:
             return  # another caller has already restarted it
         if self._restart is None:
@@ -115,8 +117,9 @@ class ActorReplica(Replica):
                 ) from failed
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
+        """Loads weights, if necessary into a restarted process."""
         self._weights = weights
-        while self._version != weights.version:
+        while self._version != weights.version:  # `_start` may have loaded them into a new process
             engine = self._engine
             try:
                 await self._load_in_time(engine, weights, in_flight)
@@ -152,6 +155,7 @@ class ActorReplica(Replica):
             ray.kill(self._actor)
 
     async def _start(self, died: ActorDied | None) -> None:
+        """Starts processes until one is ready and has loaded the current weights."""
         try:
             while True:
                 if died is not None:
@@ -168,6 +172,7 @@ class ActorReplica(Replica):
             self._restart = None
 
     def _count_death(self, died: ActorDied) -> None:
+        """Raises EngineFailure if the replica is closed, or has died more than `max_restarts` times."""
         if self._is_closed:
             raise EngineFailure("a completion from the engine", "the engine was closed", "build a new engine") from died
         self._num_deaths += 1

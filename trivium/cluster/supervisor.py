@@ -47,21 +47,23 @@ _ANSWER_S = 20.0
 
 
 class Supervisor:
-    """The processes of one stage. Call `run`, then always `close`."""
+    """The processes of one stage. Call `run` once, and then `close`, also after an error."""
 
     def __init__(self, stage: Stage, namespace: str) -> None:
         self._stage, self._namespace = stage, f"{namespace}/stage-{stage.number}"
         self._spec = StageSpec.of(stage)
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._watched: dict[ray.ObjectRef[Answer], tuple[str, str]] = {}
-        """Pending reference -> (process, kind of call: `start`, `work`, `beat` or `life`)."""
+        """Pending reference -> (process, kind of call). `start` ends when the process is ready, `work` with the result
+        of a role, `beat` after `_BEAT_S`, and `life` only with the death of the process."""
         self._deadlines: dict[str, tuple[float, str]] = {}
         """By process: (deadline, the missing action: `start` or `answer`)."""
         self._explorers: set[str] = set()
         """The running explorers."""
         self._record: dict[str, Any] | None = None
-        """The result of the trainer."""
+        """The result of the trainer; None until it has finished."""
         self._failing = False
+        """Whether the stage is about to end with an error. Deaths of explorers then have no effect."""
 
     def run(self, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
         """Runs the stage to its end and returns the record. Raises the first cause of a failure."""
@@ -100,7 +102,8 @@ class Supervisor:
         return actor
 
     def _start_role(self, name: str, body: Callable[..., Any], *args: object) -> None:
-        config = self._stage.config  # a trainer of several ranks has its models in their processes
+        config = self._stage.config
+        # With several ranks, the models and their GPUs belong to the processes of the ranks.
         on_gpu = name == TRAINER and config.cluster.ranks == 1 and trains_on_gpus(config)
         actor = start_role(
             name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
@@ -114,6 +117,7 @@ class Supervisor:
         self._start_role(name, explore)
 
     def _watch(self, name: str, actor: ActorHandle[Any], **refs: ray.ObjectRef[Answer]) -> None:
+        """Watches calls of a process, given by kind. The first to end must end before `sync.deadline_s`."""
         self._actors[name] = actor
         missing = "answer" if "beat" in refs else "start"
         self._deadlines[name] = time.monotonic() + self._stage.config.sync.deadline_s, missing
@@ -132,6 +136,7 @@ class Supervisor:
         raise min([*failures, *self._handle(done)], key=causality)
 
     def _handle(self, done: list[ray.ObjectRef[Answer]]) -> list[Exception]:
+        """Handles ended calls. Returns the failures that end the stage."""
         failures: list[Exception] = []
         for ref in done:
             name, what = self._watched.pop(ref)
@@ -148,7 +153,8 @@ class Supervisor:
 
     def _handle_end(self, name: str, what: str, value: dict[str, Any] | None) -> None:
         self._deadlines.pop(name, None)
-        if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):  # other roles send heartbeats to the board
+        # The driver asks the hosts for a heartbeat. Trainer and explorers send theirs to the board themselves.
+        if what in ("start", "beat") and name in (BUFFER, SYNCHRONIZER):
             self._watch(name, self._actors[name], beat=self._actors[name].respond.remote(_BEAT_S))
         if what == "work":
             self._explorers.discard(name)
@@ -156,6 +162,7 @@ class Supervisor:
             self._record = value
 
     def _late(self) -> list[Exception]:
+        """A failure for each process that missed its deadline."""
         late = [(name, missing) for name, (end, missing) in self._deadlines.items() if end < time.monotonic()]
         within = f"within {self._stage.config.sync.deadline_s:.0f} s"
         return [
@@ -166,15 +173,15 @@ class Supervisor:
         ]
 
     def _handle_death(self, name: str, cause: str) -> list[Exception]:
-        """Handles a death and returns the failures that follow. There are none if the explorer is restarted or others
-        remain."""
+        """Handles a death. Returns the failure that ends the stage. Returns none for an explorer if it is replaced or
+        others remain."""
         if name not in self._explorers:
             return [ActorDied(name, cause)]
         self._explorers.discard(name)
         self._deadlines.pop(name, None)
         if self._failing or self._record is not None:
             return []
-        first, _, restarts = name.partition("~")
+        first, _, restarts = name.partition("~")  # `explorer-0~2` is the second replacement of `explorer-0`
         again = int(restarts or 0) + 1
         is_restarted = again <= self._stage.config.cluster.max_restarts
         if not (is_restarted or self._explorers):

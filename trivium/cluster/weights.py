@@ -26,7 +26,7 @@ class Stored:
     version: int
     tensors: tuple[TensorSpec, ...]
     refs: tuple[Any, ...]
-    """One per part; each a list of (name, type, shape, hash, bytes)."""
+    """References to the parts, each a list of (name, type, shape, hash, bytes)."""
     hash: str = ""
     """The hash of all tensors."""
 
@@ -45,12 +45,13 @@ def store(version: int, weights: Weights) -> Stored:
         refs.append(ray.put(packed))
         tensors += [spec(name, tensor) for name, tensor in group]
         group.clear()
-        del packed  # before the next group is made
+        del packed  # with `clear`, frees this group before the next one is made
     return Stored(version, tuple(tensors), tuple(refs), joined(hashes))
 
 
 def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], str, Any]]) -> list[Named]:
-    with warnings.catch_warnings():
+    """The tensors of one part, without a copy. Raises SyncError if their bytes differ from the offered ones."""
+    with warnings.catch_warnings():  # the views are never written to
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         named = [
             (name, torch.from_numpy(data).view(type_named(kind)).reshape(shape))

@@ -12,14 +12,16 @@ from trivium.config.vision_shape import VisionShape, vision_shape
 from trivium.errors import DataError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-"""Of one number, by type."""
+"""Bytes of one number, by the name of its type."""
 
 
 class FewBits(NamedTuple):
-    """A format that keeps a matrix in few bits, and a float32 scale for each block of its numbers."""
+    """A quantised format of a matrix: a few bits for each number, and a float32 scale for each block of numbers."""
 
     bits: int
+    """Bits of one number."""
     block: int
+    """Numbers that share a scale."""
 
 
 FEW_BITS = {"int8": FewBits(8, 256), "nf4": FewBits(4, 64)}
@@ -35,6 +37,7 @@ _OLD_NAMES = {
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
 }
+"""Keys of older config files, as in GPT-2's, and their present names."""
 _PLAIN = ("gpt2", "bloom", "gpt_neox", "opt", "gpt_bigcode")
 """Model types with biases everywhere and a feed-forward layer of two matrices."""
 
@@ -44,11 +47,13 @@ class ModelShape:
     """A decoder of equal blocks. Exact for the shapes of Llama, Mistral, Qwen and GPT-2; close for others."""
 
     hidden: int
+    """Width of the residual stream."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     mlp: int
+    """Inner width of a feed-forward layer; of one expert, if there are several."""
     vocabulary: int
     tied: bool
     """Whether input and output share one embedding."""
@@ -77,7 +82,7 @@ class ModelShape:
 
     @property
     def expert(self) -> int:
-        """Parameters of the matrices of one feed-forward layer."""
+        """Parameters of the matrices of one expert. A model without experts counts as one with a single expert."""
         return (3 if self.gated else 2) * self.hidden * self.mlp
 
     @property
@@ -87,6 +92,7 @@ class ModelShape:
 
     @property
     def router(self) -> int:
+        """Parameters of the matrix of one block that scores the experts for a token."""
         return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
@@ -121,28 +127,31 @@ class ModelShape:
 
     @property
     def routing_per_token(self) -> int:
-        """Bytes at most of the recorded ids of a token's experts."""
+        """Most bytes of the recorded experts of one token. An id needs 1 byte up to 255 experts, since 0 stands for an
+        unknown expert (`types.EXTRAS`)."""
         return self.layers * self.active_experts * (1 if self.experts <= 255 else 2)
 
     def adapter(self, rank: int) -> int:
         """Parameters of low-rank adapters of that rank at every linear layer but the head."""
+        # A matrix of m inputs and n outputs gets rank * (m + n): q and o, k and v, then the feed-forward matrices.
         ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
         ends += self.experts * (3 if self.gated else 2) * (self.hidden + self.mlp)
         return self.layers * rank * ends
 
     def num_bytes(self, width: int, few: FewBits | None = None) -> int:
-        """Bytes of the weights, with `width` bytes for a number; with `few`, linear layers keep theirs in few bits."""
+        """Bytes of the weights, with `width` bytes for a number. With `few`, the linear layers are in that format."""
         linear = self.layers * self.linear if few else 0
         return (self.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)
 
     def flops(self, tokens: int, squares: int, head_tokens: int, *, backward: bool, adapter: bool = False) -> float:
-        """Floating-point operations of one pass of the decoder over sequences of `tokens` tokens, of which `squares` is
-        the sum of the squared lengths; the head sees `head_tokens` of them.
+        """Floating-point operations of one pass of the decoder over sequences with `tokens` tokens in total. `squares`
+        is the sum of the squared lengths of the sequences. The head is applied to `head_tokens` of the tokens.
 
-        Forward, each multiplied weight takes two operations per token (embedding lookups none, of experts the active
-        ones), and causal attention 2 * heads * head_dim * length^2 per layer, half of the full square. The backward
-        pass takes twice as much again, or once if an `adapter` alone is trained: its own arithmetic is neglected, and
-        frozen weights get no gradient.
+        The forward pass takes two operations per token and multiplied weight: embedding lookups take none, and of the
+        experts only the active ones count. Causal attention takes 2 * heads * head_dim * length^2 per layer, half of
+        the full square. The backward pass takes twice as many as the forward pass, for the gradients of activations and
+        of weights. If only an `adapter` is trained, it takes as many as the forward pass, since frozen weights get no
+        gradient; the arithmetic of the adapter is neglected.
         """
         forward = 2.0 * (self.multiplied * tokens + self.embedding * head_tokens)
         forward += 2.0 * self.layers * self.query * squares
@@ -184,7 +193,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
     )
     plain = kind in _PLAIN
-    tied = plain or kind.startswith("gemma")  # unless the file says
+    tied = plain or kind.startswith("gemma")  # the default of these types, if the file has no `tie_word_embeddings`
     positions = text.get("max_position_embeddings")
     learned = int(positions or 0) * hidden if kind in ("gpt2", "opt", "gpt_bigcode") else 0
     return ModelShape(

@@ -88,6 +88,7 @@ def as_begun(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
 
 
 def _kept(saved: object, section: _Section) -> _Section:
+    """`as_begun` for one section and the sections in it."""
     before = saved if is_mapping(saved) else {}
     update: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
@@ -117,7 +118,8 @@ class Difference(NamedTuple):
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
-    """The fields that differ from the saved config and that a resumed run may not change.
+    """The fields that differ from the saved config and that a resumed run may not change. A field that several stages
+    have in common is one problem.
 
     Stages are compared one by one, each as a whole config. The last stage may also change its length.
     """
@@ -153,14 +155,19 @@ def _stages(saved: Mapping[str, Any], config: RunConfig) -> Sequence[RunConfig]:
 
 
 def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]:
+    """The differences of two configs of a stage. `where` is the prefix of their paths."""
+    # Unset fields of `evaluation.sampling` take the values of `engine.sampling`. Both configs are filled in from the
+    # old `engine.sampling`, so that a change of it is not reported a second time as a change of the evaluation.
     training = old.engine.sampling
     old, new = _filled_in(old, training), _filled_in(new, training)
     return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, where, False)
 
 
 def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
-    """The stage with the unset fields of its evaluation filled in, because earlier versions saved them filled in; with
-    the defaults if nothing is evaluated. `auto` is resolved for this machine."""
+    """The stage with the unset fields of its evaluation filled in, and with `auto` resolved for this machine.
+
+    Earlier versions of Trivium saved these fields filled in. If the stage evaluates nothing, they get their defaults.
+    """
     own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
     if own.taskset is not None:
         sampling = asdict(own.sampling.sampling(training, own.samples))
@@ -171,6 +178,8 @@ def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
 
 
 def _differences(old: object, new: object, section: object, where: str, may_change: bool) -> Iterator[Difference]:
+    """The differences of two JSON values below the path `where`. `section` is the value that `new` is the JSON of: its
+    fields say which differences count."""
     if isinstance(section, BaseModel) and is_mapping(old) and is_mapping(new):
         for name, field in type(section).model_fields.items():
             if (rule := _resume_rule(field)) != "free":

@@ -39,10 +39,11 @@ def attend(
     """Queries [B, H, L, D], keys and values [B, K, S, D] -> [B, L, H, D].
 
     `attention_mask` is additive, [B or 1, 1, L, S]. Without one, attention is causal over the first L keys. `s_aux` are
-    attention sinks, one logit for each head. `fast` uses scaled_dot_product_attention on the CPU, unless there are
-    `places`, soft-capping or sinks: the same numbers up to rounding. With a mask it is not used on a GPU, where its
-    math kernel would copy keys and values for each query head. `places` are `StepRows.places`, for one query of each
-    row; None computes them if they are needed.
+    attention sinks, one logit for each head.
+
+    `fast` uses scaled_dot_product_attention on the CPU: the same numbers up to rounding. It has no effect with
+    `places`, soft-capping or sinks; nor on a GPU with a mask, where the math kernel would copy keys and values for each
+    query head. `places` are `StepRows.places`, for one query of each row; None computes them if they are needed.
     """
     batch, heads, length, size = query.shape
     plain = softcap is None and s_aux is None
@@ -60,7 +61,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     scale = float(size**-0.5 if scaling is None else scaling)
     if size % 16:
-        # The matrix product uses other code for rows that are not aligned to a vector.
+        # For rows that are not aligned to a vector the matrix product uses other code.
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
     groups = batch * key.shape[1]
     scores = _products(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
@@ -70,7 +71,7 @@ def attend(
     else:
         scores = torch.tanh(scores.mul_(scale / softcap)).mul_(softcap).add_(mask)
     weights, width = _softmax(scores, s_aux).to(value.dtype), value.shape[-1]
-    if length == 1 and weights.dtype == torch.float32 and not query.is_cuda:
+    if length == 1 and weights.dtype == torch.float32 and not query.is_cuda:  # a decode step (see `weighted`)
         value = value if places is not None or _in_order(value) else value.contiguous()
         places = _places(mask, value, heads) if places is None else places
         return weighted(weights, value, places).view(batch, 1, heads, -1), None
@@ -81,7 +82,7 @@ def attend(
 
 
 def _in_order(values: Tensor) -> bool:
-    """Whether the rows of values [B, K, S, D] begin at multiples of D numbers."""
+    """Whether the rows of values [B, K, S, D] begin at multiples of D numbers, as `weighted` requires."""
     size = values.shape[-1]
     return values.stride()[2:] == (size, 1) and all(step % size == 0 for step in values.stride()[:2])
 
@@ -89,6 +90,7 @@ def _in_order(values: Tensor) -> bool:
 def _places(mask: Tensor, values: Tensor, heads: int) -> Tensor:
     """`StepRows.places` for values [B, K, S, D] and their mask."""
     batch, key_heads, width, size = values.shape
+    # A masked key has the weight 0. Its place is that of the first key, which is read anyway.
     seen = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
     head = torch.arange(heads) // (heads // key_heads) * (values.stride(1) // size)
     first = torch.arange(batch)[:, None] * (values.stride(0) // size) + head
@@ -137,6 +139,7 @@ def _in_pieces(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The weights of the keys in float32. A sink takes part in the sum and has no value, so its weight is removed."""
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
     # The sink comes first, so that padding at the end does not change its place.

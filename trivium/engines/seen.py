@@ -3,7 +3,7 @@
 Computes all embeddings of a prompt, images included, before the prompt is read in chunks, since a chunk may end inside
 an image.
 
-Legend: B prompts padded to L tokens, N placeholders, W width of the decoder.
+Legend: B prompts padded to L tokens.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ class SeenPrompts:
 
     @classmethod
     def of(cls, vision: Vision, tokens: Tensor, prompts: Sequence[PromptImages | None]) -> SeenPrompts:
-        """`tokens` (B, L), padded on the right, with the images of each prompt."""
+        """`tokens` (B, L), padded on the right, with the images of each prompt. At least one prompt has an image."""
         rows, length = tokens.shape
+        # Prompts without images get the same number in all four rows, as M-RoPE gives to text.
         positions = torch.arange(length).expand(4, rows, length).clone()
         features: list[tuple[Tensor, ...]] = []
         places: list[Tensor] = []
         for row, prompt in enumerate(prompts):
             for each in prompt.images if prompt is not None else ():
                 features.append(vision.features(each))
-                places.append(each.places + row * length)
+                places.append(each.places + row * length)  # indices into the flattened `tokens`
             if prompt is not None and prompt.positions is not None:
                 positions[:, row, : prompt.positions.shape[1]] = prompt.positions
         joined = tuple(torch.cat(part) for part in zip(*features, strict=True))

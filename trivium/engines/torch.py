@@ -71,7 +71,9 @@ class _Waiting:
 
     tickets: deque[Ticket] = field(default_factory=deque)
     images: PromptImages | None = None
+    """The decoded images, once a worker of `_eyes` has read them; None for a prompt without images."""
     prefix: Prefix | None = None
+    """The keys and values of the prompt; None until it is read."""
 
 
 class TorchEngine:
@@ -130,13 +132,19 @@ class TorchEngine:
         self._notifying: asyncio.AbstractEventLoop | None = None
         """The event loop that is scheduled to notify the worker."""
         self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
+        """Threads that read the images of prompts while the worker continues sampling."""
+        # Only the worker changes the following attributes, except for `_any_cancelled`.
         self._any_cancelled = False
+        """Whether a request was cancelled since the worker last looked."""
         self._backlog: deque[_Item] = deque()
+        """Items in order of arrival that are not in `_waiting` yet: a load that must wait, and all items after it."""
         self._mixed = ""
         """Describes the weights if they are not those of one version; otherwise empty."""
         self._waiting: dict[bytes, _Waiting] = {}
+        """Requests without a row in the batch, by prompt, oldest prompt first."""
         self._admitting: list[Ticket] = []
         self._done: list[tuple[_Item, Any]] = []
+        """Items with their results or errors, until `_deliver`."""
         self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
         """Counts of the work done so far, for measurements."""
         started: ThreadFuture[tuple[int, int]] = ThreadFuture()
@@ -168,11 +176,13 @@ class TorchEngine:
             raise
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts weights once everything submitted so far has finished; with `update` before the next token of it.
+        """Loads weights. With `finish`, waits until all requests submitted so far have finished. With `update`, loads
+        between two tokens of the completions in progress.
 
-        An update keeps the keys and values of completions that have begun; other prompts are read again.
-        Raises SyncError (and keeps the old weights) when names or shapes do not fit. An error while the weights are
-        read is raised here; if some of them were loaded by then, requests fail until the next successful load.
+        An update keeps the keys and values of completions in progress. Prompts of waiting requests are read again.
+        Raises SyncError and keeps the old weights if names or shapes do not fit. Raises the error of reading the
+        weights; if some of them were loaded by then, requests fail until the next successful load. Cancelling the call
+        does not stop the load.
         """
         loop = asyncio.get_running_loop()
         held = weights if isinstance(weights, DescribedWeights) else list(weights)
@@ -181,7 +191,7 @@ class TorchEngine:
         await load.future
 
     async def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """Copies of every parameter and persistent buffer as the model holds them now, after the loads asked for."""
+        """Copies of every parameter and persistent buffer, after the loads that were requested before."""
         loop = asyncio.get_running_loop()
         read = _ReadWeights(loop.create_future())
         self._submit(read, loop)
@@ -215,7 +225,7 @@ class TorchEngine:
             if isinstance(item, Ticket) and item.request.media:  # computed while the worker continues sampling
                 item.images = self._eyes.submit(self._decoder.look, item.request.prompt_tokens, item.request.media)
             self._inbox.append(item)
-        # Not immediately: requests submitted in the same iteration of the event loop join the same batch.
+        # Notifies the worker in the next iteration of the event loop, so that requests of the same one share a batch.
         if self._notifying is not loop:
             self._notifying = loop
             loop.call_soon(self._notify)
@@ -273,6 +283,7 @@ class TorchEngine:
             self._fail(error)
 
     def _serve(self) -> None:
+        """The worker's loop: each iteration samples one token of every row. Aborts all requests when it is closing."""
         while self._receive():
             if self._any_cancelled:
                 self._drop_cancelled()
@@ -302,8 +313,8 @@ class TorchEngine:
             return not self._closing
 
     def _take_backlog(self) -> None:
-        """Queues requests by prompt, in order of arrival, up to the next load; performs the load once the requests
-        before it have finished."""
+        """Moves requests from the backlog to `_waiting`, in order of arrival, up to a load that must wait. Performs
+        that load once the requests before it have finished."""
         while self._backlog:
             item = self._backlog[0]
             if self._mixed and not isinstance(item, _Load):
@@ -320,12 +331,14 @@ class TorchEngine:
             self._backlog.popleft()
 
     def _record(self, ticket: Ticket) -> None:
+        """Makes the decoder record the routing of experts from the first request that asks for it."""
         if "routing" in ticket.request.sampling.extra and self._decoder.recorder is None:
             self._decoder.record_routing()
             for entry in self._waiting.values():
                 entry.prefix = None  # computed without routing, and not used yet by a row that records it
 
     def _adopt(self, load: _Load) -> None:
+        """Performs a load. After an error, the engine keeps the old weights or, if they are mixed, refuses requests."""
         try:
             self._decoder.load(load.weights)
         except (SyncError, Unread) as error:  # an error of the trainer or of the channel
@@ -341,7 +354,7 @@ class TorchEngine:
         self._done.append((load, None))
 
     def _refuse_all(self) -> None:
-        """Fails the requests in progress: the weights are not those of one version."""
+        """Fails the requests in progress, because the weights are a mixture of two versions."""
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
         self._waiting = {}
         lost = [*waiting, *(ticket for ticket, _ in self._batch.abort())]
@@ -351,8 +364,8 @@ class TorchEngine:
         return EngineFailure("a completion of the engine", f"it holds {self._mixed}", _RELOAD)
 
     def _admit(self) -> None:
-        """Assigns waiting requests to free rows, oldest prompt first; a prompt is computed once for all its
-        requests."""
+        """Assigns waiting requests to free rows, oldest prompt first. Reads each prompt once for all its requests: at
+        most `prefill_tokens` tokens of prompts, or one longer prompt, in one pass for each padded length."""
         chosen: list[tuple[_Waiting, int]] = []
         free = self._batch.free
         unread: dict[int, list[_Waiting]] = {}
@@ -397,6 +410,7 @@ class TorchEngine:
         return bool(entry.tickets)
 
     def _read(self, entries: Sequence[_Waiting]) -> None:
+        """Computes the prefixes of prompts of equal padded length."""
         prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
         images = [entry.images for entry in entries]
         for entry, prefix in zip(entries, self._decoder.read(prompts, images), strict=True):
@@ -430,6 +444,7 @@ class TorchEngine:
                     raise
 
     def _fail(self, error: BaseException) -> None:
+        """Fails all requests after an error of the worker."""
         with self._awake:
             self._failure = error
             self._backlog += self._inbox
@@ -444,7 +459,7 @@ class TorchEngine:
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, result in results:
-        if future.done():
+        if future.done():  # cancelled
             continue
         if isinstance(result, BaseException):
             future.set_exception(result)
@@ -453,6 +468,7 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 def _resolve_invariance(config: TorchEngine.Config) -> bool:
+    """Whether the engine is batch-invariant. Raises ConfigError if it must be and cannot, or if `cuda` has no GPU."""
     possible = config.device == "cpu" and config.dtype == "float32" and linear.available()
     if config.batch_invariant and not possible:
         raise ConfigError(
@@ -466,6 +482,8 @@ def _resolve_invariance(config: TorchEngine.Config) -> bool:
 
 
 def _resolve_context(configured: int | None, built_for: int | None) -> int:
+    """The longest context: the configured one or, unset, that of the model. Raises ConfigError if it exceeds the
+    latter, or if both are unknown."""
     if configured is None and built_for is None:
         raise ConfigError(
             "the longest context", "the model's config does not say (max_position_embeddings)", "set engine.max_context"

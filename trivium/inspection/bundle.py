@@ -43,12 +43,14 @@ from trivium.types import Group, capabilities_of
 
 _ABOUT = "bundle.json"
 _CODE = re.compile(r"(/.+\.py):([\w.]+)")
+"""A class or function in a file of the user, as the resolved config names it."""
 _WHOLE = ("plan.yaml", "summary.json", "changes.jsonl", "metrics.jsonl", STEPS)
+"""Files of the run directory that are copied whole, if they exist."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run directory to replay, and the description in its bundle."""
+    """A run directory to replay, and the step and task that its bundle was made for."""
 
     path: Path
     step: int | None = None
@@ -85,6 +87,7 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
         schedule = build_schedule(stage)
         groups = _groups(run, step, schedule, writer)
         versions = {int(v) for group in groups for turn in group.turns() for v in turn.policy_version}
+        # A replay may need the weights of every version that sampled the groups, so it begins before the oldest one.
         base = run.checkpoint_before(min({*versions, step - 1}), stage.first_version)
         began = stage.first_version if base is None else base.step
         # A strategy that replays groups may take groups of any earlier step.
@@ -135,6 +138,8 @@ def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) ->
 
 @dataclass
 class _Writer:
+    """Adds files to the zip file of a bundle."""
+
     archive: zipfile.ZipFile
     absent: list[str] = field(default_factory=list[str])
     """Descriptions of the objects that the bundle refers to but does not contain."""
@@ -145,6 +150,7 @@ class _Writer:
     def file(self, path: Path, name: str) -> None:
         """Adds a file once, if it exists."""
         if path.is_file() and name not in self.archive.namelist():
+            # These formats do not become smaller, and deflating weights is slow.
             packed = path.suffix in (".safetensors", ".png", ".jpg")
             self.archive.write(path, name, zipfile.ZIP_STORED if packed else None)
 
@@ -153,7 +159,8 @@ class _Writer:
             self.file(path, f"{name}/{path.relative_to(directory)}")
 
     def with_code(self, values: Any) -> Any:
-        """Replaces each `/path/file.py:Name` in the values by the copy in the bundle."""
+        """Replaces each `/path/file.py:Name` in the values by the path of a copy, which it adds to the bundle. Notes
+        modules and other paths, which it leaves out, in `absent`."""
         if is_mapping(values):
             return {key: self.with_code(value) for key, value in values.items()}
         if isinstance(values, list | tuple):

@@ -62,7 +62,8 @@ def diagnose(run_dir: Path) -> Report:
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:
-    """Returns the train steps whose rollouts are read, including the newest; empty if none are recorded."""
+    """Returns the train steps whose rollouts are read: as many as fit `_ROLLOUT_BYTES` and at least 3, evenly
+    spread, including the newest. Empty if none are recorded."""
     files = [(step, path.stat().st_size) for _, step, path in journals(run_dir)]
     size, steps = sum(each for _, each in files), sorted({step for step, _ in files if step is not None})
     number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
@@ -76,7 +77,8 @@ def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list
     for rollout in rollouts:
         for sequence in rollout.sequences:
             old = sequence.columns.get("old_log_prob")
-            if old is None or np.array_equal(old, sequence.log_prob):  # the engine's values, if no pass computed others
+            # Without a forward pass of the trainer, the column is a copy of the engine's values.
+            if old is None or np.array_equal(old, sequence.log_prob):
                 continue
             gaps = np.where(sequence.response_mask, np.abs(old - sequence.log_prob), 0.0)
             at = int(gaps.argmax())
@@ -156,7 +158,7 @@ _WANTED = {
     "/dev/shm": (1, "docker run --shm-size=8g: Ray keeps objects there"),
     "memory": (2, "close other programs; `trivium check` plans a config"),
 }
-"""GiB that a run needs, and the remedy if there is less."""
+"""By name of `_free`: GiB that a run needs, and the remedy if there is less."""
 
 
 def _gpus() -> str:

@@ -55,11 +55,12 @@ def decoder(run_dir: Path) -> Decode:
 
 
 def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], list[str]]:
-    """Returns a function that decodes each token in its context. If several tokens form one character, the first one
-    gets it."""
+    """Returns a function that gives each token its own piece of the decoded text. If several tokens form one character,
+    the first one gets it and the others are empty."""
 
     @lru_cache(maxsize=65536)
     def after(before: int | None, token: int) -> str:
+        # Decoded after its predecessor, since some tokenizers drop a space at the start of a text.
         if before is None:
             return decode([token])
         known, both = decode([before]), decode([before, token])
@@ -69,6 +70,7 @@ def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]
         texts, position = list[str](), 0
         while position < len(tokens):
             alone = after(tokens[position - 1] if position else None, tokens[position])
+            # U+FFFD: the token ends inside a character. Joins up to 8 tokens until the text is whole.
             ends = range(position + 2, min(position + 8, len(tokens)) + 1) if "\ufffd" in alone else ()
             joined = ((stop, text) for stop in ends if "\ufffd" not in (text := decode(tokens[position:stop])))
             stop, text = next(joined, (position + 1, alone))

@@ -44,12 +44,13 @@ class Objective(Protocol):
 
     @property
     def looks_at(self) -> frozenset[str]:
-        """Scores (`log_prob`, `entropy`) of the whole mini-batch that `select` reads before it is cut."""
+        """The scores (`log_prob`, `entropy`) that `select` reads. They are computed over the whole mini-batch, before
+        the engine cuts it into micro-batches."""
         ...
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch after selections over all of it. `address` identifies the update and seeds its random
-        numbers."""
+        """Applies the selections that must see the whole mini-batch, for example the tokens of highest entropy, and
+        returns the batch with their columns. `address` identifies the update and seeds its random numbers."""
         ...
 
     def derived(self, means: Metrics) -> Metrics:
@@ -63,7 +64,8 @@ class Objective(Protocol):
 
 
 class CutAnywhere:
-    """Base class of objectives without selections over a whole mini-batch and with plain means as metrics."""
+    """Base class of objectives whose mini-batch may be cut into micro-batches at any place: they select nothing over
+    the whole mini-batch, and their metrics are plain means."""
 
     @property
     def looks_at(self) -> frozenset[str]:
@@ -125,7 +127,8 @@ class Algorithm(Protocol):
 
     @property
     def refill(self) -> int:
-        """How often a step replaces its refused groups by fresh ones before it continues with fewer."""
+        """How many times a step replaces the groups that `filter` refused by fresh ones. After that it continues with
+        fewer groups."""
         ...
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
@@ -150,7 +153,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a stage prescribes to its train engine."""
+    """The settings that a stage gives to its train engine."""
 
     channel: WeightChannel | None = None
     """The channel on which `offer_weights` offers the weights; None on all ranks but the first."""
@@ -183,11 +186,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
-        """Per-token values without gradient, leading axis L, one array per experience; `what` is in `types.SCORES`."""
+        """Per-token values without gradient: for each experience one array whose first axis is its tokens. `what` is in
+        `types.SCORES`."""
 
     @abstractmethod
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step of one role on a mini-batch, normalised over all of it, however it is cut."""
+        """One optimizer step of one role on a mini-batch. The loss is normalised over the whole mini-batch, so the
+        gradient does not depend on how it is cut into micro-batches."""
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Any]]:
@@ -201,8 +206,8 @@ class TrainEngine(ABC):
     def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
         """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until they are on disk.
 
-        With `on_copied`, an engine that can copy its state calls it after the copy, from which it writes: training may
-        continue from then on. Other engines ignore it.
+        An engine that can copy its state calls `on_copied` after the copy and writes from the copy, so that training
+        may continue meanwhile. Other engines ignore `on_copied`.
         """
 
     @abstractmethod

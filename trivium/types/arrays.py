@@ -13,11 +13,14 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 Metrics = dict[str, float]
+"""Metrics by name."""
 Columns = Mapping[str, Any]
+"""The values of a task's row by column."""
 
 
 def frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:
-    """A read-only array of the dtype. Copies only arrays that the caller could still write to."""
+    """A read-only array of the dtype. Returns an array that is read-only already without a copy. Any other is copied,
+    so that the caller cannot change it later."""
     result = np.asarray(array, dtype=dtype)
     if result.flags.writeable:
         result = result.copy()

@@ -21,20 +21,24 @@ SERVED = "served"
 EXTRAS = ("routing", "kept")
 """Data that an engine can record for a token beside its log-probability. `routing`, (layers, K) unsigned integers: one
 plus the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the
-token ids that the token was sampled from, concatenated over tokens. `kept_count` has their number per token; a negative
-number counts the ids left out instead, and 0 stands for the whole vocabulary."""
+token ids that the token was sampled from, concatenated over tokens. The array `kept_count` comes with it: the number of
+these ids for each token. If it is negative, the ids are those left out instead; 0 stands for the whole vocabulary."""
 IMAGE = "<image>"
 """Marks the place of an image in the text of a message with images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One image, clip or sound as encoded bytes; pixels are derived on each side."""
+    """One image, clip or sound as encoded bytes; pixels are derived on each side.
+
+    The sides are the rollout engine and the trainer: each decodes the bytes itself, so records hold no pixels.
+    """
 
     mime: str
     data: bytes = field(repr=False, compare=False)
     span: tuple[int, int] | None = None
-    """Its tokens, [start, end), once rendered: placeholders, and separators that some models add between them."""
+    """The range [start, end) of its tokens in the prompt: placeholders, and separators that some models add between
+    them. None before the prompt is rendered."""
     sha256: str = ""
     """The hash of `data`; computed if it is not given."""
 
@@ -215,6 +219,7 @@ class Failure:
     @property
     def of_rewards(self) -> bool:
         """Whether the rollout succeeded and only its rewards failed."""
+        # In an explorer, `DeadlineExceeded` is the deadline of a reward. That of a workflow is a `TimeoutError`.
         return self.side == "reward" or self.kind == "DeadlineExceeded"
 
 

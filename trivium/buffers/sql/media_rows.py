@@ -12,7 +12,7 @@ from trivium.types import Media
 
 
 class MediaRows:
-    """Rows of a database, for the groups of one buffer there."""
+    """Stores the media of one buffer's groups in its database (`trivium.buffers.media.MediaStore`)."""
 
     def __init__(self, database: Database, buffer: str) -> None:
         self._database, self._buffer = database, buffer
@@ -23,7 +23,7 @@ class MediaRows:
         if media.sha256 in self._stored:
             return
         if not media.data:
-            self.load(media.sha256)
+            self.load(media.sha256)  # raises DataError unless the bytes are stored already
         else:
             check_media(media.sha256, media.data, f"store the media {media.sha256[:12]}", "roll its group out again")
             row = {"buffer": self._buffer, "sha256": media.sha256, "data": media.data}
@@ -44,5 +44,5 @@ class MediaRows:
         return data
 
     def forget(self) -> None:
-        """Forgets which rows are there: they were deleted."""
+        """Empties the set of media that are known to be stored, since their rows may have been deleted."""
         self._stored.clear()

@@ -22,6 +22,7 @@ _log = logging.getLogger("trivium")
 _s, _g = SLOTS.c, GROUPS.c
 _COLUMNS = tuple(field.name for field in fields(Row) if field.name != "group")
 _WITHOUT_GROUP = ("slot", "attempt", "state", "owner", "version")
+"""The columns of a row without a group. All others keep their defaults."""
 # Made once: building a query takes SQLAlchemy longer than running it takes SQLite. Operations that run for every group
 # read the columns that they need.
 _SELECT = sa.select(*(_s[name] for name in _COLUMNS))
@@ -158,7 +159,8 @@ class SqlRows:
         self._delete_groups(
             row for row in removed if row.arrival is not None and (row.slot, row.attempt) not in kept_keys
         )
-        # An earlier session restored an older checkpoint and issued slots that this one has consumed.
+        # Slots below `floor` and those of `done` are consumed in this checkpoint, but may still have open rows: an
+        # earlier session that resumed from an older checkpoint issued them again.
         self._run(sa.update(SLOTS).where(self._mine, _s.state.in_(OPEN)).values(state=SlotState.CONSUMED))
 
     def mark_failed(self, slot: int) -> None:
@@ -170,7 +172,7 @@ class SqlRows:
         return self._connection.execute(query).scalar_one_or_none()
 
     def set_aside(self, failed: Sequence[tuple[Group, bool]], floor: int) -> None:
-        del failed, floor  # their rows say which rewards are to be computed again
+        del failed, floor  # nothing to store: the rows that `restore` inserts have the same information
         self._forget_failed()
 
     def _forget_failed(self) -> None:
@@ -183,7 +185,8 @@ class SqlRows:
         self.head |= dict.fromkeys((*COUNTERS, "next_slot", "arrivals"), 0)
 
     def forget_callers(self) -> None:
-        """Deletes what is stored of the explorers and callers of an earlier trainer."""
+        """Deletes the explorers and the last calls that were stored for an earlier trainer. Marks its cancelled leases
+        as told, since their owners no longer exist."""
         for table in (EXPLORERS, CALLS):
             self._run(sa.delete(table).where(table.c.buffer == self._name))
         untold = (self._mine, _s.state == SlotState.CANCELLED)
@@ -198,7 +201,7 @@ class SqlRows:
 
 
 def forget(connection: sa.Connection, run: str) -> None:
-    """Deletes the buffers of a run; the next call of each of its roles raises RoleFailed."""
+    """Deletes the buffers of a run. If roles of the run still exist, their next call raises RoleFailed."""
     stages = BUFFERS.c.name.startswith(f"{run}/stage-", autoescape=True)
     for head in connection.execute(sa.select(BUFFERS).where(stages).with_for_update()).all():
         _delete_rows(connection, head._asdict())
@@ -208,6 +211,7 @@ def forget(connection: sa.Connection, run: str) -> None:
 
 
 def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
+    """Deletes media, slots and groups of a buffer, in ranges of slots to keep each statement short."""
     connection.execute(sa.delete(MEDIA).where(MEDIA.c.buffer == head["name"]))
     for table in (SLOTS, GROUPS):
         for begin in range(0, head["next_slot"], _RANGE):

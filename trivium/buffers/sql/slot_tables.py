@@ -29,7 +29,8 @@ BUFFERS = sa.Table(
         for name in ("trains", "next_slot", "arrivals", "given_up", "refused", "evicted", "called_off", "dropped")
     ),
 )
-"""One row per buffer, locked by every transaction that writes."""
+"""One row per buffer, locked by every transaction that writes. `session` identifies the trainer that opened the buffer
+last, `change` counts the changes, and the other numbers are `slot_machine.HEAD`."""
 SLOTS = sa.Table(
     "trivium_slots",
     TABLES,
@@ -39,6 +40,7 @@ SLOTS = sa.Table(
     sa.Column("state", sa.Text, nullable=False),
     sa.Column("owner", sa.Text),
     sa.Column("version", sa.BigInteger, comment="the one it was leased for"),
+    # The columns from here to `dropped` describe the group.
     sa.Column("arrival", sa.BigInteger, comment="null where no group was put"),
     sa.Column("oldest", sa.BigInteger),
     sa.Column("newest", sa.BigInteger),
@@ -82,6 +84,7 @@ EXPLORERS = sa.Table(
     sa.Column("owner", sa.Text, primary_key=True),
     sa.Column("loaded", sa.BigInteger, nullable=False),
 )
+"""The version that each explorer has loaded."""
 CALLS = sa.Table(
     "trivium_calls",
     TABLES,

@@ -19,6 +19,7 @@ from trivium.inspection.viewer.watched_run import WatchedRun
 
 _PAGES = files("trivium.inspection.viewer") / "pages"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+# Image types by the first bytes of a file. Media are stored without their types.
 _IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -32,14 +33,17 @@ _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
 class Guarded:
-    """Accepts requests that read, use a loopback host name and have the token as the first part of the path. Another
-    host name could be a web site that points its name to this machine."""
+    """Passes on requests that only read, use a loopback host name and have the token as the first part of the path.
+
+    Refuses other host names against DNS rebinding: a web site may resolve its own name to this machine, so that its
+    scripts in the user's browser could read the page.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # no lifespan events, no web sockets
             return
         refused = self._refused(scope)
         if refused is not None:
