@@ -1,7 +1,7 @@
 """Rules that detect problems of a run from its metrics and rollouts.
 
 The docstring of a rule is its entry in docs/doctor.md. `trivium doctor` applies the rules to a run directory.
-`LiveWarnings` applies them to a run in progress, of which it has metrics alone.
+`LiveWarnings` applies them to the metrics of a run in progress.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Evidence:
         return number / total if number > 0 and total > 0 else 0.0
 
     def values(self, key: str) -> list[float]:
+        """Returns the finite values of a metric, in order of steps."""
         return [row[key] for row in self.rows if key in row and math.isfinite(row[key])]
 
     def reward_range(self) -> float:
@@ -109,6 +110,7 @@ def _cause_of(error: str) -> str:
 
 
 _UPDATE = ("train/loss/", "train/grad_norm/", "train/lr/")
+"""Beginnings of the metrics that describe an update."""
 _ORDER = ("reward", "rollout", "mismatch", "train", "eval")
 """Areas of metrics, from cause to effect."""
 
@@ -159,6 +161,8 @@ def saturated_rewards(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _near_maximum(evidence: Evidence) -> bool:
+    """Whether the newest mean rewards differ from the highest reward by at most 1 % of the range of rewards. False
+    while all rewards are equal and not above 0."""
     mean, lowest, highest = (evidence.values(f"reward/{name}") for name in ("mean", "min", "max"))
     if not (mean and highest and lowest):
         return False
@@ -272,6 +276,7 @@ def refused_groups(evidence: Evidence) -> Iterator[Problem]:
 def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
     """In some 3 consecutive steps, more than half of the completions of at least 8 tokens are identical to another one
     of their group."""
+    # `counts` has (repeated, all) completions of each step, `windows` their sums over each step and the 2 before it.
     counts = [tuple(map(sum, zip((0, 0), *map(_repeated, groups), strict=True))) for groups in evidence.groups]
     windows = [tuple(map(sum, zip(*counts[max(0, end - 2) : end + 1], strict=True))) for end in range(len(counts))]
     repeating = [(number, total) for number, total in windows if total >= 16 and number > 0.5 * total]
@@ -355,6 +360,7 @@ class LiveWarnings:
         rows.append(row)
         if row["step"] % WINDOW and all(map(math.isfinite, row.values())):
             return []
+        # `everything` is this row alone: a non-finite value of an earlier row was reported then.
         return RULES.problems(replace(evidence_of([*self._first, *self._newest]), everything=[row]))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...

@@ -14,11 +14,13 @@ import yaml
 from trivium.checkpoint.atomic import atomic_write
 
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$")
+"""Keys of settings that are left out."""
 _PASSWORD = re.compile(r"(://[^:/@]*):[^@/]*@")
+"""The user and the password of a URL."""
 
 
 def remembered(path: Path, resume_step: int, make: Callable[[], str]) -> str:
-    """Returns the id stored in the run directory. For a run that begins at step 0, makes and stores a new one."""
+    """Returns the id in the file `path`. Makes and stores a new one if the run begins at step 0 or has no such file."""
     if resume_step and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     identity = make()
@@ -43,7 +45,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
 
 
 def failing() -> bool:
-    """Whether an exception is propagating: a crashed run must not look finished."""
+    """Whether an exception is propagating, so that a monitor that is being closed marks the run as failed."""
     return sys.exception() is not None
 
 

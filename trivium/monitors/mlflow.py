@@ -15,6 +15,7 @@ from trivium.errors import MissingPackage
 from trivium.monitors.identity import failing, remembered, settings_of
 
 _REFUSED = re.compile(r"[^\w\-. /]", re.ASCII)
+"""A character that MLflow refuses in names."""
 _MOST_PARAMS, _LONGEST_PARAM = 100, 6000
 """Limits of MLflow: parameters of one request, characters of one value."""
 
@@ -53,9 +54,11 @@ class MlflowMonitor:
         here = run_dir.resolve()
         self._client = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{here / 'mlflow.db'}")
         self._metric, self._param = Metric, Param
+        # A tracking server decides itself where artifacts are stored.
         artifacts = None if config.tracking_uri else (here / "mlflow-artifacts").as_uri()
         self._run_id = remembered(run_dir / "mlflow-run-id", resume_step, lambda: self._begin(config, here, artifacts))
-        self._client.update_run(self._run_id, status="RUNNING")  # the last session ended a resumed run
+        # The previous session of a resumed run has set a final status.
+        self._client.update_run(self._run_id, status="RUNNING")
 
     def _begin(self, config: Config, run_dir: Path, artifacts: str | None) -> str:
         existing = self._client.get_experiment_by_name(config.experiment)

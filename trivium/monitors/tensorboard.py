@@ -22,6 +22,7 @@ class TensorBoardMonitor:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
             raise MissingPackage("tensorboard", "tensorboard", "log to TensorBoard") from error
+        # TensorBoard discards events of earlier sessions from this step on.
         first_step = resume_step + 1 if resume_step else 0
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 

@@ -31,13 +31,14 @@ class Failures:
     """Makes the answers of calls that failed in this process."""
 
     name: str
-    """Names this process in its log."""
+    """The name of this process in its log."""
     of: Callable[[str], TriviumError]
-    """Makes the error that the caller raises for an exception whose class it may lack, from its text."""
+    """Makes an error of Trivium from the text of any other exception, whose class the caller may lack."""
 
     def answer(self, error: BaseException) -> Answer:
-        """The first cause, as an error that any process can unpickle. Errors of Trivium stay as they are. The log has
-        the traceback of any other."""
+        """The first cause, as an error that any process can unpickle. Errors of Trivium are passed unchanged, and so is
+        StopAsyncIteration, which ends the data of a buffer. Any other error is logged with its traceback and replaced
+        (`of`)."""
         cause = first_cause(error)
         is_ours = isinstance(cause, TriviumError) and type(cause).__module__.partition(".")[0] == "trivium"
         if is_ours or isinstance(cause, StopAsyncIteration):
@@ -46,7 +47,7 @@ class Failures:
         return Answer(error=self.of(f"{type(cause).__name__}: {cause}"))
 
     def answer_of(self, function: Callable[[], Any]) -> Answer:
-        """The answer of a call of `function`."""
+        """Calls `function`. Returns its result or its error."""
         try:
             return Answer(function())
         except Exception as error:

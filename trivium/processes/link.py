@@ -1,6 +1,9 @@
 """Calls between two processes of a run over one connection. Either end may call.
 
 Messages are pickled: both ends are one program, and the connection is private or takes a key (`sockets`).
+
+The kinds of messages are `call`, `answer` and `cancel`; `weights` is a group of tensors that belongs to a call, and
+`taken` reports that the receiver has begun to read that group. All of them carry the number of the call.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from trivium.processes.transfer import Group, Incoming, Outgoing
 _CLOSE_S = 60.0
 """How long the threads of a link may take to end."""
 CANCEL, CLOSE = "cancel", "close"
-"""The methods of a `Call` that cancels an earlier call of its number, and of the last call."""
+"""Methods of special calls: `CANCEL` cancels the earlier call with the same number, `CLOSE` is the last call."""
 _NO_WEIGHTS = Incoming(lambda: None)
+"""Stands for the weights of a call that has none. Reading it would wait forever."""
 
 
 class Disconnected(Exception):
@@ -87,6 +91,7 @@ class Link:
         return future
 
     def answer(self, number: int, answer: Answer) -> None:
+        """Sends the answer of a call of the other process."""
         self._serving.pop(number, None)
         self._send("answer", number, (answer.value, answer.error))
 
@@ -112,7 +117,7 @@ class Link:
                 pass
 
     def _send_next(self) -> bool:
-        message = self._unsent.get()  # in a function: the tensors are freed before the next message is there
+        message = self._unsent.get()  # a local variable: its tensors are freed before the next wait
         if message is None:
             return False
         self._connection.send_bytes(message[0])
@@ -121,6 +126,8 @@ class Link:
         return True
 
     def _settled(self, number: int, future: Future[Any]) -> None:
+        """Called when a call of this process is answered, fails or is cancelled. After a cancellation, the caller must
+        end the weights itself."""
         _, outgoing = self._waiting.pop(number)
         if future.cancelled():
             self._send(CANCEL, number, None)
@@ -163,6 +170,7 @@ class Link:
         # Any other message belongs to a call that has ended here.
 
     def _end(self) -> None:
+        """Fails the open calls of this process and the weights that it receives, and ends the sending thread."""
         self._is_disconnected = True
         self._unsent.put(None)
         for future, _ in [*self._waiting.values()]:
@@ -172,14 +180,14 @@ class Link:
         self.calls.put(None)
 
     def _fail(self, future: Future[Any]) -> None:
-        with self._failing:  # `call` and `_end` may fail the same one
+        with self._failing:  # `call` and `_end` may fail the same future
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(self._lost())
 
 
 async def serve(link: Link, start: Callable[[Call], Awaitable[Any]], failures: Failures) -> None:
     """Runs the calls of the other process concurrently, until it ends or makes the last call (`CLOSE`). Then cancels
-    those that run."""
+    the calls in progress."""
 
     async def run(call: Call) -> None:
         try:

@@ -24,7 +24,10 @@ class Listening:
         self.address: tuple[str, int] = self._socket.getsockname()
 
     def accept(self, timeout_s: float | None = None) -> Connection:
-        """Waits for a connection. Raises TimeoutError, and AuthenticationError if the other process has another key."""
+        """Waits for a connection. Raises TimeoutError, and AuthenticationError if the other process has another key.
+
+        `timeout_s` limits the wait for a connection, not that for the answer to the challenge.
+        """
         self._socket.settimeout(timeout_s)
         connection = _connection(self._socket.accept()[0])
         deliver_challenge(connection, self._key)

@@ -13,7 +13,7 @@ Group = Sequence[Named]
 
 
 class Incoming:
-    """The receiving end: an iterator that another thread than that of `put` reads."""
+    """The receiving end. One thread calls `put`, another one iterates over the tensors."""
 
     def __init__(self, taken: Callable[[], None]) -> None:
         """Calls `taken` when the reader takes the first tensor of a group."""
@@ -34,7 +34,7 @@ class Incoming:
                 raise group
             self._taken()
             while group:
-                yield group.pop(0)  # holds no tensor that the reader has released
+                yield group.pop(0)  # keeps no tensor that the reader has released
 
 
 class Outgoing:
@@ -42,11 +42,12 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.put: Callable[[Group], None]
-        """Passes a group on. Set before the first group is given."""
+        """Sends a group. The call that has these weights sets it, before the first group is given."""
         self.has_taken = Event()
-        """Set when the receiver has taken the last group, or needs no more."""
+        """Set when the receiver has begun to read the latest group, or needs no more."""
         self.has_taken.set()
         self.is_over = False
+        """Whether the receiver needs no more groups."""
 
     def give(self, group: Group) -> None:
         """Passes the next group to the receiver."""
@@ -57,7 +58,7 @@ class Outgoing:
             self.put(group)
 
     def end(self) -> None:
-        """The receiver needs no more."""
+        """Records that the receiver needs no more groups. Wakes the sender."""
         self.is_over = True
         self.has_taken.set()
 

@@ -25,9 +25,10 @@ class _Queue:
 class Batcher(Generic[T, R]):
     """Calls `work` with the items of up to `max_batch` calls. `work` returns one result for each, in order.
 
-    A batch begins when it is full, or `window_s` after its first item. At most `max_concurrent` batches run at the same
-    time; further items wait. An exception of `work` is raised by every call in the batch. A cancelled call leaves the
-    queue, and a batch is cancelled with the last of its calls. A batch holds calls of one event loop.
+    A batch begins when it is full, `window_s` after its first item, or when an earlier batch ends. At most
+    `max_concurrent` batches run at the same time; further items wait. An exception of `work` is raised by every call in
+    the batch. A cancelled call leaves the queue, and a batch is cancelled with the last of its calls. A batch holds
+    calls of one event loop.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Batcher(Generic[T, R]):
         return self._queues.setdefault(asyncio.get_running_loop(), _Queue())
 
     def _start(self, queue: _Queue) -> None:
+        """Starts batches of the waiting items, as many as may run."""
         if queue.timer is not None:
             queue.timer.cancel()
             queue.timer = None
@@ -84,6 +86,7 @@ class Batcher(Generic[T, R]):
         return results
 
     def _finish(self, queue: _Queue, task: asyncio.Task[Sequence[R]], futures: list[asyncio.Future[R]]) -> None:
+        """Passes the outcome of a batch to its calls, and starts the next batches."""
         queue.running.discard(task)
         error = None if task.cancelled() else task.exception()
         for place, future in enumerate(futures):
@@ -99,5 +102,6 @@ class Batcher(Generic[T, R]):
 
 
 def _cancel_unwanted(task: asyncio.Task[Any], futures: list[asyncio.Future[Any]]) -> None:
+    """Cancels a batch once no call waits for it."""
     if not task.done() and all(future.done() for future in futures):
         task.cancel()

@@ -1,10 +1,13 @@
-"""How a reward function is called, by the judge and by every other caller.
+"""Calls a reward function, for the judge and for every other caller.
 
-A plain function runs in a thread, an `async` one on the event loop, and one with `workers` in child processes: only
-there can a function be stopped that holds the interpreter. A plain function with the attribute `brief = True`, which
-takes microseconds for any input, runs on the event loop, since starting on it in a thread would take longer. A function
-that handles signals needs a main thread: its first such call ends that attempt, also if the function catches the error,
-and from then on it runs in forks of this process. An exception is an outcome, to which the caller adds its context.
+A plain function runs in a thread, an `async` one on the event loop, and one with `workers` in child processes: only a
+process can be stopped while it holds the interpreter. A plain function with the attribute `brief = True` takes
+microseconds for any input. It runs on the event loop, because passing it to a thread would take longer.
+
+A function that handles signals needs a main thread. Its first such call fails in the thread, even if the function
+catches the error. This call is repeated in a fork of this process, where all later calls run, too.
+
+An exception of the function is returned, not raised: the caller adds its context.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class RewardCall:
             return TimeoutError(f"no answer within {self._deadline_s:g} s")
 
     async def _outcome(self, arguments: dict[str, object]) -> object:
+        """The result or exception of a call in this process, or in a fork once the function has needed one."""
         if self._forked is None:
             with main_thread_wanted() as calls:
                 outcome = await _outcome_of(self._here(arguments))
@@ -74,7 +78,7 @@ class RewardCall:
         return await _outcome_of(self._forked(**arguments))
 
     async def _here(self, arguments: dict[str, object]) -> object:
-        """The function's result. Raises its exception; its own cancellation or exit as an error."""
+        """The function's result. Raises its exception. Its own CancelledError or SystemExit becomes an error."""
         if self.is_async:
             return await wait_for(None, self._function(**arguments))
         result = await self._threads.run(functools.partial(self._function, **arguments))

@@ -24,6 +24,7 @@ from trivium.types import Capabilities, Media
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _OWN_FIELDS = ("prompt", "completion", "conversation")
+"""Fields of a template that are not columns of the task."""
 _THINKING = re.compile(r"(?s)^.*</think>")
 
 
@@ -97,7 +98,7 @@ class GenerativeJudge:
         self._config, self._pattern = config, re.compile(config.pattern)
         self._client = EndpointClient(config, "/chat/completions", what="rewards")
         self._choices = {text.casefold(): number for text, number in config.choices.items()}
-        self._ask = Batcher(self._verdicts, 1, 0.0, config.max_concurrent)
+        self._ask = Batcher(self._verdicts, 1, 0.0, config.max_concurrent)  # batches of one: limits the concurrency
         fields = (*_FIELD.findall(config.template), *_FIELD.findall(config.system))
         columns = [name for name in dict.fromkeys(fields) if name not in _OWN_FIELDS]
         names = ("prompt", "completion", "prompt_messages", "prompt_media", *columns)

@@ -74,6 +74,7 @@ class _Component:
     """Whether it compares the members of a group."""
 
     def missing(self, columns: Collection[str]) -> list[str]:
+        """The required columns that are not among these."""
         return [] if self.required.issubset(columns) else sorted(self.required - set(columns))
 
     def misfits(self, columns: Mapping[str, Any]) -> str:
@@ -137,8 +138,8 @@ class _Component:
 class Judge:
     """Calls every reward of a run. Any number of trajectories and groups may be judged at the same time.
 
-    It sets no deadline. Cancelling a call ends it after the plain reward in progress; a reward in a process of its own
-    is killed.
+    The judge sets no deadline. A cancelled call ends after the plain reward in progress; a reward in a process of its
+    own is killed.
     """
 
     def __init__(self, components: Sequence[_Component]) -> None:
@@ -184,6 +185,7 @@ class Judge:
         return any(column in c.required | c.optional or c.takes_all for c in self._components)
 
     def _missing(self, columns: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+        """(label, missing columns) of each reward that judges a task with these columns and lacks some."""
         return [(c.label, names) for c in _called(self._components, columns) if (names := c.missing(columns))]
 
     async def score(self, task: Task, trajectory: Trajectory) -> Scores:
@@ -205,7 +207,7 @@ class Judge:
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scores]:
         """The scores of each trajectory of a group, in order, by the rewards that compare them."""
         completions = [trajectory.completion for trajectory in trajectories]
-        comparing = _called(self._comparing, task.columns)
+        comparing = _called(self._comparing, task.columns)  # cannot raise: `score` has accepted the task's label
         results = await _outcomes(comparing, task, {"completions": completions})
         scores: list[Scores] = [{} for _ in trajectories]
         for component, result in zip(comparing, results, strict=True):
@@ -252,6 +254,7 @@ def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> J
 
 
 def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
+    """Builds a reward and reads its signature. Raises ConfigError if the signature is not that of a reward."""
     config = part.reward
     function, parameters = _callable(config, deadline_s)
     by_name = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -304,11 +307,13 @@ def _name_in(side: ast.expr) -> str:
 
 
 def _callable(config: RewardConfig, deadline_s: float) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
-    """What to call for a reward, and its parameters. A reward with workers is built in the workers alone."""
+    """The callable of a reward, and its parameters. A class with workers is built in the workers alone: here, only the
+    signature of its `__call__` is read."""
     target = resolve("rewards", config.kind)
     described_by = target if isinstance(target, type) and config.workers else build("rewards", config)
     if described_by is target and isinstance(target, type):
         method = inspect.getattr_static(target, "__call__", None)
+        # The first parameter is `self`.
         parameters = dict([*inspect.signature(method).parameters.items()][1:]) if inspect.isfunction(method) else None
     else:
         parameters = inspect.signature(described_by).parameters if callable(described_by) else None

@@ -147,7 +147,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
             own += _order_problems(stage)
         prefix = f"stages[{number}]." if config.stages else ""
         rows |= {prefix + where: digest for where, digest in stage.digests.items()}
-        known = {problem[1:] for problem in problems}  # from an earlier stage
+        known = {problem[1:] for problem in problems}  # an earlier stage has reported them
         problems += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
     return Findings(
         problems=[problem for problem in problems if not isinstance(problem, Caution)],
@@ -157,7 +157,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
 
 
 def attempt(where: str, make: Callable[[], T]) -> Generator[Problem, None, T | None]:
-    """Returns the result of `make`; if it fails, yields the problem and returns None."""
+    """Returns the result of `make` to `yield from`; if `make` fails, yields the problem and returns None."""
     try:
         return make()
     except TriviumError as error:
@@ -168,10 +168,12 @@ def attempt(where: str, make: Callable[[], T]) -> Generator[Problem, None, T | N
 
 
 def _explores_here(config: RunConfig) -> bool:
+    """Whether this process has a rollout engine."""
     return config.run.mode != "train"
 
 
 def _trains_here(config: RunConfig) -> bool:
+    """Whether this process trains. A server with a shared buffer leaves training to another process."""
     return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config))
 
 
@@ -357,8 +359,9 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         messages = workflow.prompt(task)
         has_images = any(message.media for message in messages)
         pictured += has_images
+        # A small alphabet may lack characters of a short text: such prompts are all rendered.
         short = limit is None or (_surely_below(limit, messages) and not small_alphabet)
-        if pictured > _FIRST_IMAGES if has_images else short:
+        if pictured > _FIRST_IMAGES if has_images else short:  # not rendered
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -436,7 +439,7 @@ def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     learns_from_rows = isinstance(section, FileBuffer.Config)
     if renderer is None or (config.schedule.curriculum is None and not learns_from_rows):
         return
-    whole = Stage(config, stage.number, 0, True, folder, folder)
+    whole = Stage(config, stage.number, 0, True, folder, folder)  # only its schedule is built
     schedule = yield from attempt("tasks.train", lambda: build_schedule(whole))
     if schedule is None or not learns_from_rows:
         return
@@ -485,4 +488,5 @@ def _texts(task: Task) -> list[Message]:
 
 
 def _length(trajectory: Trajectory) -> int:
+    """Returns the number of tokens of the longest turn, prompt included."""
     return max(len(turn.prompt_tokens) + len(turn.tokens) for turn in trajectory.turns)

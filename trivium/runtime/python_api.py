@@ -63,7 +63,7 @@ def configured(
         for name, source in (tasks if is_mapping(tasks) else {"train": tasks}).items():
             data["tasks"][name], text = _section(data["tasks"].get(name), source, f"tasks[{name!r}]")
             texts |= {} if text is None else {name: text}
-    # The path of the rows depends on the run directory, which validating the other sections yields.
+    # The rows are stored in the run directory, which is known once the other sections are validated.
     directory = Path(config_from_mapping(_named(data), base).run.dir).resolve() if texts else Path()
     files: dict[Path, str] = {}
     for name, text in texts.items():
@@ -73,6 +73,7 @@ def configured(
 
 
 def _as_mapping(config: ConfigSource) -> dict[str, Any]:
+    """Returns the values that the config sets, without defaults."""
     if isinstance(config, RunConfig):
         return config.model_dump(exclude_unset=True)
     if isinstance(config, str | Path):
@@ -106,8 +107,8 @@ def _named(value: object) -> Any:
 
 
 def beside_a_loop(work: Callable[[], T]) -> T:
-    """Runs `work`, which may run event loops, and returns its result. If this thread runs an event loop, as in a
-    notebook, uses another thread, where an interrupt ends `work`."""
+    """Runs `work`, which may run event loops, and returns its result. If this thread already runs an event loop, as in
+    a notebook, `work` runs in another thread, and an interrupt is passed to that thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -37,7 +37,7 @@ _CHANGES = "changes.jsonl"
 _ROWS = "rows.json"
 """The number and hash of the rows that each task source of the run reads."""
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
-"""Files that exist before the first step."""
+"""Files and folders that a run may have written before its first step."""
 _LOCK = ".lock"
 _ENDING_S = 20.0
 """Seconds that a new run waits for the processes of a killed run."""
@@ -94,8 +94,8 @@ def hold_with(owner: ProcessLife, run_dir: Path) -> None:
 
 
 def _share(lock: TextIO, run_dir: Path, owner: ProcessLife, *allowed: str) -> None:
-    """Takes the lock. Processes of one owner share it: those that find an `allowed` text in its file. Waits for the
-    last process of an ended run, which may write until it ends."""
+    """Takes the lock, which the processes of one owner share. A process may share a lock that another one holds only if
+    its file holds one of the `allowed` texts. Waits for the last process of an ended run, which may still write."""
     end = time.monotonic() + _ENDING_S
     while True:
         is_alone = _locked(lock, fcntl.LOCK_EX)
@@ -143,12 +143,12 @@ def _text(lock: TextIO) -> str:
 
 def _write(lock: TextIO, text: str) -> None:
     lock.truncate(0)
-    lock.write(text)
+    lock.write(text)  # at the beginning: the mode `a+` writes at the end of the file
     lock.flush()
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """Returns the config; if its directory holds a run, with the defaults saved with that run."""
+    """Returns the config. If its directory holds a run, the defaults are those that were saved with that run."""
     path = Path(config.run.dir) / "config.yaml"
     return as_begun(_saved_config(path), config) if path.is_file() else config
 
@@ -215,6 +215,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
 
 def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     """Records the differences of `config` from the saved one. After an aborted start, removes its files instead."""
+    # With differences, the run took no step: else `refuse_another_run` has raised.
     if not _differences(run_dir, config, rows):
         _record(run_dir, resume_changes(_saved_config(run_dir / "config.yaml"), config))
         return

@@ -40,7 +40,7 @@ def serve_train_rank(config: RunConfig) -> None:
     def make(announcement: dict[str, Any]) -> RankVerbs:
         stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
         engine = cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), None))
-        # If completions depend on the place of sampling, only the first rank has a rollout engine.
+        # Without exact sampling, completions depend on the rank that samples: then only the first one has an engine.
         exact = capabilities_of(resolve("engines", stage.config.engine.kind)).exact_sampling
         hosts = exact and samples_here(stage)
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None

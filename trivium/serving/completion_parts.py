@@ -1,7 +1,7 @@
 """The parts of a completion that the protocols of agents distinguish: reasoning, text and calls of tools.
 
 Agents send earlier completions back as these parts. The server restores the policy's own text from the id that one of
-the parts carries, if the parts are still those of that text. Otherwise it writes the text anew.
+the parts carries, if the agent has not changed the parts. Otherwise it writes a new text from the parts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def edit_of(text: str, sent: str, names: Collection[str]) -> str:
 
 
 def completion_id(part: str) -> str:
-    """The id of the completion that a part with this id belongs to (`part_id`)."""
+    """The id of the completion that a part with this id (`part_id`) belongs to. An id of a completion is unchanged."""
     return _PREFIX + part.removeprefix(_PREFIX).rpartition("_")[2].partition("-")[0]
 
 

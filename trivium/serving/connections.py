@@ -67,6 +67,7 @@ class Connection(H11Protocol):
         others = [each for each in others if not each.transport.is_closing()]
         if len(others) < self._cap:
             return
+        # A connection in use has no running timeout. The first timeout to end is that of the longest idle connection.
         idle_until = {each.timeout_keep_alive_task.when(): each for each in others if each.timeout_keep_alive_task}
         if idle_until:
             idle_until[min(idle_until)].transport.abort()
@@ -75,6 +76,7 @@ class Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
+        """Does what the inherited method does, but does not end the timeout: see `handle_events`."""
         self.conn.receive_data(data)
         self.handle_events()
 

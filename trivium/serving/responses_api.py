@@ -26,6 +26,7 @@ _KNOWN = frozenset(
     | {"previous_response_id", "metadata", "columns", "return_token_ids", "prompt_cache_key", "safety_identifier"}
     | {"store", *LABELS}
 )
+"""Parameters that are accepted with any value."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -41,6 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+"""Further parameter -> the values that have no effect here. Any other value is refused."""
 _WHY = {
     "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
     "parallel_tool_calls": "the policy decides how many calls it makes",
@@ -50,6 +52,7 @@ _WHY = {
     "top_logprobs": "the engine keeps the log-probability of the sampled token only",
     "truncation": "raise engine.max_context, or send fewer items",
 }
+"""Parameter of `_NEUTRAL` -> what the refusal of another value says."""
 _PASSED = frozenset(
     {"model", "temperature", "top_p", "stream", "columns", "return_token_ids", "user", "metadata", *LABELS}
 )
@@ -82,6 +85,7 @@ def read_response(
     previous = typed(body, "previous_response_id", str, "")
     instructions = typed(body, "instructions", str, "")
     request = read_chat(chat, headers, model, trained, text_of)
+    # The tools of a chat request are its first message; the instructions come after it.
     of_tools = request.messages[: bool(request.tools)]
     new = request.messages[len(of_tools) :]
     system = (Message("system", instructions),) if instructions else ()
@@ -144,7 +148,7 @@ class _Turn:
         self._ids: dict[str, None] = {}
 
     def takes(self, item: Mapping[str, Any], where: str) -> bool:
-        """Adds an item, unless it belongs to another completion or is not the assistant's."""
+        """Adds an item, and returns True, unless it belongs to another completion or is not the assistant's."""
         kind = item.get("type", "message")
         if kind not in ("message", "reasoning", "function_call") or (
             kind == "message" and item.get("role") != "assistant"
@@ -232,6 +236,7 @@ def response(
     cut = turn.stop_reason is StopReason.LENGTH
     answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools)
     decoded = partial(_ends_reasoning, renderer, turn.tokens)
+    # A binary search for the token that completes `</think>`: decoding every prefix would be slow.
     thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning else 0
     body: dict[str, Any] = {
         "id": node.id,

@@ -102,7 +102,7 @@ async def _serve(
     serving = RewardServing(
         scorer.name,
         address.max_batch,
-        max_concurrent=1 if isinstance(scorer, ModelScorer) else 8,
+        max_concurrent=1 if isinstance(scorer, ModelScorer) else 8,  # a model scores one batch at a time
         max_waiting=address.max_waiting,
         deadline_s=address.deadline_s,
         max_body_bytes=address.max_body_bytes,

@@ -96,7 +96,7 @@ class CompletionNode:
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this subtree, depth first, the branch with the newest completion last."""
-        waiting = [self]
+        waiting = [self]  # a stack: the branch with the newest completion is at its bottom
         while waiting:
             node = waiting.pop()
             yield node.turn
@@ -149,11 +149,11 @@ class Session:
         return start.branch(f"{name}.{number}", sampling)
 
     def rewriting(self, conversation: Conversation, known: int, names: Collection[str]) -> str:
-        """How a call rewrites the history of this session, whose first `known` messages it continues. Empty: it does
-        not.
+        """Describes how a call rewrites the history of this session; empty if it does not. The call continues from the
+        first `known` messages of its conversation.
 
         A call rewrites history if it sends a completion back changed, or unchanged after changed messages. The policy
-        then continues from other tokens than it sampled, which are another sequence to train on.
+        then continues from other tokens than it sampled, and training sees two sequences in place of one.
         """
         replies = {
             at: message for at, message in enumerate(conversation) if at >= known and message.role == "assistant"
@@ -170,6 +170,7 @@ class Session:
         sent_back = {message.content for message in replies.values()}
         if not any(node.conversation[-1].content in sent_back for node in self.completions):
             return ""  # another conversation, with messages that the policy did not write
+        # An index of `conversation`: no call ends with a completion (`serving.requests`), so it has a further message.
         at = max(_num_equal(conversation, node.conversation) for node in self.completions)
         return (
             f"message {at - hidden} ({conversation[at].role}) was another or is gone; agents that summarise or "
@@ -177,6 +178,7 @@ class Session:
         )
 
     def record(self, node: CompletionNode) -> None:
+        """Adds a completion to its tree."""
         self.completions.append(node)
         (self.trees if node.parent is None else node.parent.children).append(node)
         above: CompletionNode | None = node
@@ -281,10 +283,10 @@ class SessionStore:
         return next((node for node in nodes if node.id == completion_id), None)
 
     def find(self, messages: Conversation, belongs: Callable[[Session], bool]) -> CompletionNode | None:
-        """The completion at the end of the longest known beginning of `messages`, among the sessions that `belongs`
-        accepts.
+        """The completion that ends the longest known beginning of `messages`, among the sessions that `belongs`
+        accepts; None without one.
 
-        Of several with the same text, the newest that no call has continued from yet, else the newest.
+        Of several with the same text, returns the newest that no call has continued from yet, else the newest.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1].role != "assistant":

@@ -64,7 +64,9 @@ class CollectiveChannel:
         self._group: ExchangeGroup | None = None
         """The group of the last exchange, which may still relay data when this process has everything."""
         self._by_host = ""
+        """Why the last exchange sent the weights through host memory; empty if it did not."""
         self.offered = ""
+        """The hash of the weights that were offered last."""
 
     def offer(self, version: int, weights: Weights) -> bool:
         stream, self.offered = _Stream(weights), ""
@@ -122,10 +124,10 @@ class CollectiveChannel:
                     while (header := group.receive_object()) is not None:
                         named = _received(group, version, header)
                         group.acknowledge(header["number"])
-                        if header["number"] == number:  # else the exchange before has delivered it
+                        if header["number"] == number:  # else an aborted exchange has delivered it
                             number += 1
                             yield from drained(named)
-                        del named  # before the next bucket comes
+                        del named  # frees its memory before the next bucket is received
                     group.acknowledge_all()
                     is_over = True
             except VersionGone as gone:
@@ -143,7 +145,7 @@ class CollectiveChannel:
                 with self._aborts(exchange, version):
                     group = self._join(exchange, stream, number)
                     if group.stream == stream:
-                        group.receive_object()
+                        group.receive_object()  # the specs of the tensors, which `collect` has read
                         return exchange, group
             except VersionGone as gone:
                 _log.warning("version %d, after %d bucket(s): %s", version, number, gone.found)
@@ -229,6 +231,8 @@ class _Stream:
 
     def __init__(self, weights: Weights) -> None:
         self.name, self.number = uuid.uuid4().hex, 0
+        """The name identifies this offer of a version: buckets of another offer cannot be combined with it. The number
+        is that of the current bucket."""
         self.tensors: Sequence[TensorSpec] | None = getattr(weights, "tensors", None)
         """The specs of the tensors; None if they are not known in advance."""
         self._buckets = _buckets(weights)

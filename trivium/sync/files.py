@@ -85,7 +85,7 @@ class FileChannel:
     @contextmanager
     def _staged(self, version: int) -> Generator[Path]:
         """A folder to fill. After the block it is on disk under its final name, and old versions are removed."""
-        own = self._clear() if self._own is None else self._own
+        own = self._clear() if self._own is None else self._own  # the first offer removes those of earlier processes
         folder = self._folder(version)
         yield (staging := staging_directory(folder))
         for path in (*staging.iterdir(), staging):
@@ -147,6 +147,7 @@ class FileChannel:
             time.sleep(_POLL_S)
 
     def _there(self) -> list[int]:
+        """The versions in the directory, oldest first."""
         return _versions_in(self._directory)
 
     def _gone(self, version: int) -> VersionGone:

@@ -5,7 +5,7 @@ The hash of a tensor covers its type, its shape and its bytes. A recorded hash b
 `xxh3:`  XXH3-128, for tensors in host memory. It reads ten times as fast as memory is copied.
 `sums:`  blake2b over sums of the bytes, for tensors on a GPU: a thousandth of the bytes crosses to the host. Earlier
          versions of Trivium recorded this form for tensors in host memory too.
-(none)   blake2b over all bytes, from before that.
+(none)   blake2b over all bytes: the form of still earlier versions.
 
 A tensor is verified in the form of its recorded hash, on any device. A run that an earlier version began keeps its form
 (`continue_form`): a resumed trainer compares the hashes of its weights with the recorded ones.
@@ -112,6 +112,7 @@ def hash_of(weights: Weights, like: str | None = None) -> str:
 
 
 def _form(device: torch.device, like: str | None) -> str:
+    """The form of the recorded hash `like`; without one, the form of a new hash of a tensor on this device."""
     if like is None:
         return _host.form if device.type == "cpu" else _SUMS_FORM
     return next((form for form in (_XXH3, _SUMS_FORM) if like.startswith(form)), _BLAKE2B)

@@ -53,7 +53,8 @@ class MemoryChannel:
         return True
 
     def collect(self, version: int) -> Described:
-        # Found now and read later: an explorer may have to finish completions first.
+        # The copies are looked up here: an explorer may finish completions before it reads them, and a newer offer may
+        # remove the version meanwhile.
         with self._lock:
             copies = self._versions.get(version)
         if copies is None:

@@ -36,8 +36,9 @@ _CHECK_S = 0.25
 """The interval at which a wait checks the board."""
 _POLL_S = 0.001
 _OK = "well"
+"""The acknowledgement of an intact bucket."""
 ALL_BUCKETS = "whole"
-"""The last acknowledgement of a member, after those of buckets."""
+"""The part that a member acknowledges last, after the buckets: it has all of them."""
 
 
 class ExchangeAborted(Exception):
@@ -74,7 +75,7 @@ class ExchangeGroup:
         self._store = PrefixStore(f"exchange-{exchange.number}", store)
         present = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device), "stream": stream, "has": has})
         self.stream: str = present[0]["stream"]
-        """The trainer's offer that is sent."""
+        """The name of the trainer's offer (`_Stream.name` in `sync.collective`)."""
         taking_part = [number for number, each in enumerate(present) if _follows(each, present[0])]
         if rank not in taking_part or taking_part == [0]:
             raise (NoParticipants if rank == 0 else ExchangeAborted)(
@@ -158,7 +159,8 @@ class ExchangeGroup:
     # ------------------------------------------------------------------ connecting
 
     def _rendezvous(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Waits until each rank has published `info`, and returns all of them. Then ranks connect without delay."""
+        """Publishes `info` of this rank and waits for that of every rank. Returns all of them. After it, all ranks are
+        ready to connect."""
         ranks = range(len(self._exchange.members) + 1)
         self._store.set(f"here-{self._rank}", json.dumps(info))
         self._wait(
@@ -238,6 +240,7 @@ def _follows(member: dict[str, Any], trainer: dict[str, Any]) -> bool:
 
 
 def _hold(work: dist.Work, backend: object) -> None:
+    """Keeps the references until the operation ends."""
     while not work.is_completed():
         time.sleep(_CHECK_S)
     del backend

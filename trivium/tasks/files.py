@@ -69,6 +69,7 @@ def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(where: str, line: bytes) -> object:
+    """The JSON value of a line. Raises DataError."""
     if line.lstrip()[:1] == b"[":
         do = "write one object per line, as with `jq -c '.[]'`"
         raise DataError(f"a row at {where}", "a list, on one line or over the whole file", do)

@@ -24,6 +24,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 _MOST_PROBLEMS = 10_000_000
+"""The largest number of problems, which are all held in memory."""
 
 
 class ArithmeticTasks:
@@ -185,7 +186,8 @@ def _no_reasoning_gym(where: str) -> MissingPackage:
 
 
 def _interleaved(weights: Mapping[str, float], size: int) -> list[tuple[str, int]]:
-    """(name, number of its earlier places) for `size` places. The next name is the one furthest behind its share."""
+    """(name, how often it occurred before) for each of `size` places. A place goes to the name that is furthest behind
+    its share."""
     total = sum(weights.values())
     taken = dict.fromkeys(weights, 0)
     order: list[tuple[str, int]] = []
@@ -214,7 +216,7 @@ def _created(
             f"{type(error).__name__}: {error}",
             "correct its `config` (size and seed are not part of it)",
         ) from error
-    entry = dataset[0]
+    entry = dataset[0]  # rewards score entries that were stored as JSON, so the score must survive it
     answer = entry["answer"]
     if answer is not None and dataset.score_answer(answer, entry) != dataset.score_answer(answer, _as_json(entry)):
         raise ConfigError(

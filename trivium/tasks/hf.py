@@ -58,6 +58,7 @@ def dataset_rows(path: str, where: str, subset: str | None, split: str | None) -
 def _encoded(datasets: Any, data: Any) -> Iterable[Any]:
     """The rows with undecoded images, since an image is identified by its bytes."""
     for name, feature in (getattr(data, "features", None) or {}).items():
+        # The feature itself, or the element of a list: a column may hold several images in a row.
         inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
         if isinstance(inner, datasets.Image):
             encoded = datasets.Image(decode=False)
@@ -66,6 +67,7 @@ def _encoded(datasets: Any, data: Any) -> Iterable[Any]:
 
 
 def _load(datasets: Any, path: str, subset: str | None) -> Iterable[Any]:
+    """The dataset in a folder, or its splits by name."""
     folder = Path(path)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return datasets.load_from_disk(path)

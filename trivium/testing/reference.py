@@ -37,7 +37,7 @@ def reference_policy(model_dir: Path, dtype: torch.dtype = torch.float32) -> Ref
     def log_probs(sequences: Sequence[IntArray], temperature: float) -> list[FloatArray]:
         model.set_temperature(temperature)
         batch = pack(sequences, model.device)
-        numbers, _ = model(batch, batch.positions.nonzero().squeeze(1))
+        numbers, _ = model(batch, batch.positions.nonzero().squeeze(1))  # the first tokens have no log-probability
         parts = numbers.float().split([length - 1 for length in batch.lengths])
         return [np.concatenate([np.zeros(1, np.float32), part.numpy()]) for part in parts]
 

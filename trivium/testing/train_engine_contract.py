@@ -83,6 +83,7 @@ def _check_saves(engine: TrainEngine, again: TrainEngine, batch: Batch, director
     engine.save(directory / "first")
 
     def train_on() -> None:
+        """Trains while the second checkpoint is written. `save` may leave the call out."""
         copies.append(engine.version)
         _updated(engine, batch)
 

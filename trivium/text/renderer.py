@@ -1,4 +1,4 @@
-"""Conversations to tokens and back. Sampled completions are never encoded again.
+"""Converts conversations to tokens and back. Sampled completions are never encoded again.
 
 The template writes one placeholder for each image, which expands to the number of tokens that the model needs.
 
@@ -166,6 +166,7 @@ class ChatRenderer:
                 f"it renders the last completion {now.count(marker)} times when the conversation continues",
                 "use another template for multi-turn tasks",
             )
+        # Either may be longer: a template may open a block before a completion, or write one only into the history.
         if not (seen.startswith(before) or before.startswith(seen)):
             raise DataError(*_divergence(seen, before))
         return bridge
@@ -266,6 +267,7 @@ class ChatRenderer:
         return Prompt(np.concatenate([*pieces, tokens[done:]]), tuple(spans), tokens)
 
     def _encode(self, text: str) -> IntArray:
+        """The tokens of a text, without added special tokens. Warns about characters that the model cannot read."""
         tokens = np.asarray(self._ids_of(text), np.int32)
         unknown = self._tokenizer.unk_token_id
         if unknown is not None and (count := int((tokens == unknown).sum())):
@@ -333,6 +335,7 @@ def _unused_marker(messages: Sequence[Message]) -> str:
 
 
 def _divergence(seen: str, now: str) -> tuple[str, str, str]:
+    """The parts of the error about the first place where two renderings differ."""
     at = next(i for i, (a, b) in enumerate(zip(seen, now, strict=False)) if a != b)
     return (
         "a chat template that only appends text when the conversation continues",
@@ -348,8 +351,8 @@ def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
-    """Returns a function that decodes one sequence. Skips `decode` of the base class, which scans all tokens for a
-    batch, and so takes longer than decoding."""
+    """Returns a function that decodes one sequence. Skips `decode` of the base class, which first checks every token to
+    see whether it got a batch: that takes longer than decoding."""
     from transformers import PreTrainedTokenizerBase
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
@@ -366,7 +369,7 @@ def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[i
         return cast(list[int], ids)
 
     def encoded(text: str) -> Sequence[int]:
-        backend = fast.backend_tokenizer  # it keeps settings of other callers
+        backend = fast.backend_tokenizer  # other callers may have changed its settings
         if backend.truncation or backend.padding or backend.encode_special_tokens:
             return called(text)
         return backend.encode(text, add_special_tokens=False).ids

@@ -33,6 +33,7 @@ _MIN_TOKENS = 512
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
     """The counts that a whole mini-batch is normalised by; the limit of one completion is a constant of the run."""
     counts, experts = batch.response_lengths, batch.experts
+    # Two consecutive rows are a pair: the chosen and the rejected sequence.
     chosen, rejected = counts[: len(counts) // 2 * 2].reshape(-1, 2).T
     counted = [
         int(row[e.response_mask].sum())
@@ -51,8 +52,8 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
 
 
 def stretched(batch: Batch, length: int) -> Batch:
-    """Extends every shorter sequence to `length` tokens by repeating its last token and its columns. The added tokens
-    are trained. Omits the `kept` columns."""
+    """Extends every shorter sequence to `length` tokens by repeating its last token and its columns, to measure the
+    memory of the longest batch. The added tokens are trained. Omits the `kept` columns."""
 
     def longer(array: AnyArray) -> AnyArray:
         return np.concatenate([array, np.repeat(array[-1:], max(0, length - len(array)), axis=0)])
@@ -113,8 +114,8 @@ def cut(
     exceeds either limit has its own micro-batch.
 
     Units of similar length share a micro-batch, which reduces padding. With `padded`, padding counts as tokens. Several
-    `workers` compute micro-batches in parallel: then the micro-batches have nearly equal sizes, and `max_tokens` is
-    approximate.
+    `workers` compute micro-batches in parallel: then the micro-batches have nearly equal sizes, `max_tokens` is
+    approximate, and `max_sequences` must be None.
     """
     if workers > 1:
         return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, workers)
@@ -148,10 +149,10 @@ def cut_sharing(
     def fits(rows: Sequence[int]) -> bool:
         return (max_sequences is None or len(rows) <= max_sequences) and cost(rows) <= max_tokens
 
-    costs: dict[int, int] = {}
+    costs: dict[int, int] = {}  # first row of a parcel -> tokens of the parcel
     by_family: dict[object, list[Sequence[int]]] = {}
     first = {rows[0]: rows for rows in row_units}
-    for row in prefixes.ordered([*first]):  # neighbours share most
+    for row in prefixes.ordered([*first]):  # neighbours share the longest prefixes
         by_family.setdefault(families[row], []).append(first[row])
     parcels: list[list[int]] = []
     for family in by_family.values():
@@ -168,6 +169,7 @@ def cut_sharing(
         return _even(parcels, [costs[rows[0]] for rows in parcels], max_tokens, workers)
 
     def fit(rows: Sequence[int]) -> bool:
+        # Only first rows have a cost, so the sum is that of the parcels in `rows`.
         few = max_sequences is None or len(rows) <= max_sequences
         return few and sum(costs.get(row, 0) for row in rows) <= max_tokens
 
@@ -273,7 +275,7 @@ def first_pass(updates: Sequence[Batch]) -> Batch | None:
     seen = set[tuple[str, int]]()
     for batch in updates:
         members = _members(batch)
-        if members.isdisjoint(seen):
+        if members.isdisjoint(seen):  # else the mini-batch belongs to a later pass
             first.append(batch)
             seen |= members
     return joined(first)
@@ -288,6 +290,7 @@ def joined_shares(shares: Sequence[Batch]) -> Batch | None:
 
 
 def _members(batch: Batch) -> set[tuple[str, int]]:
+    """The members of groups that a batch has sequences of. A member may have several."""
     return {(e.group_id, e.index) for e in batch.experiences}
 
 
@@ -334,6 +337,7 @@ def collate(
     within = np.arange(lengths.max()) < lengths[:, None]
 
     def grid(arrays: Sequence[AnyArray], dtype: torch.dtype) -> torch.Tensor:
+        # torch.zeros converts the type of torch to that of numpy.
         padded = torch.zeros((*within.shape, *arrays[0].shape[1:]), dtype=dtype).numpy()
         padded[within] = np.concatenate(arrays)
         return sent(padded, device)

@@ -27,6 +27,6 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
             f"{type(module).__name__} has no layers that transformers can checkpoint",
             "turn it off and lower train.max_tokens_per_micro_batch instead",
         )
-    for layer in layers:
+    for layer in layers:  # in eval mode they draw no random numbers, so no random state has to be restored
         forward: Any = layer.forward
         layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

@@ -55,6 +55,7 @@ _METRIC_NAME = {
     "critic": "value",
     "reward": "reward",
 }
+"""Role -> its name in metrics (`train/loss/value`)."""
 _EXACT_IDS = 2**24
 """Token ids below this are exact in float32, the dtype of columns."""
 
@@ -130,10 +131,12 @@ class RoleModels:
         return ModelSources(self.model_dir, critic, self.model_dir)
 
     def max_grad_norm(self, role: str) -> float:
+        """The largest gradient norm of a role. The critic may have a separate one."""
         own = self.config.critic_max_grad_norm if role == "critic" else None
         return self.config.max_grad_norm if own is None else own
 
     def optimizer_config(self, role: str) -> OptimizerConfig:
+        """The optimizer of a role. The critic may have a separate one."""
         critic = self.config.critic_optimizer if role == "critic" else None
         return critic or self.config.optimizer
 
@@ -173,6 +176,7 @@ class RoleModels:
         }
 
     def _policy(self, algorithm: Algorithm, sources: ModelSources, *, trained: bool) -> Learner:
+        # The policy is quantized only under an adapter. Trained weights keep `dtype`.
         lora, options = self.config.lora, self._frozen_options
         if lora is None:
             options["quantized"] = ""
@@ -270,6 +274,7 @@ class RoleModels:
                 continue
             parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
             number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
+            # A quantized layer has no parameters: its elements are counted from its shape.
             packed = (layer for layer in learner.model.module.modules() if original(layer) is layer)
             number += sum(layer.in_features * layer.out_features for layer in packed if isinstance(layer, nn.Linear))
             frozen = learner.optimizer is None

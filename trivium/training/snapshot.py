@@ -45,6 +45,8 @@ SHARD_BYTES = 2**31
 DEADLINE_S = 3600.0
 """The longest time that the ranks wait for each other to write their files."""
 _INDEX = "model.safetensors.index.json"
+# Files of a model directory that are not copied into a checkpoint: those that the checkpoint has in its own version,
+# and the weights of before training in other formats.
 _WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 _BEAT_S, _SILENT_S, _POLL_S = 0.5, 120.0, 0.05
@@ -156,7 +158,7 @@ class Snapshot:
         if self.ranks.size == 1:
             return []
         problems: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(problems, problem, group=_groups()[self.in_background])
+        dist.all_gather_object(problems, problem, group=_groups()[self.in_background])  # [foreground, background]
         return problems
 
 
@@ -228,6 +230,7 @@ def take_snapshot(
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor uses the memory of another one, or of this rank's part of it."""
     local = local_part(other)
     return one.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
@@ -254,6 +257,7 @@ def copy_companions(model_dir: Path, directory: Path) -> None:
 
 def _describe(model: PreTrainedModel, folder: Path) -> None:
     """Writes the model's config and, for several weight files, their index, as transformers expects them."""
+    # Without weights, which the ranks have written. The separate folder keeps this call from replacing their files.
     model.save_pretrained(folder / "about", state_dict={})
     for path in (folder / "about").iterdir():
         if path.suffix == ".safetensors":

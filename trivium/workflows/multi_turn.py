@@ -138,7 +138,7 @@ def _step(step: object, asked: str, task: Task) -> tuple[tuple[Message, ...], fl
     messages, reward, done = step
     try:
         if isinstance(reward, bool):
-            raise ValueError(described(reward))  # `done` in its place
+            raise ValueError(described(reward))  # probably `done`, at the wrong position
         earned = finite_number(reward)
     except ValueError as error:
         raise _failure(asked, task, f"as the reward {error}") from None
@@ -148,6 +148,7 @@ def _step(step: object, asked: str, task: Task) -> tuple[tuple[Message, ...], fl
 
 
 def _messages(messages: object, asked: str, task: Task) -> tuple[Message, ...]:
+    """Checks the messages of an environment."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
         raise _failure(asked, task, f"{described(messages)} instead of a sequence of trivium.types.Message")
     return tuple(messages)

@@ -124,6 +124,7 @@ class RewardScorer:
         return scores
 
     def _uses(self, label: object, place: int) -> bool:
+        """Whether a source scores samples of a label: its recipe uses the source, or it has no recipe."""
         if not _has(self._recipes, label):
             return True
         return any(component.rule is None and component.source == place for component in self._recipes[label])
@@ -198,6 +199,7 @@ def _models_of(where: str, entries: Any, label_map: Mapping[Any, int], num_sourc
 
 
 def _is_component(entry: Any) -> bool:
+    """Whether an entry has the form (type, key, finite weight)."""
     if not isinstance(entry, list | tuple) or len(entry) != 3:
         return False
     weight = entry[2]
@@ -252,6 +254,7 @@ def _parameters_of(where: str, rule: Rule) -> Collection[str]:
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
+    """Returns the possible arguments of a rule, by the name of the parameter."""
     return {
         "prompt": sample.prompt,
         "completion": sample.completion,

@@ -45,6 +45,7 @@ from trivium.training.ranks import COLLECTIVE_S, Ranks, join_ranks, launched_ran
 from trivium.types import Batch
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+"""A mean is a sum that is then divided, because gloo has no mean."""
 _METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
 Wrapped = ActorVL | CriticVL
 
@@ -82,7 +83,9 @@ class Strategy(ScriptCalls):
         self.train_batch_size = int(chosen("train_batch_size", train_batch_size, 1))
         self.bf16 = bool(chosen("bf16", bf16, False))
         self._roles: list[tuple[Wrapped, Role]] = []
+        """The models that were prepared with an optimizer."""
         self._replaced: list[weakref.ReferenceType[Any]] = []
+        """Parameters that sharding has replaced. A further model must not contain one."""
         self.ranks = Ranks()
         self.setup_distributed()
 
@@ -318,7 +321,7 @@ class Strategy(ScriptCalls):
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:
         """Accumulates the gradient of a mean loss over this rank's share. Gradients are averaged over the ranks."""
-        (loss / self.world_size).backward()
+        (loss / self.world_size).backward()  # sharding sums the gradients (`training.fsdp.shard`)
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, scheduler: Scheduler | None = None, name: str = "model"

@@ -175,7 +175,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _set_temperature(self) -> None:
         """Sets the sampling temperature in all models, so that log-probabilities match the sampled distribution."""
-        temperature = self.sampling.temperature or 1.0
+        temperature = self.sampling.temperature or 1.0  # greedy sampling has no distribution of its own
         for model in (self.actor, self.initial_model, self.ema_model):
             if model is not None:
                 model.temperature = temperature

@@ -125,6 +125,8 @@ class CheckpointMonitor:
         return monitor
 
     def __reduce__(self) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickles a shared monitor as its namespace. The process that unpickles it gets its own monitor over the same
+        state."""
         if self.shared is None:
             return super().__reduce__()
         return CheckpointMonitor.get_actor, (self.shared.namespace,)
@@ -284,6 +286,7 @@ class CheckpointMonitor:
         return results[0]
 
     def _remove_dead(self) -> None:
+        """Removes the savers that died. The steps that they were saving cannot become complete."""
         state = self._state
         causes = {ticket: (saver.beats, self._cause_of_death(ticket, saver)) for ticket, saver in state.savers.items()}
         dead = {ticket: (beats, cause) for ticket, (beats, cause) in causes.items() if cause}

@@ -106,7 +106,7 @@ class WrappedEngine(TrainEngine):
 
     @property
     def holds_version(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Returns True for a user's engine, whose `train_step_num` the trainer compares."""
+        """For a user's engine, always True: `save_before_end` compares its `train_step_num` instead."""
         return self.built_in is None or self._inner.holds_version
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class CoreTrainer(core.Trainer):
         """Saves the last step also if it failed after it had changed the weights, in logging for example."""
         step = self._in_progress
         if step is not None and step.version != self.train_step_num:
-            self._in_progress = None  # its weights are whole, and are saved like those of a logged step
+            self._in_progress = None  # the update is complete, so its weights are saved like those of a logged step
         await super().save_before_end()
 
     def _learn(self, groups: Sequence[Group]) -> core.Learn:

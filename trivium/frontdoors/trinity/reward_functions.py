@@ -27,6 +27,8 @@ from trivium.rewards.remote import HttpRewardConfig
 from trivium.types import Capabilities
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")
+"""The pattern of Trinity-RFT. It finds no answer that contains line ends, although `Format` demands them by default:
+such a completion is compared as a whole."""
 
 
 class Accuracy(MathVerify):

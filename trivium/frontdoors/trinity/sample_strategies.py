@@ -57,7 +57,7 @@ class SampleStrategy:
         raise NotImplementedError(f"{type(self).__name__}.sample")
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the user's own, which no checkpoint has."""
+        """Returns the state of a user's strategy. Checkpoints do not contain it."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -84,14 +84,14 @@ class SampleStrategyView:
 
         Raises StopAsyncIteration at the end of the data.
         """
-        return await self.trainer.sample(step - 1)
+        return await self.trainer.sample(step - 1)  # Trinity-RFT counts from 1 the steps that the core counts from 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer.strategy, name)
 
 
 def strategy_of(config: object, trainer: CoreTrainer) -> Any:
-    """Returns the strategy of the user that a config of Trinity's shape names, else that of the run."""
+    """Returns the user's strategy if the config has Trinity-RFT's form and names one, else the strategy of the run."""
     if isinstance(config, RunConfig):
         return SampleStrategyView(trainer)
     trinity = TrinityConfig(config)

@@ -49,7 +49,7 @@ class Call(Coroutine[Any, Any, T]):
     def settle(self) -> None:
         """Waits for the end of the call. Raises its error, unless it was raised before. Blocks."""
         if threading.current_thread() is self._thread:
-            return  # the call itself, or it has ended
+            return  # the function itself calls `settle`, or the constructor has run it in this thread
         wait((self._future,))
         if not self.is_read:
             self.result()

@@ -82,10 +82,12 @@ DATA: dict[str, Entry] = {
 }
 
 _KL_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": True}
+"""The condition (`Mapped.when`) of rows about the KL penalty in the reward: it is on, and its coefficient is not 0."""
 _VETO = Mapped(
     "a bound of algorithm.correction.rejection: seq_max_k2, which rejects ratios above the inverse, too", type=float
 )
 _ADAPTIVE = _KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
+"""The condition of rows about the adaptive coefficient of that penalty."""
 
 ALGORITHM: dict[str, Entry] = {
     "adv_estimator": Mapped("the kind of algorithm.advantage", "gae"),
@@ -205,6 +207,7 @@ def _unless_float32(dtype: str) -> str | None:
 
 _ROLE = "actor_rollout_ref"
 _FOLLOWS: dict[str, Entry] = dict.fromkeys(FSDP, Ignored("actor.fsdp_config applies to every role"))
+"""The FSDP keys of the other roles, which follow the actor's."""
 _KEYS: dict[str, Entry] = {
     **under("data", DATA),
     f"{_ROLE}.hybrid_engine": Restricted((None, True), "leave it out: actor and rollout share their workers"),

@@ -1,4 +1,4 @@
-"""verl's policy losses by `loss_mode`: what each is here, and functions with verl's arguments and results.
+"""verl's policy losses by `loss_mode`: the equivalent losses, as functions with verl's arguments and results.
 
 Legend: B sequences, R tokens of the longest response.
 """
@@ -24,7 +24,7 @@ from trivium.registry import resolve
 
 @dataclass(frozen=True)
 class _Loss:
-    """What the loss of a `loss_mode` is here."""
+    """The loss of `trivium.algorithms` that a `loss_mode` of verl names."""
 
     kind: str
     """The name of the loss in `trivium.algorithms`."""
@@ -50,6 +50,7 @@ _LEFT_OUT = {
     "actor/ppo_kl": "train/kl",
     "actor/pg_clipfrac_lower": "train/clip_fraction",
 }
+"""The metrics of losses that leave tokens out instead of clipping their ratios."""
 POLICY_LOSSES: Mapping[str, _Loss] = {
     "vanilla": _Loss("ppo", {**_CLIP, "dual_clip": ("clip_ratio_c",)}),
     "gspo": _Loss("gspo", _CLIP, default="seq-mean-token-mean"),
@@ -129,7 +130,7 @@ def policy_loss_function(mode: str) -> Callable[..., Any]:
         if known.kind == "gmpo":  # verl averages over all rows, whatever the global counts
             info = {"global_batch_size": len(response_mask)}
         loss, metrics = _minimised(objective, log_prob, response_mask, columns, info, known.metrics)
-        if known.kind == "dro":  # the one loss whose log-ratio verl does not clamp
+        if known.kind == "dro":  # verl clamps the log-ratio in all other losses
             metrics["actor/ppo_kl"] = sampled_kl(old_log_prob, log_prob, response_mask)
         return loss, metrics
 

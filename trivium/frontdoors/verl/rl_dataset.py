@@ -59,7 +59,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         rows = [self._with_messages(row) for row in dataframe]
         data = Data(rows, taskset="train", origin="the dataset", batch=1, prompt_key=self.prompt_key)
         kept = data.within(self.max_prompt_length, chat, truncation=self.truncation, filtered=True).rows
-        remaining = {id(row) for row in kept}
+        remaining = {id(row) for row in kept}  # `within` returns the same objects
         return [row for row, whole in zip(dataframe, rows, strict=True) if id(whole) in remaining]
 
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,6 +67,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return example[self.prompt_key]
 
     def _with_messages(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the row with its messages, in the prompt's column and as `raw_prompt`."""
         messages = self._build_messages(dict(row))
         return {**row, self.prompt_key: messages, "raw_prompt": messages}
 

@@ -24,9 +24,12 @@ from trivium.registry import resolve
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "is_verl_tool"
+"""The attribute that `function_tool` sets."""
 
 
 class _Open(BaseModel):
+    """Keeps keys that the class does not declare: users write further ones into their schemas."""
+
     model_config = ConfigDict(extra="allow")
 
 
@@ -72,7 +75,7 @@ class ToolResponse:
 
 
 class BaseTool:
-    """A tool: `create` begins with an instance for a rollout, `execute` runs a call, `release` ends the instance."""
+    """A tool: `create` begins an instance for a rollout, `execute` runs a call, `release` ends the instance."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
@@ -183,6 +186,7 @@ def load_tools(file: str) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def load_functions(file: str) -> dict[str, Any]:
     """Returns the functions of a Python file as tools by name: those with `@function_tool`, else all public ones."""
+    # `resolve` imports the file and returns the module's name.
     module = sys.modules[resolve("environments", f"{file.removeprefix('file://')}:__name__")]
     functions = [value for value in vars(module).values() if inspect.isfunction(value)]
     chosen = [function for function in functions if getattr(function, _MARK, False)] or [

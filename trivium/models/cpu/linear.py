@@ -2,7 +2,7 @@
 
 torch sends float32 products to MKL, which on AMD processors reaches as little as half of the speed of oneDNN. In
 training, the gradient of the weight stays with torch: its operands are transposed, and oneDNN would copy them.
-`_applies` alone decides for training, by type and device, so that every process of a run computes the same bits.
+In training, `_applies` decides by type and device alone, so that every process of a run computes the same bits.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def _applies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    # Needs no padding: the rows of a pack are a multiple of `ROWS` (`models.backbone.packed`).
     return _Linear.apply(input, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
 
 

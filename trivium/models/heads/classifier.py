@@ -37,7 +37,7 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
         config.num_labels = 1
     config.get_text_config().pad_token_id = pad_token_id
     try:
-        with torch.device("meta"):  # every parameter is replaced
+        with torch.device("meta"):  # takes no memory: every parameter is replaced
             model: Any = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         raise _refusal(directory, f"transformers has no sequence classifier for {type(backbone).__name__}") from error
@@ -49,7 +49,7 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
 
 
 def load_classifier(path: Path, *, dtype: torch.dtype | Literal["auto"], device: torch.device | str) -> PreTrainedModel:
-    """Loads a sequence classifier in eval mode. The type `auto` is the one that it was saved in. Raises DataError if
+    """Loads a sequence classifier in eval mode. `auto` keeps the type that it was saved in. Raises DataError if
     the directory holds something else."""
     try:
         return load_sequence_classifier(path, dtype=dtype, device=device)
@@ -74,9 +74,9 @@ def load_score_model(
     """Loads the reward model of a directory: a checkpoint's `reward/`, or a sequence classifier. Its weights are of the
     type `dtype`; scores are float32.
 
-    It has one output: several heads are summed with the weights `heads`. Raises DataError if the directory is neither,
-    if the classifier's head is not one linear layer, if `heads` has an unknown name, or if it is missing for a model
-    with several heads.
+    The model has one output: the sum of its heads with the weights `heads`. Raises DataError if the directory holds
+    neither, if the classifier's head is not one linear layer, if `heads` has an unknown name, or if `heads` is missing
+    for a model with several heads.
     """
     saved = path / f"{VALUE_HEAD}.safetensors"
     if not saved.is_file() and not (path / "config.json").is_file():
@@ -90,7 +90,7 @@ def load_score_model(
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear):
             raise _refusal(path, "its head is not one linear layer, `score`")
-        # A bias adds the same constant to every score.
+        # The bias is dropped: it adds the same constant to every score.
         options["head"] = {"weight": head.weight.detach()}
         model = ScoreModel(cast("PreTrainedModel", classifier.base_model), **options)
     _combine(model, heads, path)
@@ -117,7 +117,7 @@ def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model:
 
 
 def _combine(model: ScoreModel, heads: Mapping[str, float] | None, path: Path) -> None:
-    """Combines the outputs of the head into one."""
+    """Replaces the head by the weighted sum of its outputs, if it has several or a weight is given."""
     if model.value_head.out_features > 1 or heads is not None:
         weights = head_weights(model.head_names or ONE_OUTPUT, heads, f"the reward model {path}")
         weight = model.value_head.weight.detach()

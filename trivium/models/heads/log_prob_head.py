@@ -21,7 +21,8 @@ from trivium.models.precision import Parts, parts_of, product
 _CHUNK_BYTES = 64 * 2**20
 """The largest memory for the logits of one chunk."""
 _PART_OF_GPU = 256
-"""On a GPU, chunks use this part of its memory. The chunk size changes bits, so it depends on the machine alone."""
+"""On a GPU, the logits of a chunk take 1/256 of the total memory. The free memory does not count: the chunk size
+changes the last bits of results, which must not depend on what else the GPU holds."""
 _CACHE_BYTES = 4 * 2**20
 """The preferred memory for the logits of one chunk: it fits a core's cache."""
 _MIN_ROWS = 256
@@ -83,7 +84,10 @@ def mean_discriminant(
     kept: KeptSets | None = None,
     precision: str = "float32",
 ) -> torch.Tensor:
-    """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above."""
+    """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above.
+
+    This is the mean of p (entropy + log p) under the policy: how strongly a token's logit changes the entropy.
+    """
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
     for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
@@ -162,6 +166,8 @@ class _HeadContext(AutogradContext, Protocol):
 
 
 class _Head(torch.autograd.Function):
+    """`log_prob_and_entropy` for (N, M) targets."""
+
     @staticmethod
     def forward(
         ctx: _HeadContext,

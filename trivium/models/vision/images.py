@@ -28,8 +28,11 @@ MAX_PIXELS = 64_000_000
 """The largest image by default, width times height: a file of a few kilobytes can hold billions of pixels."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _CACHED_BYTES = 1 << 28
+"""The largest memory of the cache."""
 _SAME_PIXELS = 0.02
+"""The largest mean difference between pixels that two image libraries resize."""
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Outputs of a processor that describe text."""
 
 
 class ImageInput(NamedTuple):
@@ -84,7 +87,7 @@ class Images:
                 return known
         computed = self._compute(media)
         with self._lock:
-            if self._cache.setdefault(media.sha256, computed) is computed:
+            if self._cache.setdefault(media.sha256, computed) is computed:  # else another thread was faster
                 self._cached_bytes += _size(computed)
             while self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
@@ -95,8 +98,8 @@ class Images:
         return join_pixels([self.read(item).pixels for item in media])
 
     def equals(self, other: Images) -> bool:
-        """Whether both read a small and a large image in the same way: equal tokens, and pixels that differ by no more
-        than those of two image libraries."""
+        """Whether both read a small and a large test image alike: with equal tokens, and with pixels whose mean
+        difference is at most `_SAME_PIXELS`."""
         from PIL import Image
 
         for size in ((48, 32), (1600, 1200)):
@@ -201,7 +204,8 @@ def join_pixels(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
     if not parts:
         return {}
-    # Idefics has (1, tiles, ...) for a sequence. Models with image sizes have (images, tiles, ...) with padding.
+    # Idefics has (1, tiles, ...) for a sequence. Models with `image_sizes` have (images, tiles, ...), and images
+    # with fewer tiles are padded.
     by_tile = parts[0]["pixel_values"].ndim == 5 and "image_sizes" not in parts[0]
     joined: dict[str, Tensor] = {}
     for name in parts[0]:

@@ -1,8 +1,8 @@
 """Tensors in files, read a range of rows at a time into memory of the caller.
 
 A safetensors file is read, not mapped: pages of a mapped file count as memory of the process, and a rank that reads a
-quarter of each tensor would hold it twice. Files that torch.save wrote are unpickled as a whole: the first rank opens
-them and sends each tensor to the others.
+quarter of each tensor would hold that quarter twice. Files that torch.save wrote are unpickled as a whole: the first
+rank opens them and sends each tensor to the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """The name in the file, for a type that is not one of `_TYPES`."""
+    """A type of torch, or the name in the file if `_TYPES` lacks it."""
     file: Path
     offset: int = 0
     """The place of its first byte in the file."""
@@ -160,7 +160,7 @@ class PickledFiles:
     def __init__(self, paths: Sequence[Path], device: torch.device | None) -> None:
         self._paths, self._device = paths, device
         self._first = device is None or dist.get_rank() == 0
-        known: list[Any] = [None]
+        known: list[Any] = [None]  # only the first rank reads `_tensors`, which unpickles the files
         if self._first:
             known = [{name: (tuple(t.shape), t.dtype, path) for name, (t, path) in self._tensors.items()}]
         if device is not None:
@@ -184,6 +184,7 @@ class PickledFiles:
 
 
 def _checked_type(name: str, entry: Entry, wanted: torch.dtype) -> torch.dtype:
+    """The type that a tensor is saved in. Raises DataError as `SavedTensors.copy_rows`."""
     if isinstance(entry.dtype, torch.dtype) and entry.dtype.is_floating_point == wanted.is_floating_point:
         return entry.dtype
     raise DataError(

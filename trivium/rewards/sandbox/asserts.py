@@ -1,10 +1,10 @@
 """Evaluates an `assert` in one process while the functions that it calls run in another one: `holds` and `serve`.
 
 The text of this file runs in both, inside the sandbox (`confine.py`), with nothing but the standard library. The two
-processes have one exchange: a call, and its result. Plain data crosses by value; any other object stays in its process,
-and the other end calls it by number. Of the program's objects the judge has `Remote`s, whose operations are such calls
-too. The judge's own interpreter decides whether the assert holds: the program sees the arguments of the calls, never
-what their results are compared with.
+processes exchange calls and their results. Plain data crosses by value; any other object stays in its process, and the
+other end calls it by number. A `Remote` stands for such an object of the program in the judge's process, and each of
+its operations is a call, too. The judge's own interpreter decides whether the assert holds: the program sees the
+arguments of the calls, never the values that their results are compared with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _PREDICATES = {
     for name in dir(kind)
     if name.startswith("is") or name.endswith("with")
 }
-"""Methods of plain data that answer yes or no. A `Remote` has none of them: the program would decide the answer."""
+"""Methods of plain data that answer yes or no. A `Remote` has none of them: otherwise the program would
+decide the answer."""
 
 
 class End:
@@ -153,7 +154,7 @@ def _change(value: Any, changed: Any) -> None:
 
 class Remote:
     """An object of the other end. It can be called, iterated and looked into, but not compared or combined with plain
-    data: the program would decide what its object is equal to, and see what is expected of it."""
+    data: otherwise the program would decide what its object is equal to, and would see the expected value."""
 
     __slots__ = ("_end", "_number")
 
@@ -174,6 +175,8 @@ class Remote:
 
 
 def _operation(name: str, is_for_remotes: bool) -> Callable[..., Any]:
+    """A special method of `Remote`, run by the other end. With `is_for_remotes`, its operand must be a `Remote`."""
+
     def method(self: Remote, *others: object) -> Any:
         if is_for_remotes and not isinstance(others[0], Remote):
             return NotImplemented
@@ -193,7 +196,8 @@ for _name in _COMBINING:
 
 
 def serve(descriptor: int, names: Mapping[str, Any]) -> None:
-    """Answers the judge's calls of what a program defines. Object 0 is a dict of it, without modules and built-ins."""
+    """Answers the judge's calls of what a program defines. Object 0 is the dict of these names, without modules and
+    built-ins."""
     nothing = object()
     defined = {
         name: value
@@ -218,13 +222,15 @@ def holds(statement: str, descriptor: int) -> bool:
     defined = Remote(end, 0)
     programs = {name for name in sorted(names) if end.call("contains", defined, name) is True}
     code = compile(tree, "assert", "exec")
+    # First a name that both define is Python's, then it is the program's.
     for taken in (programs - own.keys(), programs) if programs & own.keys() else (programs,):
         exec(code, own | {name: end.call("getitem", defined, name) for name in sorted(taken)})
     return True
 
 
 def _own(name: str, tree: ast.AST) -> Iterator[object]:
-    """What Python itself has under a name, if anything: a built-in, or a module with all that is asked of it."""
+    """Yields what Python itself defines under a name, if anything: a built-in, or a module that has every attribute
+    that the assert reads from the name."""
     if hasattr(builtins, name) or name == "isclose":
         yield getattr(builtins, name, math.isclose)
         return
