@@ -22,8 +22,8 @@ REASONING_END = "</think>"
 class Answer(NamedTuple):
     """The parts of a completion."""
 
-    reasoning: str
-    """The text of its `<think>` block; empty without one."""
+    reasoning: str | None
+    """The text of its `<think>` block; None without one."""
     content: str
     calls: tuple[ToolCall, ...]
 
@@ -35,7 +35,7 @@ def answer_of(text: str, names: Collection[str], *, reasoning: bool = True) -> A
     A `<think>` block must begin the text. A chat template may have opened it in the prompt, so the opening tag is
     optional.
     """
-    thought = ""
+    thought: str | None = None
     before, closed, after = text.partition(REASONING_END)
     if reasoning and closed and (_OPEN not in before or before.strip().startswith(_OPEN)):
         thought, text = before.strip().removeprefix(_OPEN).strip(), after.strip()
@@ -52,14 +52,19 @@ def written(answer: Answer, ids: Collection[str], text_of: TextOf, *, reasoning:
         text = text_of(completion)
         if text is not None and answer_of(text, names, reasoning=reasoning) == answer:
             return text
-    thought = f"{_OPEN}\n{answer.reasoning}\n{REASONING_END}\n\n" if answer.reasoning else ""
+    thought = f"{_OPEN}\n{answer.reasoning}\n{REASONING_END}\n\n" if answer.reasoning is not None else ""
     return thought + (write_tool_calls(answer.content, answer.calls) if answer.calls else answer.content)
 
 
 def edit_of(text: str, sent: str, names: Collection[str]) -> str:
     """What an agent changed in a completion before it sent it back, and the usual cause."""
     had, has = answer_of(text, names), answer_of(sent, names)
-    if had.reasoning and not has.reasoning and had.content.split() == has.content.split() and had.calls == has.calls:
+    if (
+        had.reasoning is not None
+        and has.reasoning is None
+        and had.content.split() == has.content.split()
+        and had.calls == has.calls
+    ):
         return "its reasoning is gone; agents that strip <think> blocks do this"
     if text.split() == sent.split():
         return "its white space is another; agents that strip texts do this"

@@ -97,7 +97,7 @@ class OpenGroups:
             )
 
         routes: list[Route]
-        if labels.session or labels.reply_to:
+        if labels.session or labels.reply_to or labels.session_of:
             session = self._labelled(request)
             routes = [(session, self._parent(session, request))] * request.n
         elif node := self.sessions.find(request.messages, belongs):
@@ -113,7 +113,8 @@ class OpenGroups:
         """The session that the request names, or whose completion it names. Begins a session with a new name."""
         labels = request.labels
         label = (labels.evaluation, labels.task_id, labels.session)
-        session = self.sessions.labelled(label) if labels.session else self.sessions.of_completion(labels.reply_to)
+        completion = labels.reply_to or labels.session_of
+        session = self.sessions.labelled(label) if labels.session else self.sessions.of_completion(completion)
         if session is None and labels.reply_to:
             raise unknown_error(f"the completion {labels.reply_to!r}")
         if session is None:

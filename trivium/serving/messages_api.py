@@ -203,7 +203,7 @@ def _assistant(blocks: Sequence[Any], where: str, text_of: TextOf, thinks: bool)
         else:
             found, do = f"{block!r:.60}", "send the blocks of a response unchanged"
             raise bad_request(f"{where}[{number}]", "a block of type text, thinking or tool_use", found, do)
-    answer = Answer("\n".join(thoughts), "".join(texts), tuple(calls))
+    answer = Answer("\n".join(thoughts) if thoughts else None, "".join(texts), tuple(calls))
     return written(answer, dict.fromkeys(ids), text_of, reasoning=thinks)
 
 
@@ -217,7 +217,7 @@ def message(model: str, chat: ChatRequest, completions: Sequence[CompletionNode]
     turn, stop = node.turn, chat.sampling.stop
     answer = answer_of(visible_text(turn, stop), chat.tools, reasoning=chat.reasoning)
     content: list[dict[str, Any]] = []
-    if answer.reasoning:
+    if answer.reasoning is not None:  # an empty block, too: its signature names the completion
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": part_id("sig", node.id)})
     if answer.content:
         content.append({"type": "text", "text": answer.content})

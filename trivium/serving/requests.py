@@ -86,6 +86,8 @@ class Labels:
     """A text that later requests about the session must present as well. Empty: none."""
     reply_to: str = ""
     """The id of the completion that the messages continue from, if several have the same text."""
+    session_of: str = ""
+    """The id of a completion whose session the call belongs to, if it names no session."""
     evaluation: bool = False
     """Whether the completion is only sampled: without a slot and an experience, at any temperature."""
 
@@ -330,7 +332,7 @@ def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
     content = "" if entry.get("content") is None else _text(entry["content"], where)
     sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
-    return written(Answer("", content, calls), [completion_id(str(sent[0].get("id")))], text_of, reasoning=False)
+    return written(Answer(None, content, calls), [completion_id(str(sent[0].get("id")))], text_of, reasoning=False)
 
 
 def _sent_call(call: object, where: str) -> ToolCall:

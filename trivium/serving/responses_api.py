@@ -105,7 +105,8 @@ def _continued(request: ChatRequest, node: CompletionNode, num_new: int) -> Chat
     at = len(request.messages) - num_new
     messages = (*request.messages[:at], *earlier, *request.messages[at:])
     same = messages[: len(node.conversation)] == node.conversation
-    labels = replace(request.labels, reply_to=node.id) if same else request.labels
+    # Other tools or instructions begin another sequence, of the same session.
+    labels = replace(request.labels, reply_to=node.id if same else "", session_of=node.id)
     return replace(request, messages=messages, labels=labels)
 
 
@@ -146,6 +147,7 @@ class _Turn:
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
         self._ids: dict[str, None] = {}
+        self._has_items = False
 
     def takes(self, item: Mapping[str, Any], where: str) -> bool:
         """Adds an item, and returns True, unless it belongs to another completion or is not the assistant's."""
@@ -154,10 +156,13 @@ class _Turn:
             kind == "message" and item.get("role") != "assistant"
         ):
             return False
-        completion = completion_id(str(item.get("call_id" if kind == "function_call" else "id")))
-        if (self._ids and completion not in self._ids) or (kind == "reasoning" and (self._texts or self._calls)):
+        part = item.get("call_id" if kind == "function_call" else "id")
+        completion = "" if part is None else completion_id(str(part))  # some clients drop the ids of items
+        is_other = bool(completion and self._ids) and completion not in self._ids
+        if is_other or (kind == "reasoning" and (self._texts or self._calls)):
             return False
-        self._ids[completion] = None
+        self._has_items = True
+        self._ids |= {completion: None} if completion else {}
         if kind == "function_call":
             self._calls.append(_call(item, where))
         elif kind == "message":
@@ -168,8 +173,9 @@ class _Turn:
 
     def ended(self, text_of: TextOf) -> Iterator[dict[str, Any]]:
         """Yields the message of the turn, if it has items."""
-        if self._ids:
-            answer = Answer("\n".join(self._reasoning), "".join(self._texts), tuple(self._calls))
+        if self._has_items:
+            reasoning = "\n".join(self._reasoning) if self._reasoning else None
+            answer = Answer(reasoning, "".join(self._texts), tuple(self._calls))
             yield {"role": "assistant", "content": written(answer, self._ids, text_of)}
 
 
@@ -237,7 +243,7 @@ def response(
     answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools)
     decoded = partial(_ends_reasoning, renderer, turn.tokens)
     # A binary search for the token that completes `</think>`: decoding every prefix would be slow.
-    thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning else 0
+    thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning is not None else 0
     body: dict[str, Any] = {
         "id": node.id,
         "object": "response",
@@ -277,7 +283,7 @@ def _ends_reasoning(renderer: Renderer, tokens: IntArray, last: int) -> bool:
 
 def _output(node: CompletionNode, answer: Answer, status: str) -> Iterator[dict[str, Any]]:
     """Yields the items of a completion."""
-    if answer.reasoning:
+    if answer.reasoning is not None:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
         yield {"type": "reasoning", "id": part_id("rs", node.id), "summary": [], "content": content, "status": status}
     if answer.content or not answer.calls:

@@ -170,8 +170,9 @@ class Session:
         sent_back = {message.content for message in replies.values()}
         if not any(node.conversation[-1].content in sent_back for node in self.completions):
             return ""  # another conversation, with messages that the policy did not write
-        # An index of `conversation`: no call ends with a completion (`serving.requests`), so it has a further message.
         at = max(_num_equal(conversation, node.conversation) for node in self.completions)
+        if at == len(conversation):
+            return ""  # an earlier prompt once more, with a message of another that the policy also wrote
         return (
             f"message {at - hidden} ({conversation[at].role}) was another or is gone; agents that summarise or "
             "drop turns, or put the time into a prompt, do this"

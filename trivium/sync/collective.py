@@ -78,7 +78,7 @@ class CollectiveChannel:
         for _ in range(MAX_EXCHANGES):
             exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(TRAINER, version, address))
             if exchange is None:  # every live explorer has the version, perhaps from an aborted exchange
-                return any(group.delivered() for group in groups)
+                return self._delivered(groups, stream)
             try:
                 group = self._group = ExchangeGroup(
                     exchange, 0, self._store, self._synchronizer, stream.device, stream=stream.name, has=stream.number
@@ -87,7 +87,7 @@ class CollectiveChannel:
                 self._warn(group.by_host)
                 problems = _send(group, version, stream)
             except NoParticipants:  # the version is offered again for late explorers
-                return any(group.delivered() for group in groups)
+                return self._delivered(groups, stream)
             except (ExchangeAborted, RuntimeError) as error:
                 problems = {"the exchange": str(error)}
                 self._close_group()
@@ -103,6 +103,12 @@ class CollectiveChannel:
             f"{MAX_EXCHANGES} exchanges were aborted, the last one because {_listed(problems)}",
             "look at the logs of the explorers; sync.method checkpoint needs no exchange",
         )
+
+    def _delivered(self, groups: Sequence[ExchangeGroup], stream: _Stream) -> bool:
+        """Whether an explorer of an earlier exchange has all weights; their hash is then known."""
+        delivered = any(group.delivered() for group in groups)
+        self.offered = joined(stream.hashes) if delivered else ""
+        return delivered
 
     def collect(self, version: int) -> Weights:
         """The weights as they arrive. Reading them takes part in the exchange, and in those that continue it."""

@@ -251,6 +251,51 @@ async def test_other_instructions_start_another_sequence_with_the_same_conversat
         assert len(group.trajectories[0].turns) == 2
 
 
+async def test_a_continued_response_stays_in_its_session_with_other_tools(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, **saying("Yes.")) as here, openai(here) as client:
+        first = await client.responses.create(model="policy", input="Warm?", tools=[FUNCTION])
+        await client.responses.create(
+            model="policy", input="Sure?", tools=[FUNCTION], tool_choice="none", previous_response_id=first.id
+        )
+        await here.feedback(id=first.id, reward=1)
+        (group,) = await here.take()
+        assert len(group.trajectories[0].turns) == 2
+
+
+async def test_items_without_ids_are_one_completion(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here, openai(here) as client:
+        asked: dict[str, Any] = {"model": "policy", "tools": [FUNCTION], "extra_body": LABELS}
+        items: list[Any] = [{"role": "user", "content": "Warm?"}]
+        answer = await client.responses.create(input=items, **asked)
+        sent = [item.model_dump(exclude_none=True, exclude={"id"}) for item in answer.output]
+        result = {"type": "function_call_output", "call_id": sent[-1]["call_id"], "output": "21 °C"}
+        await client.responses.create(input=[*items, *sent, result], **asked)
+        assert_one_sequence(here, 2)
+
+
+async def test_an_empty_thinking_block_continues_its_tokens(tmp_path: Path) -> None:
+    text = "<think>\n\n</think>\n\nHello"
+    async with served(tmp_path, group_size=1, **saying(text)) as here, anthropic(here) as client:
+        asked: dict[str, Any] = {"model": "policy", "max_tokens": 99, "thinking": {"type": "adaptive"}}
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        answer = await client.messages.create(messages=messages, extra_body=LABELS, **asked)
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+        content = [block.model_dump(exclude_none=True) for block in answer.content]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Bye"}]
+        await client.messages.create(messages=messages, extra_body=LABELS, **asked)
+        assert_one_sequence(here, 2)
+
+
+async def test_a_prompt_with_an_example_equal_to_a_completion_is_no_rewriting(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, **saying("yes")) as here:
+        example = [ASKED, {"role": "assistant", "content": "yes"}, NEXT]
+        for _ in range(2):
+            await here.chat(*example, **LABELS)
+        await here.feedback(**LABELS, reward=1)
+        (group,) = await here.take()
+        assert group.trajectories[0].metrics == {"rewritten": 0.0}
+
+
 async def test_a_long_response_is_incomplete(tmp_path: Path) -> None:
     async with served(tmp_path, **saying("one two three")) as here, openai(here) as client:
         cut = await client.responses.create(model="policy", input="Count.", max_output_tokens=5)

@@ -137,7 +137,7 @@ class Strategy(ScriptCalls):
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         """Reduces a number, a tensor, or each value of a dict over the ranks (`mean`, `sum`, `max`, `min`).
 
-        Returns the same type and does not modify its argument.
+        Returns the same type (the mean of whole numbers is a float) and does not modify its argument.
         """
         if op not in _OPS:
             raise ConfigError(f"all_reduce with op {op!r}", "no such operation", f"known: {', '.join(_OPS)}")
@@ -150,7 +150,9 @@ class Strategy(ScriptCalls):
         if self.world_size > 1:
             dist.all_reduce(number, _OPS[op])
         number = number / self.world_size if op == "mean" else number
-        return number.to(data.device) if isinstance(data, Tensor) else type(data)(number.item())
+        if isinstance(data, Tensor):
+            return number.to(data.device)
+        return number.item() if op == "mean" else type(data)(number.item())
 
     def all_gather(self, data: Any) -> Any:
         """Concatenates a tensor, or each value of a dict, over the ranks. A number becomes a tensor with one entry per

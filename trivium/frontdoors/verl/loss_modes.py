@@ -122,7 +122,7 @@ def policy_loss_function(mode: str) -> Callable[..., Any]:
         )
         columns = {"advantages": advantages, "old_log_prob": old_log_prob, "rollout_log_prob": old_log_prob}
         if metadata.select is not None:  # verl's random choices come from torch's generator as well
-            x = policy_inputs(log_prob.detach(), response_mask, **columns, uniform=torch.rand(response_mask.shape))
+            x = policy_inputs(log_prob.detach(), response_mask, **columns, uniform=torch.rand_like(log_prob.detach()))
             columns["selected"] = bind_options(metadata.select, section)(x).to(log_prob.dtype)
         if rollout_is_weights is not None:
             columns["rollout_is_weights"] = rollout_is_weights
@@ -160,7 +160,7 @@ def _minimised(
         int(info.get("loss_scale_factor") or mask.shape[-1]),
         dp_size=int(info.get("dp_size") or 1),
     )
-    done = objective.loss(LossInputs(mask, torch.zeros(mask.shape), dict(columns), log_prob), counts)
+    done = objective.loss(LossInputs(mask, torch.zeros_like(log_prob), dict(columns), log_prob), counts)
     means = {key: float(value) / max(tokens, 1) for key, value in done.sums.items()}
     return done.loss, {theirs: means.get(ours, 0.0) for theirs, ours in metrics.items()}
 
