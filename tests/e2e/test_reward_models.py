@@ -130,7 +130,7 @@ def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: P
     asked = [{"role": "user", "content": "draw red"}, {"role": "assistant", "content": IMAGE}]
     red, blue = (Media("image/png", (rows.parent / f"{name}-1.png").read_bytes()) for name in ("right", "wrong"))
     assert judge("", "", asked, [red]) > judge("", "", asked, [blue])
-    with pytest.raises(DataError, match="several: colour, style"):
+    with pytest.raises(DataError, match="several heads: colour, style"):
         load_score_model(out, **how)
     with pytest.raises(DataError, match="no head 'color'"):
         load_score_model(out, **how, heads={"color": 1.0})

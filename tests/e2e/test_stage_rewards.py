@@ -81,7 +81,7 @@ def test_a_stage_is_rewarded_by_the_model_that_the_stage_before_it_trained_and_r
         ("judge", {"stage": "policy"}, {}, "that is no earlier stage"),
         ("judge", {}, {"algorithm": {"kind": "dpo"}}, "has algorithm.kind 'dpo'"),
         ("judge", {"path": "judge"}, {}, "both path and stage"),
-        ("judge", {}, HEADS, "it has several: truth, style"),
+        ("judge", {}, HEADS, "it has several heads: truth, style"),
         ("judge", {"heads": {"thruth": 1.0}}, HEADS, "no head 'thruth'; it has truth, style"),
         ("policy", {}, {}, "an earlier one has this name"),
         ("", {}, {}, "write some text"),

@@ -129,7 +129,7 @@ def test_equals_one_process(case, size, directory, found):
 
 def test_models_that_do_not_pack_are_refused(tmp_path):
     write_model(tmp_path, "bloom")
-    with pytest.raises(ConfigError, match="more than packed attention"):
+    with pytest.raises(ConfigError, match="packed attention does not support"):
         opened(tmp_path, "lm", torch.float32, SequenceGroup(0, 2, None))
 
 

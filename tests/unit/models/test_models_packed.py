@@ -60,7 +60,7 @@ def test_packed_equals_alone(directory, dtype):
 
 def test_rounding_does_not_make_a_model_pad_and_padding_is_said(directory, caplog):
     LanguageModel(directory, dtype=torch.float32, device=CPU, temperature=1.0)
-    assert ("is run padded, which takes more time" in caplog.text) == (directory.name == "bloom")
+    assert ("runs with padding, which takes more time" in caplog.text) == (directory.name == "bloom")
     if directory.name == "bloom":
         return
     for dtype in (torch.float32, torch.bfloat16):

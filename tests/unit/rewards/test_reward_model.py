@@ -81,7 +81,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     two.score, two.config.num_labels = torch.nn.Linear(32, 2, bias=False), 2
     two.save_pretrained(tmp_path / "two")
     hf_tokenizer(path).save_pretrained(tmp_path / "two")
-    with pytest.raises(DataError, match="several: LABEL_0, LABEL_1"):
+    with pytest.raises(DataError, match="several heads: LABEL_0, LABEL_1"):
         ModelReward(ModelReward.Config(path=str(tmp_path / "two")))
 
 
