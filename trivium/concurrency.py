@@ -42,6 +42,9 @@ class CancellationEscaped(RolloutError):
             "catch the CancelledError in the function that cancels",
         )
 
+    def __reduce__(self) -> tuple[type[CancellationEscaped], tuple[()]]:
+        return type(self), ()
+
 
 class ExitRaised(RolloutError):
     """User code raised a BaseException that is not an Exception, for example one that would end the process."""

@@ -50,8 +50,10 @@ class EngineHost:
     def _serve(self) -> None:
         with closing(self._listening):
             link = Link(self._listening.accept(), "engine-user")
-        asyncio.run(self._serve_until_closed(link))
-        link.disconnect()
+        try:
+            asyncio.run(self._serve_until_closed(link))
+        finally:
+            link.disconnect()
 
     async def _serve_until_closed(self, link: Link) -> None:
         await serve(link, self._run, Failures("the engine of this process", _failed))

@@ -100,7 +100,8 @@ def not_finite(evidence: Evidence) -> Iterator[Problem]:
 
 def _overflowed(evidence: Evidence) -> bool:
     """Whether non-finite numbers ended the run."""
-    return any(text in evidence.error for text in ("the gradient norm is", "logits are NaN or infinite"))
+    texts = ("the gradient norm is", "logits are NaN or infinite", "logits are not numbers")  # the last one: old runs
+    return any(text in evidence.error for text in texts)
 
 
 def _cause_of(error: str) -> str:

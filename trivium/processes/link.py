@@ -9,6 +9,7 @@ The kinds of messages are `call`, `answer` and `cancel`; `weights` is a group of
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pickle
 import socket
@@ -23,6 +24,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
+from trivium.errors import TriviumError, text_of
 from trivium.models.weights.stream import receive_together, send_together, spec
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.transfer import Group, Incoming, Outgoing
@@ -64,7 +66,7 @@ class Link:
         self.calls = SimpleQueue[Call | None]()
         """The calls of the other process, in order; None once it has ended or closed the connection."""
         self._numbers = count()
-        self._unsent = SimpleQueue[tuple[bytes, Group] | None]()
+        self._unsent = SimpleQueue[tuple[memoryview, Group] | None]()
         self._waiting: dict[int, tuple[Future[Any], Outgoing | None]] = {}
         """Calls of this process that are not answered."""
         self._serving: dict[int, Incoming] = {}
@@ -109,7 +111,10 @@ class Link:
 
     def _send(self, kind: str, number: int, content: object, group: Group = ()) -> None:
         specs = [spec(name, tensor) for name, tensor in group]
-        self._unsent.put((pickle.dumps((kind, number, content, specs)), group))
+        message = io.BytesIO()
+        pickle.dump((kind, number, specs), message)
+        pickle.dump(content, message)  # apart: the other process may fail to read it, for example lack a class
+        self._unsent.put((message.getbuffer(), group))
 
     def _send_all(self) -> None:
         with suppress(OSError):  # the other process has ended; the receiving thread fails the waiting calls
@@ -145,9 +150,21 @@ class Link:
             self._end()
 
     def _receive_next(self) -> None:
-        kind, number, content, specs = pickle.loads(self._connection.recv_bytes())
+        message = io.BytesIO(self._connection.recv_bytes())
+        kind, number, specs = pickle.load(message)
         group = [*receive_together(self._connection, specs)] if specs else []
         incoming, (future, outgoing) = self._serving.get(number), self._waiting.get(number, (None, None))
+        try:
+            content = pickle.load(message)
+        except Exception as error:
+            unread = TriviumError(
+                f"a message ({kind}) of another process", f"{text_of(error)}", "send objects that both processes know"
+            )
+            if kind == "call":
+                self._send("answer", number, (None, unread))
+            elif future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(unread)
+            return
         if kind == "call":
             method, args, has_weights = content
             weights = Incoming(partial(self._send, "taken", number, None)) if has_weights else _NO_WEIGHTS

@@ -19,7 +19,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
-from trivium.errors import RoleFailed, TriviumError
+from trivium.errors import RoleFailed
 from trivium.models.weights.stream import Described, Named, groups
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import Disconnected, Link
@@ -128,8 +128,8 @@ class TrainProcess:
         arriving = self._arriving(incoming)
         try:
             delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
-        except TriviumError as error:
-            return Answer(error=error)
+        except Exception as error:  # the process waits for the answer, and raises it in the call in progress
+            return Failures("the channel of weights", partial(RoleFailed, "the channel of weights")).answer(error)
         return Answer((delivered, getattr(self._channel, "offered", "")))
 
     def _arriving(self, incoming: Incoming) -> Iterator[Named]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from trivium.errors import ConfigError, RoleFailed
+from trivium.errors import ConfigError, RoleFailed, TriviumError
 from trivium.models.weights.stream import Named
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import CANCEL, CLOSE, Call, Disconnected, Link, serve
@@ -57,6 +57,22 @@ def test_calls_have_answers_and_errors(links: tuple[Link, Link]) -> None:
         one.call("refuse").result(PATIENCE_S)
     with pytest.raises(RoleFailed, match="other failed: ZeroDivisionError: division by zero"):
         one.call("divide", 1, 0).result(PATIENCE_S)
+
+
+class Unreadable:
+    """An object that can be pickled, and not be read."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return int, ("no number",)
+
+
+def test_what_the_other_process_cannot_read_fails_its_call_alone(links: tuple[Link, Link]) -> None:
+    one, other = links
+    answering(other, lambda call: Answer(Unreadable() if call.args[0] == "answer" else call.args[0]))
+    for argument in (Unreadable(), "answer"):
+        with pytest.raises(TriviumError, match="invalid literal"):
+            one.call("echo", argument).result(PATIENCE_S)
+    assert one.call("echo", 3).result(PATIENCE_S) == 3
 
 
 def test_a_process_that_runs_a_call_may_call_back(links: tuple[Link, Link]) -> None:

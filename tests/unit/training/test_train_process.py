@@ -96,6 +96,15 @@ def test_a_channel_need_not_read_all_weights(process: TrainProcess, monkeypatch:
     assert process.run_on_all_ranks("divide", 2) == 0.5
 
 
+def test_any_failure_of_the_channel_is_raised_and_ends_nothing(
+    process: TrainProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHANNEL, "to", Reluctant(OSError("no route")))
+    with pytest.raises(RoleFailed, match="OSError: no route"):
+        process.run_on_all_ranks("offer", 1)
+    assert process.run_on_all_ranks("divide", 2) == 0.5
+
+
 def test_an_error_of_the_channel_is_raised(process: TrainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHANNEL, "to", Reluctant(StorageError("write version 1", "the disk is full", "free some")))
     with pytest.raises(StorageError, match="the disk is full"):

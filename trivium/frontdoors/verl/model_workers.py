@@ -318,6 +318,10 @@ class RoleRanks:
         if method == "score":
             (what,) = args
             name, works = _SCORING[SCORED_BY[what][0]], [replace(work, what=what) for work in works]
+        elif method != "update":
+            raise TriviumError(
+                f"the call {method!r} of the train engine", "verl's workers have no such method", "use `trivium.run`"
+            )
         else:
             role, objective, denominators = args
             name = _UPDATING[role]

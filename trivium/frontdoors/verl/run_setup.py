@@ -182,6 +182,12 @@ class RunSetup:
                 "it has `stages`, or another run.mode than both",
                 "use `trivium.run` for such a run",
             )
+        if config.evaluation.held_out is not None or config.run.keep == "tokens":
+            raise ConfigError(
+                "RayPPOTrainer over a RunConfig",
+                "it has evaluation.held_out or run.keep: tokens, which verl's workers cannot measure and record",
+                "leave them out, or use `trivium.run`",
+            )
         if config.has_fixed_versions:
             raise ConfigError(
                 "schedule.deterministic with schedule.max_staleness above 0",
