@@ -132,7 +132,7 @@ def test_a_task_that_ignores_its_cancellation_is_left_behind_and_named(
 
     monkeypatch.setattr(main_loop, "_CANCEL_S", 0.05)
     assert not run_in_loop(main(), 60).done()
-    (line,) = [line for line in caplog.messages if "left behind" in line]
+    (line,) = [line for line in caplog.messages if "are abandoned" in line]
     assert re.search(rf"in ignores_its_cancellation \({re.escape(__file__)}:\d+\)", line)
 
 

@@ -328,7 +328,7 @@ def test_rows_that_cannot_earn_a_reward_by_type_are_counted(reward: str, tmp_pat
     (tmp_path / "mine.py").write_text(REWARDS)
     rows = [*ROWS, {"prompt": "4+4=", "answer": 8}]
     (warning,) = look(tmp_path, rows, {"rewards": [f"mine.py:{reward}"]}).warnings
-    assert "1 of 4 have others: answer is 8 of type int, where reward" in warning.found
+    assert "1 of 4 have others: answer is 8 of type int, but reward" in warning.found
     assert look(tmp_path, rows, {"rewards": ["mine.py:converts"]}).warnings == []
     assert look(tmp_path, rows, {}).warnings == [], "`exact` compares the text of the answer"
 
@@ -345,7 +345,7 @@ def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
     (warning,) = look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 24}}}).warnings
     assert (warning.where, warning.found) == (
         "engine.sampling.max_new_tokens",
-        "the context holds 24, prompts included",
+        "the context has 24 tokens, prompts included",
     )
     assert look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 20}}}).warnings == []
 

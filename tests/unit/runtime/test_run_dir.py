@@ -62,7 +62,7 @@ def test_workers_may_be_there_before_their_run(before: str, tmp_path: Path) -> N
         for _ in range(2):
             with (
                 open_run_dir(config_in(run_dir)),
-                pytest.raises(RunDirError, match="runs there"),
+                pytest.raises(RunDirError, match="runs in it"),
                 open_run_dir(config_in(run_dir)),  # of this process as well
             ):
                 pass

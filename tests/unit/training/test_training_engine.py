@@ -458,7 +458,7 @@ class TestWeights:
     def test_no_gpu(self, model_dir):
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")
-        with pytest.raises(ConfigError, match="no GPU"):
+        with pytest.raises(ConfigError, match="no usable GPU"):
             make_engine(model_dir, device="cuda")
 
 
