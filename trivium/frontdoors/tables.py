@@ -297,8 +297,9 @@ class Settings:
         return self.values.get(key) is not None
 
     def first(self, *keys: str) -> Any:
-        """Returns the first value that is set among these keys, else the first default that is not None."""
-        values = [self.values.get(key) for key in keys] + [self.table.default_of(key) for key in keys]
+        """Returns the first value among these keys that differs from its default, else the first that is set, else the
+        first default that is not None."""
+        values = [self[key] for key in sorted(keys, key=self._weight, reverse=True)]
         return next((value for value in values if value is not None), None)
 
     def section(self, prefix: str) -> dict[str, Any]:
@@ -319,11 +320,12 @@ class Settings:
     def mapped(self, **context: Any) -> dict[str, Any]:
         """Returns the RunConfig fragment of every `Mapped` row that has a path and whose condition holds.
 
-        `context` has the values by name that conditions read in addition to keys. A key that is set overrides defaults
-        of other keys with the same target; of several that are set, the last one in the table applies.
+        `context` has the values by name that conditions read in addition to keys. Of several keys with the same target,
+        a value that differs from its default overrides one that is set to its default, and that overrides the default
+        of an unset key. Among equals, the last one in the table applies.
         """
         fragment: dict[str, Any] = {}
-        for key in sorted(self.table.entries, key=self.has):
+        for key in sorted(self.table.entries, key=self._weight):
             entry = self.table.entries[key]
             if not isinstance(entry, Mapped) or not self._applies(entry.when, context):
                 continue
@@ -333,6 +335,14 @@ class Settings:
                     value = {name: value}
                 fragment = merged(fragment, value or {})
         return fragment
+
+    def _weight(self, key: str) -> int:
+        """Returns 0 for an unset key, 1 for a key with its default as its value, and 2 for another value.
+
+        A config that is composed with the original's defaults, as by Hydra, sets every key. A default in it must not
+        override a value that the user wrote.
+        """
+        return 0 if not self.has(key) else 1 if self.values[key] == self.table.default_of(key) else 2
 
     def _applies(self, when: Mapping[str, Any], context: Mapping[str, Any]) -> bool:
         """Whether the condition of a row holds."""

@@ -183,6 +183,7 @@ MAPPED = Table(
         ({}, "gmpo", {"train": {"optimizer": {"schedule": "constant"}}}),
         ({"opt": {"style": "cosine"}}, "gmpo", {"train": {"optimizer": {"schedule": "cosine"}}}),
         ({"opt": {"style": "cosine", "schedule": "linear"}}, "", {"train": {"optimizer": {"schedule": "linear"}}}),
+        ({"opt": {"style": "cosine", "schedule": "constant"}}, "", {"train": {"optimizer": {"schedule": "cosine"}}}),
         ({"clip_high": 0.3}, "ppo", {"loss": {"clip_low": 0.2, "clip_high": 0.3}}),
         ({"clip": 0.1}, "gspo", {"loss": {"clip_low": 0.1, "clip_high": 0.1}}),
         ({"offload": True}, "", {"train": {"cpu_offload": True}}),
@@ -193,6 +194,14 @@ MAPPED = Table(
 def test_rows_set_the_fields_of_their_paths(config: dict[str, Any], loss: str, expected: dict[str, Any]) -> None:
     defaults = {"train": {"optimizer": {"schedule": "constant"}}}
     assert MAPPED.read(config).mapped(loss=loss) == merged(defaults, expected)
+
+
+def test_the_first_value_that_is_not_a_default() -> None:
+    keys = ("rank", "alpha", "opt.style")
+    assert MAPPED.read({"rank": 0, "alpha": 4}).first(*keys) == 4
+    assert MAPPED.read({"alpha": 16, "opt": {"style": "cosine"}}).first(*keys) == "cosine"
+    assert MAPPED.read({"alpha": 16}).first(*keys) == 16
+    assert MAPPED.read({}).first("opt.style", "alpha") == 16
 
 
 def test_rows_describe_themselves() -> None:

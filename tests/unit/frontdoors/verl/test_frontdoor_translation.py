@@ -21,6 +21,7 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.configured_tasks import ConfiguredTasks
+from trivium.frontdoors.verl.main_ppo import with_defaults
 from trivium.frontdoors.verl.prompts import template_of
 from trivium.frontdoors.verl.scored_reward import ScoredReward
 from trivium.frontdoors.verl.translation import settings_of, translate, translated
@@ -253,6 +254,22 @@ def test_a_key_decides_what_the_table_says(model: str, more: dict[str, Any], key
     found: Any = config_of(verl_config(model, **more))
     for part in key.split("."):
         found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path"),
+    [
+        ("optim__warmup_style", "cosine", "train.optimizer.schedule"),
+        ("optim__clip_grad", 0.3, "train.max_grad_norm"),
+        ("fsdp_config__ulysses_sequence_parallel_size", 2, "train.sequence_parallel"),
+    ],
+)
+def test_the_defaults_of_a_composed_config_override_nothing(model: str, key: str, value: Any, path: str) -> None:
+    composed = with_defaults(verl_config(model, **{ACTOR + key: value}))
+    found: Any = translated(settings_of(composed), rows=20, has_validation=False, device="cpu")
+    for part in path.split("."):
+        found = found[part]
     assert found == value
 
 
