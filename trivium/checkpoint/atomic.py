@@ -89,10 +89,11 @@ def commit(staging: Path, final: Path, step: int) -> None:
             str(path.relative_to(staging)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
         }
         atomic_write(staging / MANIFEST, json.dumps({"step": step, "files": entries}, indent=1, sort_keys=True))
-        for path in (*files, staging):
+        directories = sorted(path for path in staging.rglob("*") if path.is_dir())
+        for path in (*files, *directories, staging):
             fsync(path)
         if final.exists():
-            shutil.rmtree(final)  # a run that resumed from an earlier step saves this step again
+            discard(final)  # a run that resumed from an earlier step saves this step again
         staging.rename(final)
         fsync(final.parent)
 
@@ -142,8 +143,8 @@ def _damaged(folder: Path, found: str, do: str = "") -> RunDirError:
 
 
 def discard(folder: Path) -> None:
-    """Removes a complete directory, the manifest first: if the process is killed half-way, the rest is not complete."""
-    (folder / MANIFEST).unlink()
+    """Removes a directory, the manifest first: if the process is killed half-way, the rest is not complete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 

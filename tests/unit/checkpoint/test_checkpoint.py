@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.checkpoint.store import CheckpointStore, export
-from trivium.errors import ConfigError, RunDirError
+from trivium.errors import ConfigError, RunDirError, StorageError
 
 
 def write(directory: Path) -> None:
@@ -146,6 +147,40 @@ async def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     await saved(store, 1, mark="old")
     await saved(store, 1, mark="new")
     assert store.open(1).state["mark"] == "new"
+
+
+async def test_a_step_whose_replacement_dies_half_way_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    await saved(store, 1, 2)
+
+    def dies(folder: Path) -> None:
+        (folder / "policy" / "weights").unlink()
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", dies)
+        with pytest.raises(StorageError, match="killed"):
+            await saved(store, 2)
+    assert store.steps() == [1]
+    await saved(store, 2)
+    assert store.open(2).step == 2
+
+
+async def test_directories_of_a_checkpoint_are_on_disk_before_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    await saved(CheckpointStore(tmp_path), 1)
+    assert synced.index("weights") < synced.index("policy") < synced.index(tmp_path.name)
 
 
 # --------------------------------------------------------------------------- copies elsewhere
