@@ -81,7 +81,8 @@ class WorkflowOfTrinity:
         """Runs the workflow once. Returns the reward, or None if the workflow returns none."""
         given, rollout_args = self._task(task), {"n": 1, **self.config.rollout_args}
         model = ModelWrapper(policy, rollout_args, asyncio.get_running_loop())
-        judges = [model.client_of(name, client.post) for name, client in self._auxiliary] or None
+        is_async = self._class.is_async
+        judges = [model.client_of(name, client.post, is_async) for name, client in self._auxiliary] or None
         try:
             workflow = await self._threads.run(partial(self._made, given, model, judges))
             if workflow.is_async:

@@ -61,7 +61,8 @@ class Workflow:
     is_async = False
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[Any] | None = None) -> None:
-        """`auxiliary_models` are clients of the `openai` package for `explorer.auxiliary_models`."""
+        """`auxiliary_models` are clients of the form of the `openai` package for `explorer.auxiliary_models`; their
+        `create` is awaited if the class has `is_async = True`."""
         self.task, self.model, self.auxiliary_models = task, model, auxiliary_models
         self.repeat_times, self.run_id_base = task.repeat_times, 0
         self.logger = logging.getLogger("trivium")

@@ -155,15 +155,17 @@ class ModelWrapper:
         """Returns an object with `await chat.completions.create(messages=...)`."""
         return _client(self._created)
 
-    def client_of(self, model: str, post: Callable[[dict[str, Any]], Awaitable[tuple[str, Any]]]) -> Any:
-        """Returns a client of another model, whose endpoint `post` asks. Its `create` blocks; `model_path` is the
-        name of the model."""
+    def client_of(
+        self, model: str, post: Callable[[dict[str, Any]], Awaitable[tuple[str, Any]]], is_async: bool
+    ) -> Any:
+        """Returns a client of another model, whose endpoint `post` asks. Its `create` is a coroutine if `is_async`, and
+        blocks otherwise; `model_path` is the name of the model."""
 
         async def created(**request: Any) -> Any:
             _, response = await post({"model": model, **request})
             return json.loads(json.dumps(response), object_hook=lambda fields: SimpleNamespace(**fields))
 
-        return _client(lambda **request: self._block(created(**request)), model)
+        return _client(created if is_async else lambda **request: self._block(created(**request)), model)
 
     async def _created(self, *, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
         (made,) = await self.chat_async(messages, **kwargs)
@@ -176,12 +178,27 @@ class ModelWrapper:
     # ------------------------------------------------------------------ threads
 
     def _block(self, call: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the event loop and waits for it in a thread. Raises RolloutError on the event loop, which
+        would wait for itself."""
+        if self._is_on_loop():
+            call.close()
+            raise RolloutError(
+                "a completion from a blocking call",
+                "run_async makes it, and the event loop that would answer waits for it",
+                "await model.chat_async, or the client of get_openai_async_client; or implement run",
+            )
         waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
         self._waiting.add(waiting)
         try:
             return waiting.result()
         finally:
             self._waiting.discard(waiting)
+
+    def _is_on_loop(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:  # a thread without an event loop
+            return False
 
     def end(self) -> None:
         """Cancels the completions in progress, so that the thread of an abandoned workflow ends."""

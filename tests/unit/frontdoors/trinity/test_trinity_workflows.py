@@ -101,6 +101,33 @@ class Judged(Workflow):
         return [response]
 
 
+class JudgedAsync(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        (response,) = await self.model.chat_async([{"role": "user", "content": self.task.task_desc}])
+        judge = self.auxiliary_models[0]
+        asked = [{"role": "user", "content": response.response_text}]
+        verdict = await judge.chat.completions.create(model=judge.model_path, messages=asked)
+        response.reward = float(verdict.choices[0].message.content)
+        return [response]
+
+
+class Blocking(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        return self.model.chat([{"role": "user", "content": self.task.task_desc}])
+
+
+class BlockingClient(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        asked = [{"role": "user", "content": self.task.task_desc}]
+        return self.model.get_openai_client().chat.completions.create(messages=asked)
+
+
 class Forgetful(Workflow):
     def run(self):
         first = self.model.chat([{"role": "user", "content": "a"}])
@@ -171,13 +198,21 @@ async def test_each_step_of_a_workflow_has_its_reward(made: Callable[..., Any]) 
     assert [turn.reward for turn in played.turns] == [0.5, 0.5]
 
 
-async def test_an_auxiliary_model_is_asked_at_its_endpoint(made: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["Judged", "JudgedAsync"])
+async def test_an_auxiliary_model_is_asked_at_its_endpoint(made: Callable[..., Any], name: str) -> None:
     verdict = {"choices": [{"message": {"role": "assistant", "content": "0.75"}, "finish_reason": "stop"}]}
     async with service(json_of(verdict), path="/v1/chat/completions") as here:
         url = here.url.removesuffix("/chat/completions")
-        workflow = made("Judged", auxiliary_models=[{"model": "judge", "urls": [url]}])
+        workflow = made(name, auxiliary_models=[{"model": "judge", "urls": [url]}])
         assert await workflow.run(TASK, policy("good")) == {"reward": 0.75}
         assert (here.requests[0].body["model"], here.requests[0].body["messages"][0]["content"]) == ("judge", "good")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["Blocking", "BlockingClient"])
+async def test_a_blocking_completion_on_the_event_loop_is_refused(made: Callable[..., Any], name: str) -> None:
+    with pytest.raises(RolloutError, match=r"await model\.chat_async"):
+        await made(name).run(TASK, policy("x"))
 
 
 async def test_what_would_not_be_trained_as_it_was_sampled_is_refused(made: Callable[..., Any]) -> None:
