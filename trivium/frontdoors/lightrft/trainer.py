@@ -155,7 +155,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             batch_size=micro_rollout_batch_size,
         )
         self.policy_version = 0
-        """Number of updates of the actor's weights in this process."""
+        """Grows whenever the actor's weights may have changed: the rollout engine then loads them again."""
         self.pretrain_dataloader: Iterator[Any] | None = None
         """An endless iterator over supervised batches. Each step of the actor takes one."""
         self._rollouts: Rollouts | None = None
@@ -314,6 +314,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             self.replay_buffer.append(experience)
         status = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
         status |= self.ppo_train(step)
+        self.policy_version += 1  # an override of the user's may update the weights without `training_step_actor`
         self.replay_buffer.clear()
         if "kl" in status:
             self.kl_ctl.update(status["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
@@ -341,6 +342,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             consumed_samples = latest_position(args)
             self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
         states = resume(self, args, consumed_samples) if consumed_samples else {}
+        self.policy_version += 1  # an engine that `evaluate` opened may hold the weights from before `load_ckpt`
         self._state = dict(states)
         if "algorithm" in states:
             self.algorithm.restore(states["algorithm"])

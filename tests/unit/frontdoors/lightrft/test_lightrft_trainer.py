@@ -655,6 +655,66 @@ def test_freezing_actor_steps(model: Path, args: Namespace) -> None:
     assert "policy_loss" in trainer.ppo_train(2)
 
 
+class _OwnUpdate(PPOTrainerVL):
+    """Changes the actor's weights without the base class."""
+
+    def training_step_actor(
+        self, experience: ExperienceVL, entropy_mask: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        _shift(self)
+        return {"policy_loss": 0.0}
+
+
+def _shift(trainer: PPOTrainerVL) -> None:
+    with torch.no_grad():
+        for parameter in trainer.actor.parameters():
+            parameter.add_(0.1)
+
+
+@pytest.fixture
+def sampled_with(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The largest weight that the rollout engine has loaded, at each completion."""
+    loaded, sampled = [0.0], list[float]()
+    load, generate = TorchEngine.load, TorchEngine.generate
+
+    async def recorded_load(engine: TorchEngine, version: int, weights: Any, **how: Any) -> None:
+        kept = list(weights)
+        loaded.append(max(float(tensor.detach().max()) for _, tensor in kept))
+        await load(engine, version, kept, **how)
+
+    async def recorded_generate(engine: TorchEngine, request: Any, *given: Any) -> Any:
+        sampled.append(loaded[-1])
+        return await generate(engine, request, *given)
+
+    monkeypatch.setattr(TorchEngine, "load", recorded_load)
+    monkeypatch.setattr(TorchEngine, "generate", recorded_generate)
+    return sampled
+
+
+def _largest(trainer: PPOTrainerVL) -> float:
+    return max(float(tensor.detach().max()) for tensor in weights(trainer).values())
+
+
+def test_rollouts_follow_an_override_that_updates_the_weights_itself(
+    model: Path, args: Namespace, sampled_with: list[float]
+) -> None:
+    trainer = make_trainer(model, args, cls=_OwnUpdate)
+    trainer.fit(args, loader(8), None)
+    assert len(sampled_with) == 2 * PROMPTS * SAMPLES
+    assert sampled_with[-1] == pytest.approx(_largest(trainer) - 0.1, abs=1e-4)
+
+
+def test_rollouts_follow_weights_that_are_loaded_after_an_evaluation(
+    model: Path, args: Namespace, sampled_with: list[float]
+) -> None:
+    trainer = make_trainer(model, args, cls=_NoTraining)
+    trainer.evaluate(loader(4), 0)
+    evaluated = sampled_with[-1]
+    _shift(trainer)  # as `strategy.load_ckpt` changes the weights in place
+    trainer.fit(args, loader(4), None)
+    assert sampled_with[-1] == pytest.approx(evaluated + 0.1, abs=1e-4)
+
+
 # --------------------------------------------------------------------------- rewards and advantages
 
 
