@@ -79,7 +79,7 @@ class TorchTrainConfig(TrainConfig):
     """The critic's optimizer; unset: the policy's settings."""
     critic_path: ModelPath | None = None
     """Hugging Face directory (or an id in the local cache) of the model that the critic starts from, with the policy's
-    tokenizer; unset: the policy's own."""
+    tokenizer; unset: the policy's own. The head of a reward model or classifier with one output is the critic's."""
     critic_max_grad_norm: float | None = Field(default=None, gt=0)
     """The critic's gradient is scaled down to this norm; unset: `max_grad_norm`."""
     peak_flops: float | None = free(None, gt=0)

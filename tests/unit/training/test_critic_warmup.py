@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_parts import make_engine, write_model
+from safetensors.torch import load_file
+from training_parts import MODELS, make_engine, write_model
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain
@@ -113,6 +115,22 @@ def test_a_critic_makes_its_own_passes(model_dir: Path) -> None:
     assert taken == 2 * [("critic", 6)] + 3 * [("policy", 2)]
     policies = [dict(engine.export_weights()) for engine in (with_policy, apart)]
     assert all(torch.equal(tensor, policies[1][name]) for name, tensor in policies[0].items()), "it has no effect here"
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("shard_size", ["1GB", "8KB"])
+def test_a_critic_starts_from_the_head_of_a_classifier(
+    kind: Any, shard_size: str, model_dir: Path, tmp_path: Path
+) -> None:
+    config = MODELS["llama"].__class__(**{**MODELS["llama"].to_dict(), "num_labels": 1})
+    classifier = kind.from_config(config)
+    torch.nn.init.constant_(classifier.score.weight, 0.5)
+    classifier.save_pretrained(tmp_path / "classifier", max_shard_size=shard_size)
+    engine = make_engine(model_dir, paced(), critic_path=str(tmp_path / "classifier"))
+    engine.save(tmp_path / "saved")
+    head = load_file(tmp_path / "saved" / "critic" / "value_head.safetensors")
+    assert torch.equal(head["weight"], classifier.score.weight)
+    assert head["bias"].tolist() == [0.0]
 
 
 def test_a_critic_starts_from_its_own_model(model_dir: Path, tmp_path: Path) -> None:

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trivium.errors import ConfigError, DataError
+from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.opening import Opened, Options, refuse_videos, sharing
 from trivium.models.heads.trained_models import ValueModel, tensor_names
-from trivium.models.heads.value_head import VALUE_HEAD
+from trivium.models.heads.value_head import saved_head
 from trivium.training.ranks import Ranks
 
 
@@ -62,7 +59,9 @@ class CriticVL(Opened[ValueModel]):
         super().__init__(pretrain_or_model, options, further, backbone=True)
         self.packing_samples = packing_samples
         self.value_head = linear_head(pretrain_or_model)
-        self._head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
+        self._head: dict[str, Tensor] = {}
+        if self.model_dir is not None and not init_value_head:
+            self._head = saved_head(self.model_dir, (value_head_prefix,))
         self.value_head = self.core.value_head
 
     def build(self) -> ValueModel:
@@ -117,22 +116,3 @@ def linear_head(model: object) -> nn.Linear | None:
     """Returns the head of a sequence or token classifier of transformers with one output, or None."""
     heads = (getattr(model, name, None) for name in ("score", "classifier"))
     return next((head for head in heads if isinstance(head, nn.Linear) and head.out_features == 1), None)
-
-
-def saved_head(directory: Path, prefix: str) -> dict[str, Tensor]:
-    """Returns the head that was saved with a model, or {}. Raises DataError if it has several outputs."""
-    own = directory / f"{VALUE_HEAD}.safetensors"
-    if own.is_file():
-        return _biased(load_file(own))
-    head: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = {name for name in file.keys() if name.rpartition(".")[0] == prefix}  # noqa: SIM118
-            head |= {name.rpartition(".")[2]: file.get_tensor(name).float() for name in names}
-    if head and head["weight"].shape[0] != 1:
-        raise DataError(f"the head {prefix!r} in {directory}", f"{len(head['weight'])} outputs", "set init_value_head")
-    return _biased(head) if head else {}
-
-
-def _biased(head: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"bias": torch.zeros(1), **head}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from trivium.errors import TriviumError
+from trivium.models.weights.saved_tensors import SavedTensors, layer_of, open_tensors, weight_files
 from trivium.randomness import stream
 
 VALUE_HEAD = "value_head"
 """The name of a value model's head in its state dict, and of its file beside those of the backbone."""
+CLASSIFIER_HEADS = ("score", "classifier")
+"""The names of the head in transformers' sequence and token classifiers."""
 
 
 class ScaledLinear(nn.Linear):
@@ -41,10 +44,29 @@ def folded_head(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor * factor for name, tensor in head.items() if name in ("weight", "bias")}
 
 
-def saved_head(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the head in a directory; empty if it has none."""
+def saved_head(path: Path, prefixes: Sequence[str] = CLASSIFIER_HEADS) -> dict[str, torch.Tensor]:
+    """The tensors of the head in a directory; empty if it has none.
+
+    The head is `value_head.safetensors`, or the layer with the first of these names in the model's weight files: the
+    head of a sequence or token classifier. Raises DataError if a weight file is missing or damaged.
+    """
     file = path / f"{VALUE_HEAD}.safetensors"
-    return safetensors.torch.load_file(file) if file.is_file() else {}
+    if file.is_file():
+        return safetensors.torch.load_file(file)
+    saved = open_tensors(weight_files(path, prefixes))
+    for prefix in prefixes:
+        if f"{prefix}.weight" in saved.entries:
+            return {name.rpartition(".")[2]: _read(saved, name) for name in saved.entries if layer_of(name) == prefix}
+    return {}
+
+
+def _read(saved: SavedTensors, name: str) -> torch.Tensor:
+    """A tensor of a file, in the type that it was saved in. Raises DataError for a quantized one."""
+    entry = saved.entries[name]
+    dtype = entry.dtype if isinstance(entry.dtype, torch.dtype) else torch.float32
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    saved.copy_rows(name, 0, tensor)
+    return tensor
 
 
 def value_head(

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,14 +75,23 @@ class SavedTensors(Protocol):
         ...
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory. Raises DataError if one is missing."""
+def layer_of(name: str) -> str:
+    """The name of the layer that a tensor belongs to."""
+    return name.rpartition(".")[0]
+
+
+def weight_files(directory: Path, layers: Collection[str] | None = None) -> list[Path]:
+    """The weight files of a Hugging Face directory. Raises DataError if one is missing.
+
+    If an index names several files, `layers` selects those with tensors of these layers.
+    """
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index, single = directory / f"{stem}.index.json", directory / stem
         if single.is_file():
             return [single]
         if index.is_file():
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            named = sorted(set(file_of.values()))
             missing = [name for name in named if not (directory / name).is_file()]
             if missing:
                 raise DataError(
@@ -90,7 +99,8 @@ def weight_files(directory: Path) -> list[Path]:
                     f"{index.name} names {missing[0]}, which is not there ({len(missing)} of {len(named)} files)",
                     "copy the directory again, in full",
                 )
-            return [directory / name for name in named]
+            chosen = {file for name, file in file_of.items() if layers is None or layer_of(name) in layers}
+            return [directory / name for name in sorted(chosen)]
     raise DataError(
         f"the weights of {directory}",
         "no model.safetensors and no pytorch_model.bin, nor the index of either",
