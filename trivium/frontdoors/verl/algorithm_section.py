@@ -11,6 +11,7 @@ from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT
+from trivium.frontdoors.verl.loss_modes import POLICY_LOSSES
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 
@@ -32,6 +33,8 @@ SINGLE = ("grpo", "rloo")
 """Estimators whose advantage is the reward itself in a group of one."""
 _CLIPS_RATIO = ("ppo", "gspo", "cispo", "clip_cov")
 """Losses that clip the ratio."""
+_BOUNDS_DIVERGENCE = ("dppo_tv", "dppo_kl")
+"""Losses for which verl's clips of the ratio are bounds of a divergence."""
 
 
 def names_of(verl: Settings) -> dict[str, str]:
@@ -157,10 +160,13 @@ def _unread_by_estimator(verl: Settings, kind: str) -> Iterator[Problem]:
 
 
 def _policy_loss(verl: Settings) -> dict[str, Any]:
-    """Returns the loss, and a clip that its row of the table gives in another form."""
+    """Returns the loss, and the clips that its rows of the table give in another form."""
     address, kind = loss_address(str(verl[f"{ACTOR}.policy_loss.loss_mode"])), names_of(verl)["loss"]
     if address and not kind:
         return {**_own(verl, address, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
+    if kind in _BOUNDS_DIVERGENCE:
+        options = POLICY_LOSSES[kind].options
+        return {"kind": kind} | {o: verl.first(*(f"{ACTOR}.{key}" for key in keys)) for o, keys in options.items()}
     low = verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")
     # A ratio is above 0, so clips of 1 and more are equal; gmpo clips logarithms.
     return {"kind": kind} | ({"clip_low": 1.0} if low > 1 and kind in _CLIPS_RATIO else {})

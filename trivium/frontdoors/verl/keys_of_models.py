@@ -146,14 +146,17 @@ UPDATE: dict[str, Entry] = {
 
 _LOSS = "algorithm.policy_loss"
 _CLIPPED = {"loss": ("ppo", "gspo", "gmpo", "cispo", "clip_cov")}
+_DPPO = "with loss dppo_tv or dppo_kl,"
 _KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": True}
 
 ACTOR: dict[str, Entry] = {
     **UPDATE,
-    "clip_ratio": Mapped((f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED),
-    "clip_ratio_low": Mapped(f"{_LOSS}.clip_low", type=float, when=_CLIPPED),
-    "clip_ratio_high": Mapped(f"{_LOSS}.clip_high", type=float, when=_CLIPPED),
-    "clip_ratio_c": Mapped(f"{_LOSS}.dual_clip", 3.0, when={"loss": "ppo"}),
+    "clip_ratio": Mapped(
+        (f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED, note=f"{_DPPO} both bounds of the divergence"
+    ),
+    "clip_ratio_low": Mapped(f"{_LOSS}.clip_low", type=float, when=_CLIPPED, note=f"{_DPPO} tv_low or kl_low"),
+    "clip_ratio_high": Mapped(f"{_LOSS}.clip_high", type=float, when=_CLIPPED, note=f"{_DPPO} tv_high or kl_high"),
+    "clip_ratio_c": Mapped(f"{_LOSS}.dual_clip", 3.0, when={"loss": "ppo"}, note=f"{_DPPO} max_ratio"),
     "tau_pos": Mapped(f"{_LOSS}.tau_pos", type=float, when={"loss": "sapo"}),
     "tau_neg": Mapped(f"{_LOSS}.tau_neg", type=float, when={"loss": "sapo"}),
     "policy_loss.loss_mode": Mapped("the kind of algorithm.policy_loss", "vanilla"),

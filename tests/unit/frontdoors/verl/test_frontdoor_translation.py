@@ -94,6 +94,7 @@ def problems_of(config: Any) -> dict[str, str]:
 GAE = {"algorithm__adv_estimator": "gae"}
 GRPO = {"algorithm__adv_estimator": "grpo"}
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+DPPO_TV, DPPO_KL = ({ACTOR + "policy_loss__loss_mode": mode} for mode in ("dppo_tv", "dppo_kl"))
 
 BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "schedule.groups_per_step", 8),
@@ -118,6 +119,12 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({ACTOR + "clip_ratio": 0.1, ACTOR + "clip_ratio_high": 0.3}, "algorithm.policy_loss.clip_high", 0.3),
     ({ACTOR + "clip_ratio_c": 5.0}, "algorithm.policy_loss.dual_clip", 5.0),
     ({ACTOR + "loss_agg_mode": "seq-mean-token-sum"}, "algorithm.aggregate", "seq-mean-token-sum"),
+    ({**DPPO_TV, ACTOR + "clip_ratio_low": 0.05, ACTOR + "clip_ratio": 0.3}, "algorithm.policy_loss.tv_low", 0.05),
+    ({**DPPO_TV, ACTOR + "clip_ratio_low": 0.05, ACTOR + "clip_ratio": 0.3}, "algorithm.policy_loss.tv_high", 0.3),
+    ({**DPPO_TV, ACTOR + "clip_ratio_c": 7}, "algorithm.policy_loss.max_ratio", 7.0),
+    (DPPO_TV, "algorithm.policy_loss.max_ratio", 3.0),
+    ({**DPPO_KL, ACTOR + "clip_ratio_high": 0.07}, "algorithm.policy_loss.kl_high", 0.07),
+    (DPPO_KL, "algorithm.policy_loss.kl_low", 0.2),
     ({ACTOR + "policy_loss__loss_mode": "gspo"}, "algorithm.aggregate", "seq-mean-token-mean"),
     ({ACTOR + "policy_loss__loss_mode": "geo_mean"}, "algorithm.policy_loss.kind", "gmpo"),
     ({ACTOR + "policy_loss__loss_mode": "gpg", ACTOR + "ppo_mini_batch_size": 8}, "algorithm.old_log_prob", "auto"),
