@@ -199,7 +199,7 @@ CRITIC: dict[str, Entry] = {
     "ppo_max_token_len_per_gpu": Ignored("the actor's value applies to both; the gradient does not depend on it"),
     "use_prefix_grouper": Ignored("the actor's value applies to both; the gradient does not depend on it"),
     "loss_agg_mode": Mapped("algorithm.critic.aggregate", when=GAE, note="unset: the actor's"),
-    "grad_clip": Mapped("the number train.critic_max_grad_norm, if it is not the actor's", type=float),
+    "grad_clip": Mapped("the number train.critic_max_grad_norm, if it is not the actor's", 1.0),
     "ulysses_sequence_parallel_size": Mapped("must be the actor's, which sets train.sequence_parallel"),
     "cliprange_value": Mapped("algorithm.critic.clip", 0.5, when=GAE),
 }

@@ -260,7 +260,7 @@ def _critic(verl: Settings) -> dict[str, Any]:
     """Returns the model of the critic and its gradient norm, where they are not the actor's."""
     path, clip = verl["critic.model.path"], verl.first("critic.grad_clip", "critic.optim.clip_grad")
     own_path = path not in (verl["actor_rollout_ref.model.path"], verl.table.default_of("critic.model.path"))
-    own_clip = clip not in (None, verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad"))
+    own_clip = clip != verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     return ({"critic_path": path} if own_path else {}) | ({"critic_max_grad_norm": clip} if own_clip else {})
 
 
