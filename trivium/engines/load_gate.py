@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 
 class LoadGate:
     """Blocks of `async with gate.completion()` run concurrently. A block of `async with gate.load()` runs alone, in
-    order of arrival."""
+    order of arrival. A block that is cancelled while it waits has no effect on the others."""
 
     def __init__(self) -> None:
-        self._in_progress: set[asyncio.Event] = set()
-        """The completions since the last requested load, each as an event that is set at its end."""
-        self._loaded: asyncio.Event | None = None
-        """Set at the end of the newest load; new completions wait for it."""
+        # Each block that has not ended, as an event that is set at its end.
+        self._completions: set[asyncio.Event] = set()
+        self._loads: set[asyncio.Event] = set()
 
-    @asynccontextmanager
-    async def completion(self) -> AsyncGenerator[None]:
+    def completion(self) -> AbstractAsyncContextManager[None]:
         """Begins after all loads that were requested before it."""
-        loaded, in_progress, finished = self._loaded, self._in_progress, asyncio.Event()
-        in_progress.add(finished)
-        try:
-            if loaded is not None:
-                await loaded.wait()
-            yield
-        finally:
-            in_progress.discard(finished)
-            finished.set()
+        return self._after((*self._loads,), self._completions)
+
+    def load(self) -> AbstractAsyncContextManager[None]:
+        """Begins after all completions and loads that were requested before it."""
+        return self._after((*self._loads, *self._completions), self._loads)
 
     @asynccontextmanager
-    async def load(self) -> AsyncGenerator[None]:
-        """Begins after all completions and loads that were requested before it."""
-        before, earlier, loaded = self._in_progress, self._loaded, asyncio.Event()
-        self._in_progress, self._loaded = set(), loaded
+    async def _after(self, earlier: tuple[asyncio.Event, ...], same_kind: set[asyncio.Event]) -> AsyncGenerator[None]:
+        ended = asyncio.Event()
+        same_kind.add(ended)
         try:
-            for event in (*before, *([earlier] if earlier is not None else [])):
+            for event in earlier:
                 await event.wait()
             yield
         finally:
-            loaded.set()
+            same_kind.discard(ended)
+            ended.set()
