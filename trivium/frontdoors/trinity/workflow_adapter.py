@@ -104,6 +104,9 @@ class WorkflowOfTrinity:
         messages = [message for message in task.prompt if message.role != "system" or len(task.prompt) == 1]
         alone = len(messages) == 1 and messages[0].role == "user"
         prompt = messages[0].content if alone else [{"role": m.role, "content": m.content} for m in messages]
+        is_eval, rollout_args = task.taskset != "train", {"n": 1, **config.rollout_args}
+        if is_eval and "max_tokens" in rollout_args:
+            rollout_args["max_tokens"] = None  # the bound of training; the policy has that of `evaluation.sampling`
         row = {columns["prompt_key"]: prompt, **task.columns}
         if "answer" in task.columns:
             row[columns["response_key"]] = task.columns["answer"]
@@ -111,11 +114,11 @@ class WorkflowOfTrinity:
             raw_task=row,
             workflow=self._class,
             format_args=SimpleNamespace(**columns),
-            rollout_args=SimpleNamespace(**{"n": 1, **config.rollout_args}),
+            rollout_args=SimpleNamespace(**rollout_args),
             workflow_args=dict(config.workflow_args),
             reward_fn_args=dict(config.reward_fn_args),
             reward_fn=self._reward,
-            is_eval=task.taskset != "train",
+            is_eval=is_eval,
             task_id=task.task_id,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,15 @@ async def test_a_plain_workflow_reads_its_row_and_keeps_the_contract(made: Calla
     assert played.metrics == {"level": 3.0}
     assert [turn.reward for turn in played.turns] == [1.5]
     await check_workflow(workflow, TASK, lambda: policy("2"))
+
+
+@pytest.mark.parametrize(("taskset", "completion"), [("train", "12"), ("held_out", "1234")])
+async def test_the_bound_of_training_does_not_cut_an_evaluation(
+    made: Callable[..., Any], taskset: str, completion: str
+) -> None:
+    played = policy("1234")
+    await made("Once", rollout_args={"max_tokens": 2}).run(replace(TASK, taskset=taskset), played)
+    assert [turn.text for turn in played.turns] == [completion]
 
 
 async def test_the_turns_of_a_conversation_are_one_experience(made: Callable[..., Any]) -> None:
