@@ -69,12 +69,13 @@ def opened(source: Path) -> Generator[Opened]:
             with zipfile.ZipFile(source) as archive:
                 archive.extractall(directory)
             about = json.loads((Path(directory) / _ABOUT).read_text(encoding="utf-8"))
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            step, task = about["step"], about["task"]
+        except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError) as error:
             found = f"{type(error).__name__}: {error}"
             raise RunDirError(
                 f"the bundle {source}", found, "name a file that `trivium replay --bundle` wrote"
             ) from error
-        yield Opened(Path(directory), about["step"], about["task"])
+        yield Opened(Path(directory), step, task)
 
 
 def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: Path) -> None:
@@ -143,6 +144,8 @@ class _Writer:
     archive: zipfile.ZipFile
     absent: list[str] = field(default_factory=list[str])
     """Descriptions of the objects that the bundle refers to but does not contain."""
+    code_folders: dict[Path, str] = field(default_factory=dict[Path, str])
+    """By directory of the user's code: its folder in the bundle."""
 
     def text(self, name: str, text: str) -> None:
         self.archive.writestr(name, text)
@@ -173,10 +176,20 @@ class _Writer:
                 self.absent.append(values)
             return values
         path = Path(match[1])
-        folder = f"code/{path.parent.name or 'root'}"
+        folder = self._code_folder(path.parent)
         for each in _with_siblings(path):
             self.file(each, f"{folder}/{each.name}")
         return f"{folder}/{path.name}:{match[2]}"
+
+    def _code_folder(self, directory: Path) -> str:
+        """Returns the folder in the bundle: the directory's own name, numbered if another directory has that folder."""
+        name = folder = f"code/{directory.name or 'root'}"
+        others = {each for path, each in self.code_folders.items() if path != directory}
+        number = 1
+        while folder in others:
+            number += 1
+            folder = f"{name}-{number}"
+        return self.code_folders.setdefault(directory, folder)
 
 
 def _with_siblings(path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -313,6 +314,35 @@ def test_a_bundle_is_replayed_elsewhere(turns: Path, tmp_path: Path) -> None:
     (tmp_path / "no.zip").write_text("x")
     with pytest.raises(RunDirError, match="bundle"), opened(tmp_path / "no.zip"):
         pass
+
+
+@pytest.mark.parametrize("about", ["{}", "[]"])
+def test_a_zip_file_without_the_step_of_a_bundle_is_refused(tmp_path: Path, about: str) -> None:
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("bundle.json", about)
+    with (
+        pytest.raises(RunDirError, match="name a file that `trivium replay --bundle` wrote"),
+        opened(tmp_path / "other.zip"),
+    ):
+        pass
+
+
+def test_code_of_equal_names_from_two_directories_is_in_the_bundle(copied: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    for user in ("a", "b"):
+        code = tmp_path / user / "rewards"
+        code.mkdir(parents=True)
+        (code / "r.py").write_text(f"def score(completion):\n    return 0.0  # {user}\n")
+        config["rewards"].append({"kind": f"{code}/r.py:score", "name": user})
+    (copied / "config.yaml").write_text(yaml.safe_dump(config))
+    write_bundle(copied, 3, None, "", tmp_path / "bug.zip")
+    with opened(tmp_path / "bug.zip") as source:
+        rewards = {
+            each.get("name"): each["kind"]
+            for each in yaml.safe_load((source.path / "config.yaml").read_text())["rewards"]
+        }
+        for user in ("a", "b"):
+            assert f"# {user}" in (source.path / rewards[user].partition(":")[0]).read_text()
 
 
 def test_a_difference_ends_the_command_with_1(copied: Path, tmp_path: Path) -> None:
