@@ -66,7 +66,7 @@ class Tensors(dict[str, Tensor]):
         if isinstance(name, int):
             row = range(self.batch_size[0])[name]
             return Tensors({key: tensor[row] for key, tensor in self.items()}, self.batch_size[1:])
-        chosen = np.arange(self.batch_size[0])[name if isinstance(name, slice) else np.asarray(name)]
+        chosen = np.arange(self.batch_size[0])[_selection(name)]
         index = torch.from_numpy(chosen)
         shape = (len(chosen), *self.batch_size[1:])
         return Tensors({key: tensor[index.to(tensor.device)] for key, tensor in self.items()}, shape)
@@ -210,7 +210,7 @@ class DataProto:
             return DataProtoItem(self.batch[row], columns, self.meta_info)
         if not isinstance(rows, slice | list | tuple | range | np.ndarray | Tensor):
             raise TypeError(f"rows are chosen by integers, slices, lists, arrays and tensors, not {type(rows)}")
-        chosen = np.arange(len(self))[rows if isinstance(rows, slice) else np.asarray(rows)]
+        chosen = np.arange(len(self))[_selection(rows)]
         columns = {name: column[chosen] for name, column in self.non_tensor_batch.items()}
         return type(self)(self.batch[chosen], columns, self.meta_info)
 
@@ -434,6 +434,14 @@ def _reshaped(data: DataProto, shape: Any, rows: int) -> DataProto:
     tensors = {name: tensor.reshape(shape(tensor.shape)) for name, tensor in data.batch.items()}
     columns = {name: column.reshape(shape(column.shape)) for name, column in data.non_tensor_batch.items()}
     return type(data)(Tensors(tensors, [rows]), columns, data.meta_info)
+
+
+def _selection(rows: Rows) -> slice | npt.NDArray[Any]:
+    """Returns rows as an index of an array. An empty selection is one of integers: NumPy gives it no integer type."""
+    if isinstance(rows, slice):
+        return rows
+    chosen = np.asarray(rows)
+    return chosen if chosen.size else chosen.astype(np.int64)
 
 
 def _names(names: str | Sequence[str]) -> list[str]:

@@ -57,6 +57,15 @@ def test_rows_are_chosen_like_rows_of_an_array() -> None:
         rows["x"]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+@pytest.mark.parametrize("none", [[], (), range(0), np.array([]), torch.tensor([])])
+def test_an_empty_selection_has_no_rows(none: Any) -> None:
+    for part in (data()[none], data().select_idxs(none)):
+        assert len(part) == 0
+        assert part.batch["y"].shape == (0, 2)
+        assert part.non_tensor_batch["name"].tolist() == []
+    assert data().batch[none]["x"].tolist() == []
+
+
 def test_repeat_interleaves_or_repeats_the_whole() -> None:
     rows = data(2)
     assert rows.repeat(2).non_tensor_batch["name"].tolist() == ["n0", "n0", "n1", "n1"]
