@@ -96,14 +96,17 @@ class ToolEnvironment:
     # ------------------------------------------------------------------ tools
 
     async def _execute(self, call: ToolCall) -> tuple[str, float]:
-        """Returns (response, reward) of a call. A tool's exception is its response, as in verl."""
-        outcome = await RewardCall(self._run, _threads, label=f"the tool {call.name}")(call=call)
+        """Returns (response, reward) of a call. A tool's exception is its response, as in verl. Raises ConfigError for
+        a response with images or videos."""
+        outcome: Any = await RewardCall(self._run, _threads, label=f"the tool {call.name}")(call=call)
         if isinstance(outcome, BaseException):
             _log.warning("the tool %s raised %s: %s", call.name, type(outcome).__name__, text_of(outcome))
             return f"Error when executing tool: {text_of(outcome)}", 0.0
-        return outcome  # pyright: ignore[reportReturnType]
+        response, reward = outcome
+        return _text(response, call.name), reward
 
-    async def _run(self, *, call: ToolCall) -> tuple[str, float]:
+    async def _run(self, *, call: ToolCall) -> tuple[Any, float]:
+        """Executes a call. Returns (the tool's response, reward)."""
         tool, parameters = self._tools[call.name], json.loads(call.arguments)
         if call.name not in self._instances:
             given = self._kwargs_of(call.name, "create_kwargs")
@@ -114,7 +117,7 @@ class ToolEnvironment:
         given = self._kwargs_of(call.name, "execute_kwargs")
         result = await _called(tool.execute, self._instances[call.name], parameters, **given)
         response, reward = result[:2] if isinstance(result, tuple) else (result, 0.0)
-        return _text(response, call.name), float(reward or 0.0)
+        return response, float(reward or 0.0)
 
     async def _final_reward(self) -> float:
         """Returns the sum of the tools' rewards at the end of the rollout."""

@@ -45,6 +45,10 @@ class Adder(BaseTool):
     async def release(self, instance_id, **kwargs):
         EVENTS.append(("release", self.total))
 
+class Painter(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="see", **{parameters["kind"]: ["pixels"]}), 0.0, {}
+
 class Old:
     """A tool of an earlier version: no base class, text instead of a response, an id instead of a pair."""
 
@@ -102,7 +106,7 @@ def files(tmp_path: Path) -> dict[str, str]:
     """Files of tools and interactions, and the Python file with their classes."""
     own = tmp_path / "own.py"
     own.write_text(CLASSES, encoding="utf-8")
-    tools = [tool_of("add", f"{own}:Adder"), tool_of("old", f"{own}:Old")]
+    tools = [tool_of("add", f"{own}:Adder"), tool_of("old", f"{own}:Old"), tool_of("paint", f"{own}:Painter")]
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}), encoding="utf-8")
     interaction = [{"name": "teacher", "class_name": f"{own}:Teacher", "config": {}}]
     (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": interaction}), encoding="utf-8")
@@ -169,6 +173,12 @@ async def test_rewards_of_tools_count_where_that_is_asked_for(files: dict[str, s
 async def test_an_error_of_a_tool_is_its_response(files: dict[str, str]) -> None:
     _, seen, _ = await rollout(call("add", n=-1), "done", tools=files["tools"])
     assert "<tool>Error when executing tool: only sums<|end|>" in seen
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+async def test_a_response_with_images_fails_the_rollout(files: dict[str, str], kind: str) -> None:
+    with pytest.raises(RolloutError, match="the response of the tool paint\nfound: it has images or videos"):
+        await rollout(call("paint", kind=kind), "done", tools=files["tools"])
 
 
 @pytest.mark.parametrize(
