@@ -164,10 +164,16 @@ def _signed(term: Term[Any] | None, sign: str, name: str) -> str:
     return f" {sign} {format_value(term.coef)} {name}" if term is not None else ""
 
 
+def _passes(epochs: int, mini_batches: int) -> str:
+    return f"{epochs * mini_batches} per train step: {epochs} pass(es) over {mini_batches} mini-batch(es)"
+
+
 def _updates(algorithm: GroupAlgorithm) -> Iterator[Line]:
-    updates = algorithm.epochs * algorithm.mini_batches
-    passes = f"{algorithm.epochs} pass(es) over {algorithm.mini_batches} mini-batch(es)"
-    yield Line("updates", f"{updates} per train step: {passes}")
+    yield Line("updates", _passes(algorithm.epochs, algorithm.mini_batches))
+    for critic in algorithm.objectives:
+        if isinstance(critic, ValueObjective) and (critic.epochs or critic.mini_batches):
+            own = _passes(critic.epochs or algorithm.epochs, critic.mini_batches or algorithm.mini_batches)
+            yield Line("critic updates", own)
     if algorithm.critic_warmup:
         yield Line("warm-up", f"the first {algorithm.critic_warmup} train step(s) update the critic alone")
     where_old = "recomputed before the step" if algorithm.recompute_old else "the engine's"

@@ -167,6 +167,8 @@ def test_group_estimators_want_groups_and_mini_batches_want_data() -> None:
     assert configured("reinforce", group_size=1)
     problems = refused({"kind": "reinforce", "mini_batches": 5}, groups_per_step=4)
     assert "4 group(s)" in problems["algorithm.mini_batches"]
+    problems = refused({"kind": "ppo", "critic": {"mini_batches": 5}}, groups_per_step=4)
+    assert "4 group(s)" in problems["algorithm.critic.mini_batches"]
 
 
 def refused_on_files(algorithm: object, **schedule: int) -> dict[str, str]:

@@ -84,6 +84,12 @@ def test_the_warm_up_is_explained() -> None:
     assert "warm-up" not in explain(ppo(0), "")
 
 
+def test_the_updates_of_a_critic_are_explained() -> None:
+    own = PPO.configure({"kind": "ppo", "epochs": 2, "critic": {"mini_batches": 3}})
+    assert "6 per train step: 2 pass(es) over 3 mini-batch(es)" in explain(build_algorithm(own), "")
+    assert "critic updates" not in explain(ppo(0), "")
+
+
 # --- a critic with its own passes, model and gradient norm
 
 

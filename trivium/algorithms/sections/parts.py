@@ -127,6 +127,17 @@ class KlConfig(Config):
             )
 
 
+def mini_batch_problems(mini_batches: int, run: RunConfig, where: str) -> Iterator[Problem]:
+    """Problems of more mini-batches than a step has groups."""
+    if mini_batches > run.schedule.groups_per_step:
+        yield Problem(
+            where,
+            f"{mini_batches} mini-batches",
+            f"a step has {run.schedule.groups_per_step} group(s) (schedule.groups_per_step)",
+            "use fewer mini-batches, or more groups",
+        )
+
+
 class CriticConfig(Config):
     """The critic's objective; read where the advantage estimator needs values."""
 
@@ -144,7 +155,9 @@ class CriticConfig(Config):
     value_coef: float = changeable(0.1, gt=0)
     """Weight of the critic's loss beside the policy's, where they share a trunk."""
 
-    def own_problems(self, warmup: int, where: str) -> Iterator[Problem]:
+    def own_problems(self, run: RunConfig, warmup: int, where: str) -> Iterator[Problem]:
+        if self.mini_batches is not None:
+            yield from mini_batch_problems(self.mini_batches, run, f"{where}.mini_batches")
         for name in ("epochs", "mini_batches") if self.trunk == "shared" else ():
             if getattr(self, name) is not None:
                 yield Problem(
@@ -178,13 +191,7 @@ class PassesConfig(AlgorithmConfig):
     """Optimizer steps per pass."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        if self.mini_batches > run.schedule.groups_per_step:
-            yield Problem(
-                f"{where}.mini_batches",
-                f"{self.mini_batches} mini-batches",
-                f"a step has {run.schedule.groups_per_step} group(s) (schedule.groups_per_step)",
-                "use fewer mini-batches, or more groups",
-            )
+        yield from mini_batch_problems(self.mini_batches, run, f"{where}.mini_batches")
 
 
 class UpdateConfig(PassesConfig):

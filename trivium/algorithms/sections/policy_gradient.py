@@ -186,7 +186,7 @@ class PolicyGradientConfig(UpdateConfig):
                 "use algorithm.kind sft, or buffer.kind memory",
             )
         yield from self.kl.problems(run, f"{where}.kl")
-        yield from self.critic.own_problems(self.critic_warmup, f"{where}.critic")
+        yield from self.critic.own_problems(run, self.critic_warmup, f"{where}.critic")
         yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
         for number, gate in enumerate(self.gates):
