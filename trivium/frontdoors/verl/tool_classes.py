@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter
 
 from trivium.config import read_yaml
 from trivium.errors import ConfigError
@@ -136,16 +136,15 @@ def function_tool(function: Function) -> Function:
 
 
 class FunctionTool(BaseTool):
-    """A plain or `async` function as a tool. Its docstring and annotations describe it to the policy."""
+    """A plain or `async` function as a tool. Its docstring and annotations describe it to the policy; a parameter
+    without annotation is text. Raises ConfigError for an annotation that JSON cannot represent."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        names = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters
-        properties = {
-            name: OpenAIFunctionPropertySchema(type=names.get(hints.get(name, str), "string")) for name in parameters
-        }
+        where = f"of the tool {function.__name__}"
+        properties = {name: _property(hints.get(name, str), f"the parameter {name} {where}") for name in parameters}
         required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
         schema = OpenAIFunctionSchema(
             name=function.__name__,
@@ -161,6 +160,16 @@ class FunctionTool(BaseTool):
         result = self.function(**parameters)
         result = await result if inspect.isawaitable(result) else result
         return ToolResponse(text=result if isinstance(result, str) else json.dumps(result)), 0.0, {}
+
+
+def _property(hint: Any, asked: str) -> OpenAIFunctionPropertySchema:
+    """Describes a parameter by its annotation."""
+    try:
+        schema = TypeAdapter(hint).json_schema()
+    except PydanticUserError as error:
+        found = f"its annotation {hint!r} has no JSON schema"
+        raise ConfigError(asked, found, "annotate it with a type of JSON values") from error
+    return OpenAIFunctionPropertySchema.model_validate({"type": None, **schema})
 
 
 @lru_cache(maxsize=64)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
+from pydantic import Field
 
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import ConfigError, RolloutError
-from trivium.frontdoors.verl.tool_classes import load_functions, load_interactions, load_tools
+from trivium.frontdoors.verl.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.text.renderer import ChatRenderer
@@ -222,6 +223,39 @@ async def test_functions_are_tools(files: dict[str, str]) -> None:
     for expected in ("Twice a number.", '"integer"', "<tool>8<|end|>"):
         assert expected in seen
     assert list(load_functions(files["functions"])) == ["double"], "the others are not marked"
+
+
+def test_annotations_describe_the_parameters_of_a_function() -> None:
+    def search(
+        query: str,
+        limit: int | None = None,
+        tags: list[str] = [],  # noqa: B006
+        order: Literal["new", "old"] = "new",
+        weights: dict[str, float] | None = None,
+        page: Annotated[int, Field(description="from 1")] = 1,
+        other=None,
+    ) -> str:
+        return query
+
+    described = FunctionTool(search).tool_schema.model_dump(exclude_none=True)["function"]["parameters"]
+    assert described["required"] == ["query"]
+    assert described["properties"] == {
+        "query": {"type": "string"},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "order": {"type": "string", "enum": ["new", "old"]},
+        "weights": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
+        "page": {"type": "integer", "description": "from 1"},
+        "other": {"type": "string"},
+    }
+
+
+def test_an_annotation_without_a_json_schema_is_named() -> None:
+    def ask(engine: ScriptedEngine) -> str:
+        return str(engine)
+
+    with pytest.raises(ConfigError, match="the parameter engine of the tool ask"):
+        FunctionTool(ask)
 
 
 async def test_an_interaction_answers_until_it_ends(files: dict[str, str]) -> None:
