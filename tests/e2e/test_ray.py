@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.ray_parts import Run, run_command
 from tests.e2e.test_kill import outcome_of
-from tests.processes import survivors
+from tests.processes import Forked, survivors, trivium
 
 HERE = Path(__file__).parent
 PLAIN, STAGED = str(HERE / "ray.yaml"), str(HERE / "tiny.yaml")
@@ -106,6 +106,33 @@ def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
     assert "explorer-0 died" in run.said
     assert "engine-1-0 died" in run.said
     assert outcome_of(run.dir) == one_process(*arguments)
+
+
+def _trivium_whose_first_explorer_dies(*arguments: str) -> None:
+    """The command, where `explorer-0` dies before its process is ready."""
+    import ray
+
+    from trivium.cluster.supervisor import Supervisor
+
+    start = Supervisor._start_explorer
+
+    def start_and_kill(self: Supervisor, name: str) -> None:
+        start(self, name)
+        if name == "explorer-0":
+            ray.kill(self._actors[name])
+
+    Supervisor._start_explorer = start_and_kill  # in this process alone, which ends with the command
+    trivium(*arguments)
+
+
+def test_an_explorer_that_dies_before_it_is_ready_is_replaced(ray_address: str, tmp_path: Path) -> None:
+    arguments = ["run", PLAIN, *SYNCHRONOUS, "schedule.steps=2", f"run.dir={tmp_path / 'run'}", *on_ray(ray_address)]
+    command = Forked("trivium", tmp_path / "output.txt", _trivium_whose_first_explorer_dies, *arguments)
+    try:
+        assert command.wait(120) == 0, command.text
+    finally:
+        command.kill()
+    assert "explorer-0~1 replaces it" in command.text
 
 
 def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command_continues(

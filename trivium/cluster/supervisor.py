@@ -139,6 +139,8 @@ class Supervisor:
         """Handles ended calls. Returns the failures that end the stage."""
         failures: list[Exception] = []
         for ref in done:
+            if ref not in self._watched:
+                continue  # a call of an explorer whose death is handled
             name, what = self._watched.pop(ref)
             try:
                 answer: Answer = ray.get(ref)
@@ -179,6 +181,8 @@ class Supervisor:
             return [ActorDied(name, cause)]
         self._explorers.discard(name)
         self._deadlines.pop(name, None)
+        # An explorer that dies before its `start` returns has two pending calls, and both end with its death.
+        self._watched = {ref: call for ref, call in self._watched.items() if call[0] != name}
         if self._failing or self._record is not None:
             return []
         first, _, restarts = name.partition("~")  # `explorer-0~2` is the second replacement of `explorer-0`
