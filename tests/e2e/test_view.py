@@ -453,6 +453,7 @@ def test_only_this_machine_with_the_token_reads_and_only_files_of_the_run(url: s
         assert (image.content, image.headers["content-type"]) == (PICTURE, "image/png")
         for name in ("0" * 64, "../config.yaml", "%2e%2e%2fconfig.yaml", "g" * 64, str(hostile)):
             assert client.get(f"{url}media/1/{name}").status_code in (400, 404)
+        assert [client.get(f"{url}trace/{run}.json").status_code for run in (-1, 0, 1, 2)] == [404, 200, 200, 404]
         refused = client.get(f"{url}api/groups", params={"run": 7, "step": 1})
         assert (refused.status_code, refused.json()["found"]) == (400, "it has 2")
         assert client.get(f"{url}api/groups", params={"run": 0, "step": 99}).status_code == 400

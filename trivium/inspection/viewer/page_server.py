@@ -117,6 +117,8 @@ def _add_files(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
 
     @app.get("/trace/{run}.json")
     def _(run: int) -> Response:
+        if run not in range(len(runs)):
+            return _plain(404, "no such run")
         name = re.sub(r"[^\w.-]", "_", runs[run].name)
         headers = {"Content-Disposition": f'attachment; filename="{name}-trace.json"'}
         return JSONResponse(chrome_trace(runs[run].path), headers=headers)
