@@ -327,7 +327,7 @@ class OpenGroups:
                 limit_s, key = limits.of(session)
                 if started is not None and now - started > deadline_s:
                     reason = f"no feedback within {deadline_s:.0f} s (workflow.deadline_s)"
-                    session.failure = Failure("deadline", "DeadlineExceeded", reason)
+                    session.failure = Failure("deadline", "TimeoutError", reason)
                     self.finish(session, 410, reason)
                 elif not session.calls and now - session.touched > limit_s:
                     self.drop(session, f"no call for {limit_s:.0f} s ({key})")

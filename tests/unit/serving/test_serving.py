@@ -433,6 +433,7 @@ async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
         (group,) = await here.take()
         assert group.trajectories[0].failure is not None
         assert group.trajectories[0].failure.side == "deadline"
+        assert not group.trajectories[0].failure.of_rewards
 
 
 async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_path: Path) -> None:
