@@ -159,3 +159,14 @@ def test_a_corrected_kl_takes_the_weights_of_a_correction_along() -> None:
         policy_inputs(policy, torch.ones(2, 3), **columns, rollout_is_weights=weights)
     )
     torch.testing.assert_close(weighted, weights * plain)
+
+
+def test_a_corrected_kl_has_no_cap() -> None:
+    """A token whose `k3` exceeds the default cap keeps its value and its gradient."""
+    policy = torch.tensor([[-9.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    columns = {"old_log_prob": policy.detach(), "ref_log_prob": torch.tensor([[-4.0, -1.5]], dtype=torch.float64)}
+    value = catalogue("kl_estimators")["corrected_k3"](policy_inputs(policy, torch.ones(1, 2), **columns))
+    d = policy.detach() - columns["ref_log_prob"]
+    torch.testing.assert_close(value.detach(), (-d).exp() + d - 1)
+    # The gradient of r k3 at r = 1: that of the ratio, k3, plus that of k3 itself, 1 - exp(-d). The sum is d.
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), policy)[0], d)

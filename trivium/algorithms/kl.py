@@ -81,12 +81,12 @@ def corrected_k3(
     *,
     bound: Annotated[float | None, Field(gt=0, description="largest importance ratio; null for none")] = 2.0,
 ) -> Tensor:
-    """`k3` weighted with the ratio of current and old policy, which makes its gradient that of the KL. If an off-policy
-    correction weights the old policy against the engine's, its weights enter as well.
+    """`k3` without a cap, weighted with the ratio of current and old policy, which makes its gradient that of the KL.
+    If an off-policy correction weights the old policy against the engine's, its weights enter as well.
     """
     ratio = x.log_ratio.exp()
     weights = x.columns.get("rollout_is_weights", torch.ones_like(ratio))
-    return weights * (ratio if bound is None else ratio.clamp(max=bound)) * k3(x)
+    return weights * (ratio if bound is None else ratio.clamp(max=bound)) * k3(x, cap=None)
 
 
 def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[PolicyInputs], Tensor]:
