@@ -24,7 +24,7 @@ def step_row(
         **{f"time/{name}": spent for name, spent in seconds_by_phase.items()},
         "time/step": seconds,
         "perf/idle": seconds_by_phase.get("wait", 0.0) / max(seconds, 1e-9),
-        "perf/rollout_tokens_per_second": num_tokens / seconds,
+        "perf/rollout_tokens_per_second": num_tokens / max(seconds, 1e-9),
     }
 
 

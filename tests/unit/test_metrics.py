@@ -8,6 +8,7 @@ import pytest
 
 from trivium.errors import DataError
 from trivium.metrics import METRICS, aggregate, checked, declare, declared, depends_on_machine, same
+from trivium.step_report import step_row
 
 
 def test_an_undeclared_key_is_refused() -> None:
@@ -72,3 +73,8 @@ def test_nan_equals_nan_and_nothing_else() -> None:
     assert same(math.nan, math.nan)
     assert not same(math.nan, 0.0)
     assert same(1.0, 1.0)
+
+
+def test_a_step_that_takes_no_time_has_rates() -> None:
+    row = step_row({}, {"wait": 0.0}, (), 0.0)
+    assert (row["perf/idle"], row["perf/rollout_tokens_per_second"]) == (0.0, 0.0)

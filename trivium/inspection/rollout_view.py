@@ -177,7 +177,8 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
     for turn in _turns(rollout, decode):
         lines.append(_indented("context", turn["context"]))
         for item in turn.get("media", ()):
-            lines.append(f"  {item['mime']} at tokens {item['span'][0]} to {item['span'][1]}: media/{item['sha256']}")
+            place = "" if item["span"] is None else f" at tokens {item['span'][0]} to {item['span'][1]}"
+            lines.append(f"  {item['mime']}{place}: media/{item['sha256']}")
         lines.append(_indented("completion", turn["completion"]))
         earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
         lines.append(f"  ({turn['tokens']} tokens, stop reason {turn['stop_reason']}{earned})")

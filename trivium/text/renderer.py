@@ -240,7 +240,7 @@ class ChatRenderer:
                 if any(placeholder in text for text in texts):
                     raise DataError(
                         f"a message of the role {message.role!r} whose text names no media",
-                        f"{placeholder!r}is in the text, and this model reads it as media",
+                        f"{placeholder!r} is in the text, and this model reads it as media",
                         "remove it from the text (an image is in `media`, and `<image>` marks its place)",
                     )
 

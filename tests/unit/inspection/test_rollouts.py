@@ -192,6 +192,14 @@ def test_pictures_are_shown_by_where_they_are_stored(tmp_path: Path) -> None:
     assert (tmp_path / "rollouts" / "media" / picture.sha256).read_bytes() == picture.data
 
 
+def test_a_picture_without_tokens_is_shown_without_a_place(tmp_path: Path) -> None:
+    picture = Media("image/png", b"one picture")
+    answered = replace(turn([1, 5], [2]), media=(picture,))
+    journal(tmp_path, "step-000001", group(0, Trajectory(0, (answered,), {"r": 1.0})))
+    (rollout,) = read_rollouts(tmp_path)
+    assert f"  image/png: media/{picture.sha256}" in text_of(rollout, str, tokens=False).splitlines()
+
+
 def test_a_run_in_progress_is_read_and_a_damaged_file_is_not(tmp_path: Path) -> None:
     path = journal(tmp_path, "step-000001", group(0), group(1))
     whole = path.read_bytes()

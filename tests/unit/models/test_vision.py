@@ -182,7 +182,7 @@ def test_the_text_of_a_placeholder_is_refused(family: str, model_dir) -> None:
     token = images_of(model_dir(family)).token  # type: ignore[union-attr]
     seen = renderer.render([Message("user", "a", (png(14, 14),))])
     for messages in ([Message("user", f"a {token} b")], [Message("system", token), Message("user", "a")]):
-        with pytest.raises(DataError, match="reads it as media"):
+        with pytest.raises(DataError, match="' is in the text, and this model reads it as media"):
             renderer.render(messages)
     history = [Message("user", "a"), Message("assistant", "x")]
     with pytest.raises(DataError, match="reads it as media"):
