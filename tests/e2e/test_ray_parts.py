@@ -291,6 +291,21 @@ async def test_a_replica_that_hangs_while_weights_are_loaded_is_named_and_ended(
     await engine.close()
 
 
+async def test_a_replica_that_is_closed_while_it_is_restarted_leaves_no_process(tmp_path: Path, namespace: str) -> None:
+    engine = await replicated(tmp_path, namespace, 1)
+    (replica,) = engine.replicas
+    make: Any = time.sleep  # a build that does not end
+    replica._spec = replace(replica._spec, make=make, args=(600.0,))
+    os.kill(pids(tmp_path)["engine-0-0"], signal.SIGKILL)
+    waiting = asyncio.ensure_future(engine.generate(requests(1)[0]))
+    await eventually(lambda: "engine-0-0~1" in pids(tmp_path))
+    async with asyncio.timeout(30):
+        await engine.close()
+        with pytest.raises(EngineFailure, match="the engine was closed"):
+            await waiting
+    await eventually(lambda: not survivors([pids(tmp_path)["engine-0-0~1"]]))
+
+
 async def test_an_error_of_one_of_several_engines_names_it(tmp_path: Path, namespace: str) -> None:
     spec = EngineSpec(scripted_that_fails, (0.0,), tmp_path, 1, namespace, max_restarts=0, deadline_s=60)
     engine = await ReplicatedEngine.start(spec, ["engine-0-3"])

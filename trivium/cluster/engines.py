@@ -143,11 +143,16 @@ class ActorReplica(Replica):
         return EngineFailure(f"{failed.asked}{name}", failed.found, failed.do)
 
     async def close(self) -> None:
-        """Ends the process and the completions in progress. Idempotent."""
-        if self._is_closed or self._engine is None:
-            self._is_closed = True
+        """Ends the process, also one that is being started, and the completions in progress. Idempotent."""
+        was_closed, self._is_closed = self._is_closed, True
+        if (restart := self._restart) is not None:
+            if self._actor is not None:
+                ray.kill(self._actor)
+            # Its error reaches those that wait for the new process.
+            await asyncio.gather(asyncio.shield(restart), return_exceptions=True)
             return
-        self._is_closed = True
+        if was_closed or self._engine is None:
+            return
         try:
             with suppress(ActorDied):
                 await self._engine.close()
@@ -155,13 +160,17 @@ class ActorReplica(Replica):
             ray.kill(self._actor)
 
     async def _start(self, died: ActorDied | None) -> None:
-        """Starts processes until one is ready and has loaded the current weights."""
+        """Starts processes until one is ready and has loaded the current weights. Raises EngineFailure if the replica
+        is closed meanwhile."""
         try:
             while True:
+                if self._is_closed:
+                    do = "build a new engine"
+                    raise EngineFailure("a completion from the engine", "the engine was closed", do) from died
                 if died is not None:
                     self._count_death(died)
                 try:
-                    self._actor, engine = await self._start_process()
+                    engine = await self._start_process()
                     if (weights := self._weights) is not None:
                         await self._load_in_time(engine, weights, "finish")
                     self._engine = engine
@@ -172,9 +181,7 @@ class ActorReplica(Replica):
             self._restart = None
 
     def _count_death(self, died: ActorDied) -> None:
-        """Raises EngineFailure if the replica is closed, or has died more than `max_restarts` times."""
-        if self._is_closed:
-            raise EngineFailure("a completion from the engine", "the engine was closed", "build a new engine") from died
+        """Raises EngineFailure if the replica has died more than `max_restarts` times."""
         self._num_deaths += 1
         if self._num_deaths > self._spec.max_restarts:
             raise EngineFailure(
@@ -184,13 +191,15 @@ class ActorReplica(Replica):
             ) from died
         _log.warning("%s died (%s); it is restarted", self.name, died.cause)
 
-    async def _start_process(self) -> tuple[Any, Proxy]:
-        """Starts a process. Returns (actor, engine)."""
+    async def _start_process(self) -> Proxy:
+        """Starts a process and waits until its engine is built."""
         spec, name = self._spec, self.name + (f"~{self._num_deaths}" if self._num_deaths else "")
-        actor = start_host(name, spec.run_dir, spec.threads, namespace=spec.namespace, num_gpus=spec.num_gpus)
+        actor = self._actor = start_host(
+            name, spec.run_dir, spec.threads, namespace=spec.namespace, num_gpus=spec.num_gpus
+        )
         try:
             async with asyncio.timeout(spec.deadline_s):
-                return actor, await build_hosted(actor, self.name, self.name, HostedEngine, spec.make, spec.args)
+                return await build_hosted(actor, self.name, self.name, HostedEngine, spec.make, spec.args)
         except TimeoutError as error:
             raise EngineFailure(
                 f"start {name}",
