@@ -46,7 +46,7 @@ CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
     "trivium.processes.answers": (1, "an error crosses to the process that called, which raises it"),
-    "trivium.processes.link": (1, "an error crosses to the process that called, which raises it"),
+    "trivium.processes.link": (2, "an error crosses to the process that called, which raises it"),
     "trivium.errors": (1, "the text of an error names what its __str__ raised"),
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),

@@ -124,13 +124,15 @@ class TrainProcess:
         self._exit_code()
 
     def _offer(self, incoming: Incoming, version: int, tensors: tuple[Any, ...] | None) -> Answer:
-        """Offers weights to the channel. Answers whether they were delivered, and their hash."""
+        """Answers an offer of weights. The process waits for the answer, and raises an error in the call in progress."""
+        failures = Failures("the channel of weights", partial(RoleFailed, "the channel of weights"))
+        return failures.answer_of(partial(self._delivered, incoming, version, tensors))
+
+    def _delivered(self, incoming: Incoming, version: int, tensors: tuple[Any, ...] | None) -> tuple[bool, str]:
+        """Offers weights to the channel. Returns (whether they were delivered, their hash)."""
         arriving = self._arriving(incoming)
-        try:
-            delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
-        except Exception as error:  # the process waits for the answer, and raises it in the call in progress
-            return Failures("the channel of weights", partial(RoleFailed, "the channel of weights")).answer(error)
-        return Answer((delivered, getattr(self._channel, "offered", "")))
+        delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
+        return delivered, getattr(self._channel, "offered", "")
 
     def _arriving(self, incoming: Incoming) -> Iterator[Named]:
         weights = iter(incoming)
