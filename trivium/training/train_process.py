@@ -124,7 +124,7 @@ class TrainProcess:
         self._exit_code()
 
     def _offer(self, incoming: Incoming, version: int, tensors: tuple[Any, ...] | None) -> Answer:
-        """Answers an offer of weights. The process waits for the answer, and raises an error in the call in progress."""
+        """Answers an offer of weights. The process waits for it, and raises an error in the call in progress."""
         failures = Failures("the channel of weights", partial(RoleFailed, "the channel of weights"))
         return failures.answer_of(partial(self._delivered, incoming, version, tensors))
 

@@ -339,6 +339,12 @@ def test_the_parts_of_a_completion_restore_its_text(text: str) -> None:
     assert answer_of(again, {call.name for call in answer.calls}).calls == answer.calls
 
 
+def test_edited_parts_are_written_anew() -> None:
+    edited = answer_of(CALL, {"weather"})._replace(content="Let me guess.")
+    assert written(edited, ["chatcmpl-1"], {"chatcmpl-1": CALL}.get) != CALL
+    assert answer_of(written(edited, ["chatcmpl-1"], {"chatcmpl-1": CALL}.get), {"weather"}) == edited
+
+
 def test_ids_of_parts_name_their_completion() -> None:
     for part in (part_id("call", "chatcmpl-ab12", 3), part_id("rs", "chatcmpl-ab12"), "chatcmpl-ab12"):
         assert completion_id(part) == "chatcmpl-ab12"
