@@ -59,6 +59,12 @@ def test_calls_have_answers_and_errors(links: tuple[Link, Link]) -> None:
         one.call("divide", 1, 0).result(PATIENCE_S)
 
 
+def test_an_answer_gives_its_value_or_raises_its_error() -> None:
+    assert Answer(3).unwrap() == 3
+    with pytest.raises(RoleFailed, match="other failed: ValueError: no"):
+        FAILURES.answer(ValueError("no")).unwrap()
+
+
 class Unreadable:
     """An object that can be pickled, and not be read."""
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain
 from trivium.algorithms.presets import PPO
+from trivium.errors import ConfigError
 from trivium.loops import train_step
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
@@ -151,3 +152,9 @@ def test_a_critic_starts_from_its_own_model(model_dir: Path, tmp_path: Path) -> 
     resumed.load(tmp_path / "before")
     train_step(resumed, GROUPS, resumed.algorithm)
     assert both(engine, tmp_path / "one") == both(resumed, tmp_path / "two")
+
+
+def test_a_critic_whose_model_lacks_tokens_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    smaller = write_model(tmp_path / "smaller", vocab_size=MODELS["qwen3"].vocab_size - 1)
+    with pytest.raises(ConfigError, match="critic_path"):
+        make_engine(model_dir, ppo(0), critic_path=str(smaller))
