@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trivium import api
+from trivium.registry import lazy_names
 
 HEAD = """# Python names
 
@@ -58,7 +59,7 @@ TITLES = {
 def public_names() -> dict[str, dict[str, Any]]:
     """Public module -> name -> value."""
     names = {module: importlib.import_module(module).__all__ for module in MODULES if module != "trivium.api"}
-    names["trivium.api"] = [*api.homes()]
+    names["trivium.api"] = [*lazy_names(str(api.__file__))]
     return {
         module: {
             name: getattr(importlib.import_module(module), name) for name in names[module] if not name.startswith("__")
@@ -78,7 +79,7 @@ def _sections() -> Iterator[str]:
         if module != "trivium.api":
             yield _table(values)
             continue
-        packages = {name: home.split(".")[1] for name, home in api.homes().items()}
+        packages = {name: home.split(".")[1] for name, home in lazy_names(str(api.__file__)).items()}
         for title, members in TITLES.items():
             yield f"### {title}\n"
             yield _table({name: value for name, value in values.items() if packages[name] in members})

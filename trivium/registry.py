@@ -6,12 +6,14 @@ A name is a short name (`grpo`), a path (`my.package:Thing`) or a file (`rewards
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -358,6 +360,19 @@ def resolve(kind: str, name: str, base: Path | None = None) -> Any:
             suggest(attribute, _offered(module)),
         )
     return getattr(module, attribute)
+
+
+@cache
+def lazy_names(file: str) -> dict[str, str]:
+    """The names that the module in `file` imports under `if TYPE_CHECKING`, and the module of each.
+
+    Type checkers read that block. A module whose `__getattr__` imports names on first use reads it too, so that there
+    is one list.
+    """
+    statements = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    block = next(node for node in statements if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def _offered(module: ModuleType) -> list[str]:

@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trivium.registry import lazy_names
 
 if TYPE_CHECKING:
     from trivium.buffers.journal import write_groups as write_groups
@@ -80,23 +79,11 @@ if TYPE_CHECKING:
     from trivium.types import Turn as Turn
 
 
-@cache
-def homes() -> dict[str, str]:
-    """Public name -> module, in the order of the list above.
-
-    The list is what type checkers read, so it is the only one: this function reads it from the file.
-    """
-    statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
-    block = next(node for node in statements if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in homes():
+    if name not in lazy_names(__file__):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes()[name]), name)
+    return getattr(importlib.import_module(lazy_names(__file__)[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *homes()])
+    return sorted([*globals(), *lazy_names(__file__)])

@@ -6,12 +6,11 @@ are imported on first use, because most of them import Ray and torch.
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import MissingPackage
+from trivium.registry import lazy_names
 
 if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
     from trivium.algorithms import (
@@ -225,20 +224,8 @@ __all__ = [
 ]
 
 
-def _homes() -> dict[str, str]:
-    """Returns the module of each name."""
-    body = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
-    imports = [node for block in body if isinstance(block, ast.If) for node in block.body]
-    return {
-        alias.name: str(node.module) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-
-
-_HOMES = _homes()
-
-
 def __getattr__(name: str) -> Any:
-    module = _HOMES.get(name)
+    module = lazy_names(__file__).get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
