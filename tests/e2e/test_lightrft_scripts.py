@@ -121,7 +121,7 @@ def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> Non
     assert trainer.pretrain_dataloader is not None
     assert trainer.pretrain_dataloader.given == 2  # pyright: ignore[reportAttributeAccessIssue]
     longer = [*words, "--num_episodes", "2", "--load_checkpoint"]
-    assert lightrft_user.train(lightrft_user.arguments(longer)).policy_version == 2, "two further steps"
+    assert lightrft_user.train(lightrft_user.arguments(longer)).policy_version == 3, "a start and two further steps"
 
 
 @pytest.mark.parametrize("name", VARIATIONS)

@@ -406,7 +406,7 @@ def test_every_view_opens_in_both_themes_and_by_the_keyboard(url: str, page: Pag
     page.wait("document.querySelector('table.plain')?.textContent.includes('trainer')")
     page.press("+")
     page.press("4")
-    page.wait("document.querySelector('.compare').textContent.includes('has no rollout of the task')")
+    page.wait("document.querySelector('.compare')?.textContent.includes('has no rollout of the task')")
     page.open(f"{url}#/compare?run=0&other=0&step=3&task={tasks_of(demo, 3)[0]}")
     page.wait("document.querySelectorAll('.compare .member').length === 2 || document.querySelector('.compare button')")
     page.press("?")

@@ -313,8 +313,10 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         for experience in self.experience_maker.make_experience_list(groups, self.micro_rollout_batch_size):
             self.replay_buffer.append(experience)
         status = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
+        version = self.policy_version
         status |= self.ppo_train(step)
-        self.policy_version += 1  # an override of the user's may update the weights without `training_step_actor`
+        if self.policy_version == version:  # an override may update the weights without `training_step_actor`
+            self.policy_version += 1
         self.replay_buffer.clear()
         if "kl" in status:
             self.kl_ctl.update(status["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
