@@ -100,7 +100,7 @@ def words_of(folder: Path, name: str) -> list[str]:
 
 
 def _check(folder: Path, trainer: Any, words: Sequence[str]) -> None:
-    assert trainer.policy_version >= 2
+    assert trainer.policy_version >= 3, "a start and at least two steps"
     assert (folder / "ckpt" / "_actor" / "global_step2" / "manifest.json").is_file()
     assert (folder / "ckpt" / "_critic").is_dir() == ("gae" in words)
     sees = str(folder / "seeing") in words

@@ -9,6 +9,7 @@ from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import Corrected, correct
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.stats import masked_mean
+from trivium.frontdoors.verl.rollout_corr_helper import correction_metrics, off_policy_metrics
 
 # --------------------------------------------------------------------------- verl's words
 
@@ -43,86 +44,9 @@ def _corrected(inputs: Arguments, correction: Correction, trainer: str = "old_lo
     return correct(inputs[trainer], engine, inputs["response_mask"], correction)
 
 
-_OFF_POLICY = {
-    "training_ppl": "perplexity",
-    "training_log_ppl": "log_perplexity",
-    "rollout_ppl": "perplexity_engine",
-    "rollout_log_ppl": "log_perplexity_engine",
-    "kl": "kl_k1",
-    "k3_kl": "kl",
-    "log_ppl_diff": "log_perplexity_gap",
-    "log_ppl_abs_diff": "log_perplexity_gap_abs",
-    "log_ppl_diff_max": "log_perplexity_gap_above",
-    "ppl_ratio": "perplexity_ratio",
-    "chi2_token": "chi2",
-    "chi2_seq": "sequence_chi2",
-}
-"""The peer's word -> ours."""
-
-
-def _off_policy_metrics(found: dict[str, float]) -> dict[str, float]:
-    metrics = {theirs: found[f"mismatch/{ours}"] for theirs, ours in _OFF_POLICY.items()}
-    return metrics | {"log_ppl_diff_min": -found["mismatch/log_perplexity_gap_below"]}
-
-
-_SPREAD = {
-    "mean": "mean",
-    "std": "std",
-    "max": "max",
-    "min": "min",
-    "seq_mean": "sequence_mean",
-    "seq_std": "sequence_std",
-    "seq_max": "sequence_max",
-    "seq_min": "sequence_min",
-    "seq_max_deviation": "sequence_deviation",
-    "seq_fraction_high": "sequence_above",
-    "seq_fraction_low": "sequence_below",
-}
-_WEIGHTS = {**_SPREAD, "ratio_fraction_high": "above", "ratio_fraction_low": "below", "eff_sample_size": "ess"}
-_REJECTION = {
-    **_SPREAD,
-    "fraction_high": "above",
-    "fraction_low": "below",
-    "masked_fraction": "tokens",
-    "seq_masked_fraction": "sequences",
-}
-
-
-def _weight_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
-    metrics = {f"rollout_is_{theirs}": found[f"mismatch/weight/{ours}"] for theirs, ours in _WEIGHTS.items()}
-    if correction.weights == "sequence":  # the peer's extremes are then those of the ratios
-        metrics["rollout_is_max"] = found["mismatch/weight/ratio_max"]
-        metrics["rollout_is_min"] = found["mismatch/weight/ratio_min"]
-    if correction.outside == "mask":
-        metrics["rollout_is_oob_ratio"] = found["mismatch/weight/outside"]
-    if correction.normalise:
-        mean = "mean" if correction.weights == "token" else "sequence_mean"
-        metrics["rollout_is_batch_norm_factor"] = found[f"mismatch/weight/{mean}"]
-    return metrics
-
-
-def _rejection_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for option in correction.rejection:
-        ours_of = {t: o for t, o in _REJECTION.items() if option.endswith("k1") or t != "seq_fraction_low"}
-        metrics |= {
-            f"rollout_rs_{option}_{theirs}": found[f"mismatch/rejection/{option}/{ours}"]
-            for theirs, ours in ours_of.items()
-        }
-    return metrics | {
-        "rollout_rs_masked_fraction": found["mismatch/rejected_tokens"],
-        "rollout_rs_seq_masked_fraction": found["mismatch/rejected_sequences"],
-    }
-
-
 def _metrics(found: dict[str, float], correction: Correction | None) -> dict[str, float]:
     """Those of a correction under the peer's names."""
-    metrics: dict[str, float] = {}
-    if correction is not None and correction.weights != "none":
-        metrics |= _weight_metrics(found, correction)
-    if correction is not None and correction.rejection:
-        metrics |= _rejection_metrics(found, correction)
-    return metrics
+    return {} if correction is None else correction_metrics(found, correction)
 
 
 # --------------------------------------------------------------------------- verl
@@ -139,7 +63,7 @@ def _one_part(inputs: Arguments, kwargs: Arguments) -> Arguments:
 @answers("rollout_correction", "offpolicy_metrics")
 def _off_policy(inputs: Arguments, kwargs: Arguments) -> Arguments:
     mask = inputs["response_mask"].bool()
-    return {"metrics": _off_policy_metrics(mismatch(inputs["old_log_prob"], inputs["rollout_log_prob"], mask))}
+    return {"metrics": off_policy_metrics(mismatch(inputs["old_log_prob"], inputs["rollout_log_prob"], mask))}
 
 
 @answers("rollout_correction", "full")
@@ -150,7 +74,7 @@ def _full(inputs: Arguments, kwargs: Arguments) -> Arguments:
     if correction is not None:
         weights, kept, statistics = _corrected(inputs, correction)
         found |= statistics
-    metrics = _off_policy_metrics(found) | _metrics(found, correction)
+    metrics = off_policy_metrics(found) | _metrics(found, correction)
     return {
         "weights": weights,
         "response_mask": kept,
@@ -170,7 +94,7 @@ def _bypass_mode(inputs: Arguments, kwargs: Arguments) -> Arguments:
     loss, found = minimised(objective, inputs["log_prob"], mask, columns)
     done = None if correction is None else _corrected(inputs, correction, "log_prob")
     kept = mask if done is None else done.kept
-    corrections = _off_policy_metrics(found) | ({} if done is None else _metrics(done.metrics, correction))
+    corrections = off_policy_metrics(found) | ({} if done is None else _metrics(done.metrics, correction))
     kl = masked_mean(kl_penalty(inputs["old_log_prob"], inputs["log_prob"].detach(), "k1"), kept)
     metrics = {"actor/ppo_kl": kl, **{f"rollout_corr/{name}": value for name, value in corrections.items()}}
     if clipped:

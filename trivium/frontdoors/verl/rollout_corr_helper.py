@@ -101,8 +101,7 @@ def compute_rollout_correction_and_rejection_mask(
     if options:
         correction = cast(Correction, plugin("corrections")({"kind": "custom", **options}))
         done = correct(old_log_prob, rollout_log_prob, mask, correction)
-        metrics |= _weight_metrics(done.metrics, correction) if done.weights is not None else {}
-        metrics |= _rejection_metrics(done.metrics, correction) if correction.rejection else {}
+        metrics |= correction_metrics(done.metrics, correction)
         kept = done.kept.to(response_mask.dtype)
         weights = None if done.weights is None else DataProto.from_dict({"rollout_is_weights": done.weights})
     return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}
@@ -154,10 +153,22 @@ def compute_offpolicy_metrics(
     engine = old_log_prob if rollout_log_prob is None else rollout_log_prob
     mask = _checked(old_log_prob, engine, response_mask)
     measured = mismatch(old_log_prob.detach(), engine.detach(), mask)
-    metrics = {theirs: measured[f"mismatch/{ours}"] for theirs, ours in OFF_POLICY.items()}
+    metrics = off_policy_metrics(measured)
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
+    return metrics
+
+
+def off_policy_metrics(measured: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of `trivium.algorithms.mismatch` under verl's names."""
+    metrics = {theirs: measured[f"mismatch/{ours}"] for theirs, ours in OFF_POLICY.items()}
     return metrics | {"log_ppl_diff_min": -measured["mismatch/log_perplexity_gap_below"]}
+
+
+def correction_metrics(measured: Mapping[str, float], correction: Correction) -> dict[str, float]:
+    """Returns the metrics of a correction's weights and rejection under verl's names."""
+    metrics = _weight_metrics(measured, correction) if correction.weights != "none" else {}
+    return metrics | (_rejection_metrics(measured, correction) if correction.rejection else {})
 
 
 def compute_rollout_corr_metrics_from_logprobs(
