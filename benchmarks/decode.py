@@ -29,7 +29,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.randomness import SampleKey, permutation
 from trivium.text.tiny import TinyModel
 from trivium.types import IntArray, Request, Sampling

@@ -24,7 +24,7 @@ from gpu_train import SHAPES, clock, write_model
 from transformers import AutoModelForCausalLM
 
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.placement import device_of
 from trivium.randomness import SampleKey

@@ -26,8 +26,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.models.weights.filling import local_part
+from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import join_ranks
 
 _SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 _LAYER_BYTES = 4 * (2 * 1024 * 128 * (8 + 2) + 3 * 1024 * 3072)

@@ -38,7 +38,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
 from trivium.config.model_shape import read_shape
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import train_step
 from trivium.randomness import SampleKey

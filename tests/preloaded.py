@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import trivium.buffers.memory
 import trivium.buffers.sql.buffer
 import trivium.cli
-import trivium.engines.torch
+import trivium.engines.torch.engine
 import trivium.models.weights.stream
 import trivium.monitors.jsonl
 import trivium.runtime.launch

@@ -14,8 +14,8 @@ from trivium.concurrency import ProcessLife, end_with
 from trivium.errors import DataError
 from trivium.models.weights.stream import described
 from trivium.protocols import WeightChannel
-from trivium.training.data_parallel import RankVerbs
-from trivium.training.train_process import serve_driver
+from trivium.training.distributed.data_parallel import RankVerbs
+from trivium.training.distributed.train_process import serve_driver
 
 WEIGHTS = [
     ("wide", torch.arange(6.0).reshape(2, 3).T),

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, TriviumError
 from trivium.loops import prepare_mini_batch
 from trivium.policy import Policy

@@ -59,10 +59,10 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "chat": "trivium.text.renderer:renderer_of",
     },
     "engines": {
-        "torch": "trivium.engines.torch:TorchEngine",
+        "torch": "trivium.engines.torch.engine:TorchEngine",
         "scripted": "trivium.engines.scripted:ScriptedEngine",
-        "endpoint": "trivium.engines.endpoint:EndpointEngine",
-        "vllm": "trivium.engines.vllm:VllmEngine",
+        "endpoint": "trivium.engines.endpoint.engine:EndpointEngine",
+        "vllm": "trivium.engines.vllm.engine:VllmEngine",
     },
     "algorithms": {
         "grpo": "trivium.algorithms.presets:GRPO",

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from tests.processes import Forked
 from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine
 from trivium.randomness import SampleKey

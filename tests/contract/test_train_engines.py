@@ -13,7 +13,7 @@ from training_parts import Parts, Reinforce, SquaredError, make_batch, write_mod
 from trivium.protocols import EngineSettings, Objective, TrainEngine
 from trivium.sync.memory import MemoryChannel
 from trivium.testing import check_train_engine
-from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.role_models import ModelSources
 from trivium.types import AnyArray, Batch, Metrics

@@ -19,7 +19,7 @@ from trivium.board import SharedBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.config import config_from_mapping
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run_explorer
 from trivium.protocols import EngineSettings, WeightChannel

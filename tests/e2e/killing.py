@@ -24,12 +24,12 @@ from tests.processes import Forked, fork_server, trivium
 from trivium.buffers.journal import Journal
 from trivium.buffers.media import MediaFiles
 from trivium.checkpoint.store import CheckpointStore
-from trivium.engines.decoder import Decoder
+from trivium.engines.torch.decoder import Decoder
 from trivium.monitors.jsonl import _RowFile
+from trivium.training.distributed.train_process import TrainProcess
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.optim import Optimizer
 from trivium.training.snapshot import Snapshot
-from trivium.training.train_process import TrainProcess
 
 Kill = tuple[str, int] | float
 """(moment, the how manieth call of its kind), or seconds after the start."""

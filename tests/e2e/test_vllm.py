@@ -27,9 +27,9 @@ import torch
 from vision_parts import by_transformers, picture, tiny, user
 
 from trivium.config import config_from_mapping
-from trivium.engines.endpoint import EndpointEngine
-from trivium.engines.vllm import VllmEngine
-from trivium.engines.vllm_process import dead_error, unless_dead
+from trivium.engines.endpoint.engine import EndpointEngine
+from trivium.engines.vllm.engine import VllmEngine
+from trivium.engines.vllm.process import dead_error, unless_dead
 from trivium.errors import RolloutError, SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
@@ -364,7 +364,7 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
 @pytest.mark.parametrize("dies", [True, False])
 async def test_a_call_that_fails_since_a_worker_died_is_a_death(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM fails the call, and ends soon after."""
-    monkeypatch.setattr("trivium.engines.vllm_process._DEATH_S", 0.5)
+    monkeypatch.setattr("trivium.engines.vllm.process._DEATH_S", 0.5)
 
     async def failing() -> None:
         raise RuntimeError("Call to collective_rpc method failed: cancelled")

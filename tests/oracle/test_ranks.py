@@ -22,10 +22,10 @@ from transformers import Qwen3MoeConfig
 from trivium.algorithms import ValueObjective, catalogue
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
-from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks
+from trivium.training.distributed.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import ALONE, Ranks, join_ranks
-from trivium.training.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 
 pytestmark = pytest.mark.slow

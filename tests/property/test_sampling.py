@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.engines.sampling import RowSampling, invert, sample
+from trivium.engines.torch.sampling import RowSampling, invert, sample
 
 SIZES = st.sampled_from([1, 2, 3, 30, 127, 128, 129, 300, 5000])
 
@@ -121,7 +121,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_rows_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms = random_logits(7, 300, 5, 2.0), np.linspace(0, 0.99, 7)
     whole = sample(logits.clone(), uniforms, how(7, 0.7))
-    monkeypatch.setattr("trivium.engines.sampling._ELEMENTS", 900)
+    monkeypatch.setattr("trivium.engines.torch.sampling._ELEMENTS", 900)
     assert all(map(torch.equal, sample(logits.clone(), uniforms, how(7, 0.7)), whole))
 
 

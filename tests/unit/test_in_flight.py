@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RunConfig, config_from_mapping
-from trivium.engines.sampling import RowSampling, sample
 from trivium.engines.scripted import ScriptedEngine
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.torch.sampling import RowSampling, sample
 from trivium.errors import ConfigError, RolloutsFailing, SyncError
 from trivium.explorer import Explorer
 from trivium.loops import explore_loop, follow_weights

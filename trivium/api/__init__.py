@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trivium.config import RewardConfig as RewardConfig
     from trivium.config import StrategyConfig as StrategyConfig
     from trivium.config import WorkflowConfig as WorkflowConfig
-    from trivium.engines.torch import TorchEngine as TorchEngine
+    from trivium.engines.torch.engine import TorchEngine as TorchEngine
     from trivium.errors import RolloutError as RolloutError
     from trivium.inspection.replay_step import replay as replay
     from trivium.inspection.report import write_report as write_report

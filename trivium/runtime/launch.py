@@ -47,7 +47,7 @@ from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
-from trivium.training.ranks import launched_ranks, ranks_here, this_rank
+from trivium.training.distributed.ranks import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
@@ -112,7 +112,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
             if not trained:
                 announce(f"already complete: {store.steps()[-1]} steps; a larger schedule.steps continues it")
         if launched_ranks() > 1:
-            from trivium.training.torchrun import stop_ranks
+            from trivium.training.distributed.torchrun import stop_ranks
 
             stop_ranks(train_device(config))
         asyncio.run(store.copied())  # the last chance to copy checkpoints that could not be copied earlier
@@ -137,7 +137,7 @@ def ready(config: RunConfig, here: Machine | None = None) -> Findings:
 def _connect_ranks(config: RunConfig) -> None:
     """Connects the ranks. Raises ConfigError, on every rank, for a mode that several ranks of one command cannot
     run."""
-    from trivium.training.torchrun import connect_ranks
+    from trivium.training.distributed.torchrun import connect_ranks
 
     mode = config.run.mode
     if mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config)) or config.cluster.kind == "ray":
@@ -151,7 +151,7 @@ def _connect_ranks(config: RunConfig) -> None:
 
 def train_as_rank(config: RunConfig) -> dict[str, Any]:
     """Trains as a rank that torchrun started; rank 0 drives the ranks."""
-    from trivium.training.torchrun import life_of_rank
+    from trivium.training.distributed.torchrun import life_of_rank
 
     run_dir, rank = Path(config.run.dir), this_rank()
     with logging_to(run_dir, f"log-rank-{rank}.txt"):

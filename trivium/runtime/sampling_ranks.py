@@ -12,9 +12,9 @@ from trivium.registry import resolve
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine, train_device
-from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.torchrun import serve_rank, shared_key
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.torchrun import serve_rank, shared_key
 from trivium.types import capabilities_of
 
 

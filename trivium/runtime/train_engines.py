@@ -14,25 +14,25 @@ from trivium.registry import resolve
 from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
-from trivium.training.ranks import Ranks, join_ranks, launched_ranks
+from trivium.training.distributed.ranks import Ranks, join_ranks, launched_ranks
 from trivium.types import capabilities_of
 
 if TYPE_CHECKING:
-    from trivium.training.data_parallel import DistributedTrainEngine, RankGroup
+    from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankGroup
 
 
 def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
     """Builds the train engine that the trainer drives: in this process, in a separate one, or over all ranks of
     torchrun."""
     if stage.own_process:
-        from trivium.training.train_process import TrainProcess
+        from trivium.training.distributed.train_process import TrainProcess
 
         deadline_s = stage.config.sync.deadline_s
         process = TrainProcess("trivium.runtime.train_process_main", StageSpec.of(stage), channel, deadline_s)
         return distributed_engine(process, stage, algorithm, channel)
     if launched_ranks() == 1:
         return build_rank_engine(stage, algorithm, channel)
-    from trivium.training.torchrun import TorchrunRanks
+    from trivium.training.distributed.torchrun import TorchrunRanks
 
     def make() -> tuple[Ranks, TrainEngine]:
         engine = build_rank_engine(stage, algorithm, channel)
@@ -49,7 +49,7 @@ def distributed_engine(
     group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel
 ) -> DistributedTrainEngine:
     """Builds the driver's engine over ranks that each hold an engine from `build_rank_engine`."""
-    from trivium.training.data_parallel import DistributedTrainEngine
+    from trivium.training.distributed.data_parallel import DistributedTrainEngine
 
     engine = DistributedTrainEngine(
         group,

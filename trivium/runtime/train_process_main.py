@@ -17,9 +17,9 @@ from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import interpreter_settings
 from trivium.runtime.stage import StageSpec
 from trivium.runtime.train_engines import build_rank_engine
-from trivium.training.data_parallel import RankVerbs
+from trivium.training.distributed.data_parallel import RankVerbs
+from trivium.training.distributed.train_process import serve_driver
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.train_process import serve_driver
 
 
 def main() -> None:

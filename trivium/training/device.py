@@ -12,7 +12,7 @@ import torch
 from trivium.config import RunConfig
 from trivium.config.machine import Machine, host_memory
 from trivium.models.placement import device_of
-from trivium.training.ranks import launched_ranks
+from trivium.training.distributed.ranks import launched_ranks
 
 _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 """Environment variables that choose the instruction sets of libraries."""

@@ -29,10 +29,10 @@ from trivium.models.weights.stream import Described
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
 from trivium.training.batching import first_pass
+from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.learner import Learner, TrainableObjective
 from trivium.training.optim import Optimizer, learning_rate
-from trivium.training.ranks import ALONE, Ranks
 from trivium.training.role_models import SCORED_BY, ModelSources, RoleModels, model_dtype
 from trivium.training.section import TorchTrainConfig
 from trivium.training.snapshot import (

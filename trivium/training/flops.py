@@ -17,7 +17,7 @@ import torch
 
 from trivium.config.model_shape import ModelShape
 from trivium.phases import Phase
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 from trivium.types import Metrics
 
 _SIDE = {"cpu": 768, "cuda": 8192}

@@ -24,10 +24,10 @@ from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, count, stretched, units
-from trivium.training.fsdp import reshard
+from trivium.training.distributed.fsdp import reshard
+from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching, Part, Passes, work_done
-from trivium.training.ranks import ALONE, Ranks
 from trivium.training.tally import Tally
 from trivium.types import AnyArray, Batch, Metrics
 

@@ -18,7 +18,7 @@ from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
 from trivium.models.weights.filling import local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
-from trivium.training.fsdp import OnShards, full_scalar
+from trivium.training.distributed.fsdp import OnShards, full_scalar
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 

@@ -30,7 +30,7 @@ from trivium.training.batching import (
     units,
     work_of,
 )
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 from trivium.types import AnyArray, Batch
 
 Result = TypeVar("Result")

@@ -27,12 +27,12 @@ from trivium.models.weights.lora import adapter_off
 from trivium.models.weights.quantized import is_quantized, original
 from trivium.protocols import Algorithm
 from trivium.training.device import precision_note
-from trivium.training.fsdp import shard
+from trivium.training.distributed.fsdp import shard
+from trivium.training.distributed.ranks import Ranks
 from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.learner import Learner, RoleModel
 from trivium.training.optim import Optimizer, OptimizerConfig
 from trivium.training.passes import MicroBatching
-from trivium.training.ranks import Ranks
 from trivium.training.section import TorchTrainConfig
 from trivium.types import Teacher
 

@@ -33,8 +33,8 @@ from trivium.models.weights.lora import base_state, has_adapter, merged_dtype, m
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.stream import type_name
 from trivium.protocols import TensorSpec
-from trivium.training.fsdp import full_tensor
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.fsdp import full_tensor
+from trivium.training.distributed.ranks import Ranks
 from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trivium.models.heads.loss import LossDenominators, LossOutputs
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 from trivium.types import AnyArray, Batch, Metrics
 
 

@@ -32,7 +32,7 @@ from trivium.config.machine_file import read_machine
 from trivium.config.model_memory import MIB, engine_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
-from trivium.engines.decoder import Decoder
+from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError, DataError
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine

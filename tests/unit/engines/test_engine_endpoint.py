@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from trivium.cli import app
 from trivium.clients.http import EndpointFailed, EndpointTimeout, MalformedResponse
-from trivium.engines.endpoint import EndpointEngine
-from trivium.engines.torch import TorchEngine
+from trivium.engines.endpoint.engine import EndpointEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey

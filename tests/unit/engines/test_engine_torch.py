@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trivium.engines import layers
-from trivium.engines.batch import bucket
-from trivium.engines.decoder import Decoder
-from trivium.engines.selfcheck import check_decoder
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch import layers
+from trivium.engines.torch.batch import bucket
+from trivium.engines.torch.decoder import Decoder
+from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import ConfigError, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
@@ -281,7 +281,7 @@ def test_packed_weights_follow_what_is_loaded_and_change_no_bit(
         )
         before = logits(loaded)
         loaded.load(model.state_dict().items())
-        monkeypatch.setattr("trivium.engines.layers.PACKED_BYTES", 0)
+        monkeypatch.setattr("trivium.engines.torch.layers.PACKED_BYTES", 0)
         plain = Decoder(tmp_path, dtype=torch.float32, device="cpu", exact=True)
         assert torch.equal(logits(loaded), logits(fresh))
         assert torch.equal(logits(loaded), logits(plain))
@@ -328,7 +328,7 @@ def test_prompts_that_are_read_whole_without_a_mask_give_the_same(
     models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: windows and soft-capping included."""
-    monkeypatch.setattr("trivium.engines.attention._PIECE", 64)
+    monkeypatch.setattr("trivium.engines.torch.attention._PIECE", 64)
     decoder = Decoder(models[name], dtype=torch.float32, device="cpu", exact=False)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 40, length).astype(np.int32) for length in (140, 158)]
@@ -546,7 +546,7 @@ async def test_rows_that_cannot_be_allocated_fail_those_who_wait_for_them(
     def exhausted(*_: object) -> None:
         raise MemoryError("no room for keys and values")
 
-    monkeypatch.setattr("trivium.engines.kv_cache.RowCache.place", exhausted)
+    monkeypatch.setattr("trivium.engines.torch.kv_cache.RowCache.place", exhausted)
     calls = [engine.generate(request(5 + i % 2, i)) for i in range(10)]
     async with asyncio.timeout(60):
         found = await asyncio.gather(*calls, return_exceptions=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_parts import make_engine, write_model
 
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import SyncError
 from trivium.models.heads.trained_models import tensor_names
 from trivium.policy import EngineFailure

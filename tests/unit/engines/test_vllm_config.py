@@ -16,9 +16,9 @@ from training_parts import write_model
 from tests.processes import Forked, eventually
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.memory_estimate import RUNTIME, MemoryPlan
-from trivium.engines.torch import TorchEngine
-from trivium.engines.vllm import VllmEngine
-from trivium.engines.vllm_process import OWNER, end_with_owner, owned
+from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.vllm.engine import VllmEngine
+from trivium.engines.vllm.process import OWNER, end_with_owner, owned
 from trivium.errors import ConfigError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import LoraConfig, attach, save_adapter

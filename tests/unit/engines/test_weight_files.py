@@ -13,7 +13,7 @@ from training_parts import write_model
 from vision_parts import tiny
 
 from tests.processes import Forked, eventually
-from trivium.engines.weight_files import WeightFiles, own_directory
+from trivium.engines.vllm.weight_files import WeightFiles, own_directory
 from trivium.errors import SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import LoraConfig, adapter_state, attach, pushed_adapter

@@ -14,7 +14,7 @@ from training_parts import VOCABULARY, Parts, Reinforce, make_engine, write_mode
 from transformers import AutoModelForCausalLM
 
 from trivium.buffers.journal import decode_group, encode_group
-from trivium.engines.sampling import Kept
+from trivium.engines.torch.sampling import Kept
 from trivium.errors import DataError
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared

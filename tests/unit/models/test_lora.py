@@ -19,7 +19,7 @@ from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batc
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import config_from_mapping
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, SyncError, TriviumError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import (
@@ -33,8 +33,8 @@ from trivium.models.weights.lora import (
 )
 from trivium.protocols import EngineSettings, WeightChannel
 from trivium.training.batching import count
+from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import join_ranks
 from trivium.types import Metrics
 
 SIZE = {

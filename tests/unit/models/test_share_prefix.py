@@ -27,7 +27,7 @@ from trivium.models.backbone.prefixes import Prefixes, is_gain
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
-from trivium.training.data_parallel import shares_of, shares_of_groups
+from trivium.training.distributed.data_parallel import shares_of, shares_of_groups
 from trivium.types import Batch, Experience, Media
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 from training_parts import random_model
 from transformers import AutoConfig, PreTrainedModel
 
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.randomness import SampleKey
 from trivium.types import Batch, Completion, Group, Request, Sampling, Task, Trajectory, Turn, experiences_of
 

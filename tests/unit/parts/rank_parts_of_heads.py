@@ -16,8 +16,8 @@ from trivium.algorithms.preference_objective import HeadsObjective
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.models.heads.loss import ScoreHead
 from trivium.training.batching import count
+from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import join_ranks
 from trivium.types import Batch
 
 CLIP, COEF, AGGREGATE = 0.3, 0.7, "token-mean"

@@ -9,8 +9,8 @@ from training_parts import Parts, Reinforce, SquaredError
 
 from trivium.models.heads.loss import LossDenominators
 from trivium.training.batching import count
+from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import join_ranks
 from trivium.types import Batch
 
 _ALL = Parts((Reinforce(), SquaredError()), frozenset({"old", "values"}))

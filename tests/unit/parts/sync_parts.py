@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from trivium.buffers.sql.buffer import SqlBuffer
-from trivium.engines import layers
 from trivium.engines.process_pool import EngineHost
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch import layers
+from trivium.engines.torch.engine import TorchEngine
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.stream import Described, spec
 from trivium.sync import collective

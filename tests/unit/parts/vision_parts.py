@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.models.vision.images import Images, images_of
 from trivium.randomness import SampleKey
 from trivium.text.renderer import renderer_of

@@ -17,7 +17,7 @@ from training_parts import write_model
 
 from tests.processes import Forked
 from trivium.engines.process_pool import ProcessPool
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import RoleFailed, SyncError
 from trivium.models.weights.stream import Described
 from trivium.policy import EngineFailure

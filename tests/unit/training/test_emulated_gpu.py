@@ -19,9 +19,9 @@ from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engi
 from vision_parts import CONVERSATIONS, rolled_out, tiny
 
 from trivium.config.reading import config_from_mapping
-from trivium.engines.batch import Batch, Ticket
-from trivium.engines.decoder import Decoder
-from trivium.engines.selfcheck import check_decoder
+from trivium.engines.torch.batch import Batch, Ticket
+from trivium.engines.torch.decoder import Decoder
+from trivium.engines.torch.selfcheck import check_decoder
 from trivium.models.backbone import packed
 from trivium.models.placement import sent, use_deterministic_kernels
 from trivium.randomness import SampleKey
@@ -32,7 +32,7 @@ from trivium.training.device import described_machine
 from trivium.types import Batch as Experiences
 from trivium.types import Completion, Prompt, Request, Sampling
 
-ON_HOST = "to the host trivium/engines/sampling.py"
+ON_HOST = "to the host trivium/engines/torch/sampling.py"
 ROUTES_ON_HOST = "to the host trivium/models/backbone/routing.py"
 
 

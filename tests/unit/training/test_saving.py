@@ -21,11 +21,11 @@ from trivium.errors import RoleFailed, RunDirError
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import EngineSettings, TrainEngine
 from trivium.training import snapshot as saving
-from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks
+from trivium.training.distributed.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.ranks import ALONE, Ranks, join_ranks
 from trivium.training.snapshot import TensorFile
-from trivium.training.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.types import SaveStrategy
 
 LIMIT = 3000

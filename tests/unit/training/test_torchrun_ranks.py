@@ -13,9 +13,9 @@ import pytest
 
 from tests.rank_processes import run_ranks
 from trivium.errors import RoleFailed
-from trivium.training.data_parallel import RankVerbs
-from trivium.training.ranks import Ranks
-from trivium.training.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
+from trivium.training.distributed.data_parallel import RankVerbs
+from trivium.training.distributed.ranks import Ranks
+from trivium.training.distributed.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
 
 DEADLINE_S = 2.0
 

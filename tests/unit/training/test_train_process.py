@@ -17,8 +17,8 @@ from trivium.concurrency import ProcessLife
 from trivium.errors import DataError, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
 from trivium.sync.memory import MemoryChannel
-from trivium.training import train_process
-from trivium.training.train_process import TrainProcess
+from trivium.training.distributed import train_process
+from trivium.training.distributed.train_process import TrainProcess
 
 MODULE = "tests.rank_on_trial"
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from training_parts import Parts, Reinforce, make_batch, make_engine, weights, write_model
 
-from trivium.engines.decoder import Decoder
-from trivium.engines.selfcheck import check_decoder
+from trivium.engines.torch.decoder import Decoder
+from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import TriviumError
 from trivium.models.cpu.worker_threads import WorkerThreads
 from trivium.training.engine import TorchTrainEngine

@@ -23,8 +23,8 @@ from trivium.errors import DataError, RunDirError
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.weights.filling import first_row, local_part
 from trivium.models.weights.lora import adapter_parameters, has_adapter
+from trivium.training.distributed.ranks import Ranks
 from trivium.training.optim import Optimizer
-from trivium.training.ranks import Ranks
 from trivium.training.snapshot import TensorFile, read_tensors, take_snapshot, weight_files
 from trivium.types import SaveStrategy
 

@@ -15,7 +15,7 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.opening import Opened, Options, refuse_videos, sharing
 from trivium.models.heads.trained_models import ValueModel, tensor_names
 from trivium.models.heads.value_head import saved_head
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 
 
 class CriticVL(Opened[ValueModel]):

@@ -17,8 +17,8 @@ from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
 from trivium.frontdoors.lightrft.rollout_engine import Rollouts
 from trivium.loops import add_scores
 from trivium.training.batching import joined
+from trivium.training.distributed.ranks import Ranks
 from trivium.training.learner import Learner
-from trivium.training.ranks import Ranks
 from trivium.types import AnyArray, Batch, Group, Metrics, Sampling, StopReason, Trajectory
 
 SCORERS = {

@@ -17,8 +17,8 @@ from trivium.models.backbone.load import max_positions
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader
 from trivium.training.batching import Sight, check_lengths, collate
-from trivium.training.fsdp import reshard
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.fsdp import reshard
+from trivium.training.distributed.ranks import Ranks
 
 
 def per_action(

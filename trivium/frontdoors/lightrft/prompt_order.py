@@ -11,7 +11,7 @@ import torch
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import option
 from trivium.randomness import stream
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 from trivium.types import Group
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trivium.concurrency import run_here
 from trivium.config.sections import SamplingConfig
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS

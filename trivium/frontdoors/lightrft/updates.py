@@ -11,8 +11,8 @@ import torch
 from trivium.errors import DataError
 from trivium.frontdoors.lightrft.experience import COLUMNS, ExperienceVL
 from trivium.frontdoors.lightrft.ppo_objective import ADVANTAGE_BOUND, with_mask
+from trivium.training.distributed.ranks import Ranks
 from trivium.training.learner import Learner
-from trivium.training.ranks import Ranks
 from trivium.types import AnyArray, Batch, Metrics
 
 ACTOR_NAMES = {

@@ -40,7 +40,7 @@ from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import StageSpec
 from trivium.runtime.train_engines import build_rank_engine, shares_prefixes, train_device
-from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.distributed.data_parallel import DistributedTrainEngine
 from trivium.training.learner import Learner, RoleModel
 from trivium.training.passes import MicroBatching
 from trivium.training.role_models import SCORED_BY

@@ -33,7 +33,7 @@ from transformers import AutoModelForTokenClassification
 from tests.rank_processes import run_ranks
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.arguments import REQUIRED
@@ -46,8 +46,8 @@ from trivium.loops import train_step
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.models.vision.processor import hf_processor
 from trivium.text.tiny_vision import TinyVisionModel
+from trivium.training.distributed.fsdp import full_tensor
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.fsdp import full_tensor
 from trivium.training.learner import Learner
 from trivium.types import Batch
 

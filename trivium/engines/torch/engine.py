@@ -21,12 +21,12 @@ import torch
 
 from trivium.config import RunConfig, free
 from trivium.config.memory_estimate import shape_in
-from trivium.engines.batch import Batch, Ticket
-from trivium.engines.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.section import LocalEngineConfig
-from trivium.engines.seen import PromptImages
-from trivium.engines.selfcheck import check_decoder
 from trivium.engines.servable import check_request
+from trivium.engines.torch.batch import Batch, Ticket
+from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
+from trivium.engines.torch.image_prompts import PromptImages
+from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
 from trivium.models.cpu import linear
 from trivium.models.placement import head_precision_problems

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.engines.attention import registered
-from trivium.engines.decoder import Decoder
+from trivium.engines.torch.attention import registered
+from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError
 from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.randomness import stream, uniforms

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trivium.models.weights.filling import is_sharded, local_part
-from trivium.training.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

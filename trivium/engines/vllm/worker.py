@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from trivium.engines.vllm_process import end_with_owner
+from trivium.engines.vllm.process import end_with_owner
 
 end_with_owner()  # at import: an orphaned vLLM worker would otherwise never exit or free its memory
 

@@ -28,7 +28,7 @@ from trivium.engines.load_gate import LoadGate
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
-from trivium.engines.vllm_forms import (
+from trivium.engines.vllm.forms import (
     empty_completion,
     kept_tokens,
     listed_tokens,
@@ -36,7 +36,7 @@ from trivium.engines.vllm_forms import (
     read_output,
     sampling_params,
 )
-from trivium.engines.vllm_process import (
+from trivium.engines.vllm.process import (
     dead_error,
     no_vllm,
     refuse_images_without_torchvision,
@@ -44,7 +44,7 @@ from trivium.engines.vllm_process import (
     started,
     unless_dead,
 )
-from trivium.engines.weight_files import WeightFiles, fast_directory, own_directory
+from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_directory
 from trivium.errors import Problem
 from trivium.models.backbone.routing import routed
 from trivium.models.vision.encoder import family_in
@@ -140,7 +140,7 @@ class VllmEngine:
                 "logprobs_mode": "processed_logprobs",
                 "max_logprobs": -1,
                 "generation_config": "vllm",
-                "worker_extension_cls": "trivium.engines.vllm_worker.TriviumWorker",
+                "worker_extension_cls": "trivium.engines.vllm.worker.TriviumWorker",
                 "weight_transfer_config": {"backend": "trivium"},
                 "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
                 "tensor_parallel_size": self.tensor_parallel_size,

@@ -22,8 +22,8 @@ from trivium.errors import RoleFailed
 from trivium.processes.answers import Answer
 from trivium.processes.link import CLOSE, Link
 from trivium.processes.sockets import Listening, connect, own_address
-from trivium.training.data_parallel import RankVerbs
-from trivium.training.ranks import COLLECTIVE_S, Ranks, open_process_group
+from trivium.training.distributed.data_parallel import RankVerbs
+from trivium.training.distributed.ranks import COLLECTIVE_S, Ranks, open_process_group
 
 _CONNECT_S = 300.0
 """Deadline for a rank to connect to the driver, which is the one of torch for its store."""

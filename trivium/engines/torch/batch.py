@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.engines.decoder import Decoder, Prefix
-from trivium.engines.sampling import Kept, RowSampling, on_host, sample
-from trivium.engines.seen import PromptImages
 from trivium.engines.stopping import StopScan
+from trivium.engines.torch.decoder import Decoder, Prefix
+from trivium.engines.torch.image_prompts import PromptImages
+from trivium.engines.torch.sampling import Kept, RowSampling, on_host, sample
 from trivium.errors import DataError
 from trivium.randomness import uniforms
 from trivium.types import AnyArray, Completion, Request, StopReason

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trivium.engines.attention import registered
-from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
-from trivium.engines.layers import Layers, changing_rotation, supports
-from trivium.engines.seen import PromptImages, SeenPrompts, look
+from trivium.engines.torch.attention import registered
+from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
+from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
+from trivium.engines.torch.layers import Layers, changing_rotation, supports
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm, max_positions
 from trivium.models.backbone.routing import Recorder, routers_of

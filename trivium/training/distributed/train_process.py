@@ -25,7 +25,7 @@ from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import Disconnected, Link
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
-from trivium.training.data_parallel import RankVerbs
+from trivium.training.distributed.data_parallel import RankVerbs
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from trivium.concurrency import Turns
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.fields import ConfigPath
 from trivium.config.model_shape import read_shape
-from trivium.engines.endpoint_forms import chat_body, read_chat, read_tokens, tokens_body
+from trivium.engines.endpoint.forms import chat_body, read_chat, read_tokens, tokens_body
 from trivium.engines.load_gate import LoadGate
 from trivium.errors import ConfigError, Problem, RolloutError, SyncError
 from trivium.policy import EngineFailure

@@ -2,9 +2,9 @@
 fused into the matrix products, and a step runs little Python.
 
 They support the families in `_FAMILIES`. The engine compares them with the model's own forward pass before it serves
-(`trivium.engines.selfcheck`). They share the weights of the model. A model of up to `PACKED_BYTES` has a second copy in
-oneDNN's packed layout, which gives the same bits in two thirds of the time for few rows. `refresh` packs it again after
-a load.
+(`trivium.engines.torch.selfcheck`). They share the weights of the model. A model of up to `PACKED_BYTES` has a second
+copy in oneDNN's packed layout, which gives the same bits in two thirds of the time for few rows. `refresh` packs it
+again after a load.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from trivium.config.model_memory import PACKED_BYTES
-from trivium.engines.attention import attend
-from trivium.engines.kv_cache import PromptCache, StepRows
+from trivium.engines.torch.attention import attend
+from trivium.engines.torch.kv_cache import PromptCache, StepRows
 from trivium.models.cpu.fused import rotated, signed_sines
 from trivium.models.cpu.invariance import invariant_linear
 from trivium.models.cpu.linear import multiplies

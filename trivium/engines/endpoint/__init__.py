@@ -1,0 +1,1 @@
+"""The engine over an OpenAI-compatible endpoint."""

@@ -1,0 +1,1 @@
+"""The engine over vLLM: requests, processes, weights."""

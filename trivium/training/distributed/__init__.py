@@ -1,0 +1,1 @@
+"""Training on several ranks: their processes, data parallelism, FSDP2."""
