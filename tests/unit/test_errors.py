@@ -1,4 +1,5 @@
-"""The error tree: the drawing is the code, every error has three parts, and all survive a trip between processes."""
+"""The error tree: the drawing is the code, every error has three parts, and all survive a trip between processes.
+Also the check of errors that other tests use."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import pickle
 import re
 
 import pytest
+from failing import check_error, refused
 
 from trivium import errors
 from trivium.errors import ConfigError, MissingPackage, Problem, TriviumError, UnknownName
@@ -64,7 +66,7 @@ def test_an_error_says_what_was_asked_what_was_found_and_what_to_do() -> None:
 
 def test_a_config_error_shows_all_its_problems() -> None:
     problems = [Problem("a.b", "x", "y", "z"), Problem("c", "u", "v", "w")]
-    text = str(ConfigError("a valid config", "2 problem(s)", "mend them:", problems))
+    text = str(ConfigError("a valid config", "2 problem(s)", "correct them:", problems))
     assert text.count("\n  - ") == 2
     assert "a.b: x\n    found: y\n    do: z" in text
 
@@ -87,3 +89,31 @@ def test_errors_survive_a_trip_between_processes(error: TriviumError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (UnknownName("train.lr", "0.3", "lower it"), ["train.lr"]),
+        (ConfigError("train.lr", "0.3"), ["train.lr"]),
+        (ConfigError("train.lr", "", "lower it"), ["train.lr"]),
+        (ConfigError("", "0.3", "lower it"), ["0.3"]),
+        (ConfigError("a config", "1 problem", "correct it", [Problem("train.lr", "", "0.3", "")]), ["train.lr"]),
+        (ConfigError("train.lr", "0.3", "lower it"), ["train.lr", "0.4"]),
+        (ConfigError("train.lr_final", "10.3", "lower it"), ["lr"]),
+        (ConfigError("train.lr_final", "10.3", "lower it"), ["0.3"]),
+    ],
+)
+def test_an_error_of_another_type_or_without_a_part_or_a_name_is_no_refusal(
+    error: ConfigError, names: list[str]
+) -> None:
+    with pytest.raises(AssertionError), refused(ConfigError, *names):
+        raise error
+
+
+def test_a_complete_error_is_a_refusal() -> None:
+    with refused(ConfigError, "train.lr", 0.3) as caught:
+        raise ConfigError("a config", "1 problem", "correct it", [Problem("train.lr", "", "0.3", "lower it")])
+    check_error(caught.value, ConfigError, "correct it", "train")
+    with pytest.raises(pytest.fail.Exception), refused(ConfigError):
+        pass
