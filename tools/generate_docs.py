@@ -26,7 +26,7 @@ from trivium.config import (
     TrainConfig,
     WorkflowConfig,
 )
-from trivium.frontdoors.verl import dashboard
+from trivium.frontdoors.verl.objects import dashboard
 from trivium.metrics import METRICS
 from trivium.registry import CATALOGUE, resolve
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker
-from trivium.frontdoors.verl.dispatch import Dispatch, register
+from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, register
 
 
 def note(worker: Any, what: str) -> None:

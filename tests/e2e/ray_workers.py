@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import eventually
-from trivium.frontdoors.verl.dispatch import Dispatch, Execute, register
-from trivium.frontdoors.verl.worker import Worker
+from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, Execute, register
+from trivium.frontdoors.verl.objects.workers.worker import Worker
 
 
 class Traced:

@@ -16,7 +16,7 @@ from tests.processes import Forked
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Ignored, Mapped, Restricted
-from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 

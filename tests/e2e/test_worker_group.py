@@ -19,11 +19,15 @@ from tests.processes import survivors
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
-from trivium.frontdoors.verl.dispatch import Dispatch, Execute, register, registered_methods
-from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
-from trivium.frontdoors.verl.row_splitting import gathered, split
-from trivium.frontdoors.verl.worker import Worker
-from trivium.frontdoors.verl.worker_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
+from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
+from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, Execute, register, registered_methods
+from trivium.frontdoors.verl.objects.workers.row_splitting import gathered, split
+from trivium.frontdoors.verl.objects.workers.worker import Worker
+from trivium.frontdoors.verl.objects.workers.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 from trivium.types import Batch, Experience
 
 ray = pytest.importorskip("ray")

@@ -9,7 +9,7 @@ from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import Corrected, correct
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.stats import masked_mean
-from trivium.frontdoors.verl.rollout_corr_helper import correction_metrics, off_policy_metrics
+from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import correction_metrics, off_policy_metrics
 
 # --------------------------------------------------------------------------- verl's words
 

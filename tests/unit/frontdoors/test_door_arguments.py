@@ -32,28 +32,32 @@ CHANGES_NOTHING = {
     "trinity/monitor_views.py __init__": "resume_step: a class of the user appends",
     "trinity/monitor_views.py log": "commit: every row is written at once",
     "trinity/monitor_views.py monitor_of_run": "role: explorer and trainer of a run have one monitor",
-    "verl/batch_steps.py compute_advantage": "num_repeat: the groups are known from uid",
-    "verl/core_algos.py compute_policy_loss_bypass_mode": "rollout_is_weights: the function computes its own",
+    "verl/objects/batches/batch_steps.py compute_advantage": "num_repeat: the groups are known from uid",
+    "verl/objects/algorithms/core_algos.py compute_policy_loss_bypass_mode": (
+        "rollout_is_weights: the function computes its own"
+    ),
     "verl/data.py __init__": "name, seed: the dataset holds rows of any name, in order",
-    "verl/dispatch.py make_nd_compute_dataproto_dispatch_fn": "mesh_name: a group has one mesh",
-    "verl/hydra.py main": "version_base: there is one form of configs",
-    "verl/hydra.py to_container": "options: the container holds plain values already",
-    "verl/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
+    "verl/objects/workers/dispatch.py make_nd_compute_dataproto_dispatch_fn": "mesh_name: a group has one mesh",
+    "verl/config/hydra.py main": "version_base: there is one form of configs",
+    "verl/config/hydra.py to_container": "options: the container holds plain values already",
+    "verl/objects/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
     "verl/main_ppo.py add_actor_rollout_worker": "config: the roles do not depend on it",
-    "verl/metric_utils.py process_validation_metrics": "seed: values are exact over all choices of samples",
-    "verl/model_workers.py offer": "weights: the worker group offers its own",
-    "verl/model_workers.py save": "directory, on_copied: the worker group saves, and training waits",
-    "verl/rl_dataset.py create_rl_dataset": "is_train: both kinds are read alike",
-    "verl/reward_bases.py init_class": "config, tokenizer: a hook",
+    "verl/objects/batches/metric_utils.py process_validation_metrics": (
+        "seed: values are exact over all choices of samples"
+    ),
+    "verl/objects/workers/model_workers.py offer": "weights: the worker group offers its own",
+    "verl/objects/workers/model_workers.py save": "directory, on_copied: the worker group saves, and training waits",
+    "verl/objects/datasets/rl_dataset.py create_rl_dataset": "is_train: both kinds are read alike",
+    "verl/rewards/reward_bases.py init_class": "config, tokenizer: a hook",
     "verl/scored_reward.py __call__": "prompt: the arguments of a reward",
-    "verl/scorer.py default_compute_score": "beside: what other scorers ask for",
+    "verl/rewards/scorer.py default_compute_score": "beside: what other scorers ask for",
     **dict.fromkeys(
-        (f"verl/tool_classes.py {name}" for name in ("create", "execute", "calc_reward", "calculate_score")),
+        (f"verl/objects/tool_classes.py {name}" for name in ("create", "execute", "calc_reward", "calculate_score")),
         "all: hooks of base classes",
     ),
-    "verl/tool_classes.py start_interaction": "kwargs: a hook of a base class",
-    "verl/trainer.py _balance_batch": "keep_minibatch: only a measurement",
-    "verl/trainer.py _maybe_log_val_generations": "a hook",
+    "verl/objects/tool_classes.py start_interaction": "kwargs: a hook of a base class",
+    "verl/objects/trainer.py _balance_batch": "keep_minibatch: only a measurement",
+    "verl/objects/trainer.py _maybe_log_val_generations": "a hook",
 }
 
 OF_EVERY_ESTIMATOR = {"epsilon", "alpha", "config", "kwargs"}

@@ -12,7 +12,7 @@ from trivium.frontdoors.trinity.keys_of_data import (
     FILLED_IN,
     TRAINER_INPUT,
 )
-from trivium.frontdoors.verl.config_table import TABLE as VERL
+from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 
 _OFF = (None, False)
 _CUT = "batches are cut by tokens, and the gradient does not depend on how"

@@ -24,26 +24,8 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
         kl_penalty,
     )
     from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
-    from trivium.frontdoors.verl import core_algos, hydra, metric_utils, protocol, rollout_corr_helper
-    from trivium.frontdoors.verl.batch_steps import apply_kl_penalty, compute_advantage, compute_response_mask
-    from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
-    from trivium.frontdoors.verl.core_algos import (
-        AdvantageEstimator,
-        get_adv_estimator_fn,
-        get_policy_loss_fn,
-        register_adv_est,
-        register_policy_loss,
-    )
-    from trivium.frontdoors.verl.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn
-    from trivium.frontdoors.verl.hydra import DictConfig, ListConfig, OmegaConf, open_dict
-    from trivium.frontdoors.verl.launching import (
-        auto_set_device,
-        copy_to_local,
-        get_ppo_ray_runtime_env,
-        is_cuda_available,
-        load_extern_object,
-        load_extern_type,
-    )
+    from trivium.frontdoors.verl.config import hydra
+    from trivium.frontdoors.verl.config.hydra import DictConfig, ListConfig, OmegaConf, open_dict
     from trivium.frontdoors.verl.main_ppo import (
         TaskRunner,
         need_critic,
@@ -52,21 +34,29 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
         run_ppo,
         validate_config,
     )
-    from trivium.frontdoors.verl.metric_utils import (
+    from trivium.frontdoors.verl.objects.algorithms import core_algos, rollout_corr_helper
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import (
+        AdvantageEstimator,
+        get_adv_estimator_fn,
+        get_policy_loss_fn,
+        register_adv_est,
+        register_policy_loss,
+    )
+    from trivium.frontdoors.verl.objects.batches import metric_utils, protocol
+    from trivium.frontdoors.verl.objects.batches.batch_steps import (
+        apply_kl_penalty,
+        compute_advantage,
+        compute_response_mask,
+    )
+    from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, Scored, living, scored_rows
+    from trivium.frontdoors.verl.objects.batches.metric_utils import (
         compute_data_metrics,
         compute_throughout_metrics,
         compute_timing_metrics,
         process_validation_metrics,
         reduce_metrics,
     )
-    from trivium.frontdoors.verl.model_workers import (
-        ActorRolloutRefWorker,
-        AsyncActorRolloutRefWorker,
-        CriticWorker,
-        RewardModelWorker,
-    )
-    from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
-    from trivium.frontdoors.verl.protocol import (
+    from trivium.frontdoors.verl.objects.batches.protocol import (
         DataProto,
         DataProtoItem,
         fold_batch_dim,
@@ -74,20 +64,48 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
         unfold_batch_dim,
         unpad_dataproto,
     )
-    from trivium.frontdoors.verl.resource_pools import RayResourcePool, ResourcePoolManager, Role
-    from trivium.frontdoors.verl.reward_bases import (
-        AbstractRewardManager,
-        RawRewardFn,
-        RewardManagerBase,
-        get_event_loop,
-        get_reward_manager_cls,
-        register,
+    from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler, AbstractSampler
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import (
+        RLHFDataset,
+        collate_fn,
+        create_rl_dataset,
+        create_rl_sampler,
+        get_dataset_class,
     )
-    from trivium.frontdoors.verl.reward_loading import (
-        compute_reward,
-        load_compute_score,
-        load_reward_manager,
-        score_groups,
+    from trivium.frontdoors.verl.objects.launching import (
+        auto_set_device,
+        copy_to_local,
+        get_ppo_ray_runtime_env,
+        is_cuda_available,
+        load_extern_object,
+        load_extern_type,
+    )
+    from trivium.frontdoors.verl.objects.resource_pools import RayResourcePool, ResourcePoolManager, Role
+    from trivium.frontdoors.verl.objects.tool_classes import (
+        BaseInteraction,
+        BaseTool,
+        OpenAIFunctionToolSchema,
+        ToolResponse,
+        function_tool,
+    )
+    from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer
+    from trivium.frontdoors.verl.objects.workers.dispatch import (
+        Dispatch,
+        Execute,
+        make_nd_compute_dataproto_dispatch_fn,
+    )
+    from trivium.frontdoors.verl.objects.workers.model_workers import (
+        ActorRolloutRefWorker,
+        AsyncActorRolloutRefWorker,
+        CriticWorker,
+        RewardModelWorker,
+    )
+    from trivium.frontdoors.verl.objects.workers.worker import Worker
+    from trivium.frontdoors.verl.objects.workers.worker_group import (
+        DataProtoFuture,
+        RayClassWithInitArgs,
+        RayWorkerGroup,
+        create_colocated_worker_cls,
     )
     from trivium.frontdoors.verl.reward_managers import (
         BatchRewardManager,
@@ -95,29 +113,21 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
         NaiveRewardManager,
         PrimeRewardManager,
     )
-    from trivium.frontdoors.verl.rl_dataset import (
-        RLHFDataset,
-        collate_fn,
-        create_rl_dataset,
-        create_rl_sampler,
-        get_dataset_class,
+    from trivium.frontdoors.verl.rewards.reward_bases import (
+        AbstractRewardManager,
+        RawRewardFn,
+        RewardManagerBase,
+        get_event_loop,
+        get_reward_manager_cls,
+        register,
     )
-    from trivium.frontdoors.verl.scorer import default_compute_score
-    from trivium.frontdoors.verl.tool_classes import (
-        BaseInteraction,
-        BaseTool,
-        OpenAIFunctionToolSchema,
-        ToolResponse,
-        function_tool,
+    from trivium.frontdoors.verl.rewards.reward_loading import (
+        compute_reward,
+        load_compute_score,
+        load_reward_manager,
+        score_groups,
     )
-    from trivium.frontdoors.verl.trainer import RayPPOTrainer
-    from trivium.frontdoors.verl.worker import Worker
-    from trivium.frontdoors.verl.worker_group import (
-        DataProtoFuture,
-        RayClassWithInitArgs,
-        RayWorkerGroup,
-        create_colocated_worker_cls,
-    )
+    from trivium.frontdoors.verl.rewards.scorer import default_compute_score
     from trivium.text import hf_processor, hf_tokenizer
 
 __all__ = [
@@ -229,9 +239,9 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        home = import_module(f"{module}.{name}" if module == __name__ else module)
+        home = import_module(module)
+        return getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error
-    return home if module == __name__ else getattr(home, name)

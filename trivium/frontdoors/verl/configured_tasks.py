@@ -8,10 +8,10 @@ from trivium.clients.hub import ModelPath
 from trivium.config import Plugin
 from trivium.errors import ConfigError
 from trivium.frontdoors.plain_values import Section
-from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
-from trivium.frontdoors.verl.prompts import template_of
-from trivium.frontdoors.verl.user_data import custom_dataset, custom_sampler
+from trivium.frontdoors.verl.objects.datasets.prompts import template_of
+from trivium.frontdoors.verl.objects.datasets.user_data import custom_dataset, custom_sampler
 from trivium.tasks.pictures import common_folder
 from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.renderer import ChatRenderer

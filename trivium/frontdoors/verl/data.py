@@ -20,7 +20,7 @@ from pydantic import PrivateAttr
 
 from trivium.config import Plugin
 from trivium.errors import DataError
-from trivium.frontdoors.verl.orders import Orders
+from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.protocols import Renderer
 from trivium.randomness import permutation
 from trivium.tasks.files import jsonl_rows, parquet_rows

@@ -16,12 +16,12 @@ from pydantic import PrivateAttr
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.verl.batch_view import BatchView, living, scored_rows
-from trivium.frontdoors.verl.orders import Orders
-from trivium.frontdoors.verl.protocol import DataProto
-from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
+from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, scored_rows
+from trivium.frontdoors.verl.objects.batches.protocol import DataProto
+from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
-from trivium.frontdoors.verl.scorer import RewardSample
+from trivium.frontdoors.verl.rewards.reward_loading import RewardManager, as_rewards, compute_reward
+from trivium.frontdoors.verl.rewards.scorer import RewardSample
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
 from trivium.rewards.calls import RewardCall

@@ -13,7 +13,7 @@ from trivium.config import read_yaml
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.plain_values import Section, plain, resolved
-from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.config.config_table import TABLE
 
 _DEFAULTS = "ppo_trainer"
 """The config file whose values are the defaults of the table."""
@@ -97,7 +97,7 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
     import ray
 
     from trivium.cluster.session import connect
-    from trivium.frontdoors.verl.translation import settings_of
+    from trivium.frontdoors.verl.config.translation import settings_of
 
     verl = settings_of(config)
     connect(verl["ray_kwargs"] or {}, verl["ray_init"] or {})
@@ -116,40 +116,40 @@ class TaskRunner:
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
         """Maps the policy's workers, and returns (their class, the class of their group)."""
-        from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker
-        from trivium.frontdoors.verl.resource_pools import Role
-        from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+        from trivium.frontdoors.verl.objects.resource_pools import Role
+        from trivium.frontdoors.verl.objects.workers.model_workers import ActorRolloutRefWorker
+        from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup
 
         self._map(Role.ActorRollout, ActorRolloutRefWorker)
         return ActorRolloutRefWorker, RayWorkerGroup
 
     def add_critic_worker(self, config: Any) -> None:
         """Maps the critic's workers, if the config needs a critic."""
-        from trivium.frontdoors.verl.model_workers import CriticWorker
-        from trivium.frontdoors.verl.resource_pools import Role
+        from trivium.frontdoors.verl.objects.resource_pools import Role
+        from trivium.frontdoors.verl.objects.workers.model_workers import CriticWorker
 
         if need_critic(config):
             self._map(Role.Critic, CriticWorker)
 
     def add_reward_model_worker(self, config: Any) -> None:
         """Maps the reward model's workers, if the config enables one."""
-        from trivium.frontdoors.verl.model_workers import RewardModelWorker
-        from trivium.frontdoors.verl.resource_pools import Role
+        from trivium.frontdoors.verl.objects.resource_pools import Role
+        from trivium.frontdoors.verl.objects.workers.model_workers import RewardModelWorker
 
         if need_reward_model(config):
             self._map(Role.RewardModel, RewardModelWorker)
 
     def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any) -> None:
         """Maps the reference's workers, if the config has a KL penalty."""
-        from trivium.frontdoors.verl.resource_pools import Role
+        from trivium.frontdoors.verl.objects.resource_pools import Role
 
         if need_reference_policy(config):
             self._map(Role.RefPolicy, ref_policy_cls)
 
     def init_resource_pool_mgr(self, config: Any) -> Any:
         """Returns the manager of one pool for all roles, `trainer.nnodes` times `trainer.n_gpus_per_node`."""
-        from trivium.frontdoors.verl.resource_pools import ResourcePoolManager
-        from trivium.frontdoors.verl.translation import settings_of
+        from trivium.frontdoors.verl.config.translation import settings_of
+        from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager
 
         verl = settings_of(config)
         counts = [verl["trainer.n_gpus_per_node"]] * verl["trainer.nnodes"]
@@ -159,8 +159,8 @@ class TaskRunner:
     def run(self, config: Any) -> dict[str, Any]:
         """Trains and returns the summary of the run. Tokenizer and processor come from the model, data and rewards from
         the config. Raises the errors of RayPPOTrainer."""
-        from trivium.frontdoors.verl.trainer import RayPPOTrainer
-        from trivium.frontdoors.verl.translation import settings_of
+        from trivium.frontdoors.verl.config.translation import settings_of
+        from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer
         from trivium.text import hf_processor, hf_tokenizer
 
         model = settings_of(config)["actor_rollout_ref.model.path"]
@@ -215,7 +215,7 @@ def need_reward_model(config: Any) -> bool:
 
 def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
     """Raises ConfigError with all keys of a config that cannot be used."""
-    from trivium.frontdoors.verl.translation import settings_of, translated
+    from trivium.frontdoors.verl.config.translation import settings_of, translated
 
     verl = settings_of(config)
     if use_critic and not need_critic(config):

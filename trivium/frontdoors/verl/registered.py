@@ -24,7 +24,7 @@ from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import Section
-from trivium.frontdoors.verl import core_algos
+from trivium.frontdoors.verl.objects.algorithms import core_algos
 from trivium.registry import is_only_here, name_of, resolve
 
 Function = Callable[..., Any]

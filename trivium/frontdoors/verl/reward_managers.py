@@ -22,15 +22,15 @@ from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import plain, read
 from trivium.frontdoors.reward_calls import OnError, Result, Scorer
-from trivium.frontdoors.verl.batch_view import BatchView
-from trivium.frontdoors.verl.reward_bases import (
+from trivium.frontdoors.verl.objects.batches.batch_view import BatchView
+from trivium.frontdoors.verl.rewards.reward_bases import (
     AbstractRewardManager,
     RawRewardFn,
     columns,
     each_single,
     get_event_loop,
 )
-from trivium.frontdoors.verl.scorer import RewardSample, default_compute_score
+from trivium.frontdoors.verl.rewards.scorer import RewardSample, default_compute_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

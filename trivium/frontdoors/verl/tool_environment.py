@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trivium.concurrency import Threads
 from trivium.errors import ConfigError, DataError, text_of
-from trivium.frontdoors.verl.tool_classes import load_functions, load_interactions, load_tools
+from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_interactions, load_tools
 from trivium.rewards.calls import RewardCall
 from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
 from trivium.types import Message, Task

@@ -22,7 +22,7 @@ from trivium.frontdoors.verl import (
     get_kl_controller,
     rollout_corr_helper,
 )
-from trivium.frontdoors.verl.loss_modes import POLICY_LOSSES
+from trivium.frontdoors.verl.objects.algorithms.loss_modes import POLICY_LOSSES
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "data"
 

@@ -11,7 +11,7 @@ from trivium.errors import ConfigError
 pytest.importorskip("ray")
 
 from trivium.frontdoors.verl import Role
-from trivium.frontdoors.verl.roles import Needs, by_model, chosen_roles, role_name
+from trivium.frontdoors.verl.objects.roles import Needs, by_model, chosen_roles, role_name
 
 ALL: dict[Role, Any] = dict.fromkeys([Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.RewardModel], object)
 

@@ -29,13 +29,13 @@ from trivium.types import Batch, Experience, Message
 pytest.importorskip("ray")
 
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, RewardModelWorker, Role
-from trivium.frontdoors.verl.config_table import TABLE
-from trivium.frontdoors.verl.dashboard import Dashboard
-from trivium.frontdoors.verl.model_workers import Work, WorkerConfig
-from trivium.frontdoors.verl.overridable import numbers
-from trivium.frontdoors.verl.run_setup import RunSetup
-from trivium.frontdoors.verl.sourced_sections import reward_model_dtype
-from trivium.frontdoors.verl.user_data import Sources
+from trivium.frontdoors.verl.config.config_table import TABLE
+from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
+from trivium.frontdoors.verl.objects.dashboard import Dashboard
+from trivium.frontdoors.verl.objects.datasets.user_data import Sources
+from trivium.frontdoors.verl.objects.overridable import numbers
+from trivium.frontdoors.verl.objects.run_setup import RunSetup
+from trivium.frontdoors.verl.objects.workers.model_workers import Work, WorkerConfig
 
 
 @pytest.fixture(scope="module")

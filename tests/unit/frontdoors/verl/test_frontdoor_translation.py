@@ -19,12 +19,12 @@ from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
-from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.config.config_table import TABLE
+from trivium.frontdoors.verl.config.translation import settings_of, translate, translated
 from trivium.frontdoors.verl.configured_tasks import ConfiguredTasks
 from trivium.frontdoors.verl.main_ppo import with_defaults
-from trivium.frontdoors.verl.prompts import template_of
+from trivium.frontdoors.verl.objects.datasets.prompts import template_of
 from trivium.frontdoors.verl.scored_reward import ScoredReward
-from trivium.frontdoors.verl.translation import settings_of, translate, translated
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 

@@ -12,7 +12,7 @@ import torch
 
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.verl.group_rewards import GroupRewards, as_manager
-from trivium.frontdoors.verl.validation import _table, of_task, statistics
+from trivium.frontdoors.verl.objects.validation import _table, of_task, statistics
 from trivium.metrics import checked
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn

@@ -22,8 +22,8 @@ from trivium.frontdoors.verl import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from trivium.frontdoors.verl.protocol import Tensors, union_numpy_dict, union_tensor_dict
-from trivium.frontdoors.verl.row_splitting import gathered, split
+from trivium.frontdoors.verl.objects.batches.protocol import Tensors, union_numpy_dict, union_tensor_dict
+from trivium.frontdoors.verl.objects.workers.row_splitting import gathered, split
 
 
 def data(rows: int = 6) -> DataProto:

@@ -13,7 +13,7 @@ from pydantic import Field
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import ConfigError, RolloutError
-from trivium.frontdoors.verl.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
+from trivium.frontdoors.verl.objects.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.text.renderer import ChatRenderer

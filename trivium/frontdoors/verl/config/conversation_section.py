@@ -1,0 +1,69 @@
+"""Translates tools, interactions and agent loops of verl's config to the section `workflow`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import Problem, TriviumError
+from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.verl.config.conflicts import ROLLOUT
+from trivium.frontdoors.verl.config.keys_of_conversations import FORMATS
+from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_interactions, load_tools
+
+_TURNS = f"{ROLLOUT}.multi_turn"
+_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+_FILES = {
+    "tools": (f"{_TURNS}.tool_config_path", load_tools),
+    "functions": (f"{_TURNS}.function_tool_path", load_functions),
+    "interactions": (f"{_TURNS}.interaction_config_path", load_interactions),
+}
+"""Argument of the environment -> its key, and the function that reads the file."""
+
+
+def has_conversation(verl: Settings) -> bool:
+    """Whether rollouts have several turns."""
+    named = any(verl[key] for key, _ in _FILES.values())
+    return named or bool(verl[f"{_TURNS}.enable"]) or verl[_LOOP] == "tool_agent"
+
+
+def workflow_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """Returns the workflow, without the fields that rows of the table set; empty for one turn."""
+    if verl[_LOOP] not in ("single_turn_agent", "tool_agent") or verl[f"{ROLLOUT}.agent.agent_loop_config_path"]:
+        found = "an agent loop of your own requests tokens from verl's inference servers"
+        do = "write it as a workflow (docs/extend-workflow.md), and use workflow.kind in a RunConfig"
+        key = _LOOP if verl.has(_LOOP) else f"{ROLLOUT}.agent.agent_loop_config_path"
+        problems.append(Problem(key, repr(verl[key]), found, do))
+    if not has_conversation(verl):
+        return {}
+    arguments: dict[str, Any] = {}
+    for name, (key, load) in _FILES.items():
+        if file := verl[key]:
+            arguments[name] = file
+            problems += _problems(key, file, load)
+    if (notation := verl[f"{_TURNS}.format"]) not in FORMATS:
+        do = f"use one of {', '.join(FORMATS)}, and a model that is trained on it"
+        found = "tool calls are read in the notations of Hermes and Llama"
+        problems.append(Problem(f"{_TURNS}.format", repr(notation), found, do))
+    for name in ("max_assistant_turns", "max_user_turns"):
+        if verl.has(f"{_TURNS}.{name}"):
+            arguments[name] = verl[f"{_TURNS}.{name}"]
+    for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side"):
+        arguments[name] = verl[f"{_TURNS}.{name}"]
+    return {
+        "kind": "multi_turn",
+        "environment": "trivium.frontdoors.verl.tool_environment:ToolEnvironment",
+        "environment_args": arguments,
+        "max_turns": verl["data.max_response_length"],  # a turn has a token or more, so the context is the limit
+    }
+
+
+def _problems(key: str, file: str, load: Any) -> list[Problem]:
+    """Returns the problem of a file on this machine whose classes cannot be built."""
+    if not Path(file).is_file():
+        return []
+    try:
+        load(file)
+    except TriviumError as error:
+        return [Problem(key, error.asked, error.found, error.do)]
+    return []

@@ -1,0 +1,1 @@
+"""verl's trainer, its roles and pools, and what they are made of."""

@@ -1,0 +1,1 @@
+"""verl's functions of estimators, losses and rollout correction, over `trivium.algorithms`."""

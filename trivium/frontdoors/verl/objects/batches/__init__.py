@@ -1,0 +1,1 @@
+"""verl's batches of rollouts, and functions of them."""

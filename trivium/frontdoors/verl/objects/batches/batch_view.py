@@ -1,0 +1,211 @@
+"""verl's view of rollouts: padded tensors and columns of objects, as reward managers expect them.
+
+Legend: B trajectories, P the longest prompt, R the longest response. A response starts at the first sampled token. It
+includes the messages of tools and environments in between, with a `response_mask` of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivium.errors import DataError
+from trivium.frontdoors.verl.objects.batches.protocol import DataProto, objects
+from trivium.policy import finite_number
+from trivium.types import Batch, Experience, Group, Trajectory, experiences_of
+
+
+@dataclass
+class BatchView(DataProto):
+    """A DataProto that can be built from groups. `.batch["responses"]` is (B, R)."""
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        pad_token_id: int,
+        *,
+        meta_info: Mapping[str, Any] | None = None,
+        prompt_length: int = 0,
+        response_length: int = 0,
+    ) -> BatchView:
+        """Builds a view with one row per trajectory that did not fail, in order (`living`).
+
+        Tensors: `prompts` (B, P) padded on the left, `responses` (B, R) padded on the right, both side by side in
+        `input_ids`, `attention_mask`, `position_ids` (B, P + R); `response_mask` and `rollout_log_probs` (B, R).
+        Columns: those of the tasks (None if a task lacks the column), `uid` (equal within a group), `raw_prompt`,
+        `__num_turns__` (messages, the prompt counted as one), `reward_scores` (rewards given during the rollout). If a
+        task lacks them, `data_source` is the taskset and `reward_model` holds the column `answer`. P and R are at least
+        `prompt_length` and `response_length`.
+
+        If a trajectory rewrote its history, its row is the last of its sequences.
+        """
+        rows = [(group, member, _last(group, member)) for group, member in living(groups)]
+        starts = [_start(e) for _, _, e in rows]
+        widest = max(starts, default=0), max((len(e) - s for (_, _, e), s in zip(rows, starts, strict=True)), default=0)
+        shape = len(rows), max(prompt_length, widest[0]), max(response_length, widest[1])
+        columns = [_columns(group, member) for group, member, _ in rows]
+        names = dict.fromkeys(name for row in columns for name in row)
+        return cls.from_dict(
+            _padded([e for _, _, e in rows], starts, shape, pad_token_id),
+            {name: [row.get(name) for row in columns] for name in names},
+            meta_info,
+        )
+
+
+def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
+    """Returns every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
+    return [(group, member) for group in groups for member in group.alive]
+
+
+def row_lengths(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+    """Returns (prompt lengths, response lengths) in tokens of the rows of `BatchView.of`."""
+    rows = [_last(group, member) for group, member in living(groups)]
+    prompts = [_start(row) for row in rows]
+    return prompts, [len(row) - start for row, start in zip(rows, prompts, strict=True)]
+
+
+_TRAINED = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "values": "values",
+}
+"""Column of a batch -> its name in verl."""
+
+
+def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step: int) -> BatchView:
+    """Builds the view of a step's trained groups with `token_level_scores`, `advantages`, `returns` and the scores of
+    models (B, R). The metrics of the rewards are columns."""
+    last = {(e.group_id, e.index): row for row, e in enumerate(batch.experiences)}
+    kept = [group for group in groups if any((group.group_id, member.index) in last for member in group.alive)]
+    view = BatchView.of(kept, pad_token_id, meta_info={"global_steps": step})
+    members = living(kept)
+    rows = [last.get((group.group_id, member.index)) for group, member in members]
+    starts, lengths = row_lengths(kept)
+    for name in _TRAINED.keys() & batch.columns.keys():
+        table = view.batch[_TRAINED[name]] = torch.zeros(view.batch["responses"].shape)
+        for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            if row is not None:
+                values = torch.from_numpy(np.array(batch.columns[name][row][start:], np.float32))
+                table[place, : len(values)] = values
+    scores = view.batch["token_level_scores"] = torch.zeros(view.batch["responses"].shape)
+    for place, ((_, member), length) in enumerate(zip(members, lengths, strict=True)):
+        if length:
+            scores[place, length - 1] = member.reward
+    for name in dict.fromkeys(name for _, member in members for name in member.metrics):
+        view.non_tensor_batch.setdefault(name, objects([member.metrics.get(name) for _, member in members]))
+    return view
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward manager's result for one row."""
+
+    score: float
+    """Sum of the rewards of the response."""
+    at: int
+    """Index of the last response token with a reward; the last token if no token has a reward; -1 if the response is
+    empty."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The manager's extra information about the row."""
+
+
+def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[Any]] | None = None) -> list[Scored]:
+    """Converts rewards (B, R) of a view to one result per row. Raises DataError if a reward is not finite or is on
+    padding, or if an entry of `extra` does not have one value per row."""
+    extra = extra or {}
+    if reward.shape != view.batch["responses"].shape:
+        raise DataError(
+            f"a reward tensor of shape {tuple(view.batch['responses'].shape)}",
+            f"shape {tuple(reward.shape)}",
+            "give one number per response token",
+        )
+    for name, values in extra.items():
+        if len(values) != len(view):
+            raise DataError(
+                f"extra information {name!r} about {len(view)} samples",
+                f"{len(values)} entries",
+                "give one entry per sample, None for those without a value",
+            )
+    return [
+        _scored(row, tokens.double(), length, {name: values[row] for name, values in extra.items()})
+        for row, (tokens, length) in enumerate(zip(reward, view.response_lengths.tolist(), strict=True))
+    ]
+
+
+def _scored(row: int, tokens: Tensor, length: int, extra: dict[str, Any]) -> Scored:
+    try:
+        total = finite_number(tokens.sum())
+    except ValueError as error:
+        raise DataError(f"a finite reward of sample {row}", str(error), "fix the reward manager") from None
+    given = tokens.nonzero().flatten().tolist()
+    if length and given and given[-1] >= length:
+        raise DataError(
+            f"a reward of sample {row} on its {length} response tokens",
+            f"{float(tokens[given[-1]])} at {given[-1]}",
+            "put it on token `valid_response_length - 1`",
+        )
+    return Scored(total, given[-1] if given and length else length - 1, extra)
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def _last(group: Group, member: Trajectory) -> Experience:
+    experiences = experiences_of(group, member)
+    if experiences:
+        return experiences[-1]
+    tokens, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Experience(tokens, np.zeros(0, np.bool_), numbers, tokens, group.group_id, member.index)
+
+
+def _start(experience: Experience) -> int:
+    """Returns the position of the first response token."""
+    return int(experience.response_mask.argmax()) if experience.response_mask.any() else len(experience)
+
+
+def _padded(
+    rows: Sequence[Experience], starts: Sequence[int], shape: tuple[int, int, int], pad_token_id: int
+) -> dict[str, Tensor]:
+    count, before, after = shape
+    tokens = torch.full((count, before + after), pad_token_id)
+    attention, sampled = torch.zeros_like(tokens), torch.zeros((count, after), dtype=torch.long)
+    log_probs = torch.zeros((count, after))
+    for row, (experience, start) in enumerate(zip(rows, starts, strict=True)):
+        whole = slice(before - start, before - start + len(experience))
+        tokens[row, whole] = torch.from_numpy(experience.tokens.astype(np.int64))
+        attention[row, whole] = 1
+        inside = slice(0, len(experience) - start)
+        sampled[row, inside] = torch.from_numpy(experience.response_mask[start:].astype(np.int64))
+        log_probs[row, inside] = torch.from_numpy(experience.rollout_log_prob[start:].copy())
+    return {
+        "prompts": tokens[:, :before].clone(),
+        "responses": tokens[:, before:].clone(),
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": sampled,
+        "rollout_log_probs": log_probs,
+    }
+
+
+def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
+    task = group.task
+    # Copies: managers add to `extra_info`, and the members of a group share a task.
+    columns = {name: dict(value) if isinstance(value, dict) else value for name, value in task.columns.items()}
+    if "answer" in columns:
+        columns.setdefault("reward_model", {"style": "rule", "ground_truth": columns["answer"]})
+    columns.setdefault("data_source", task.taskset)
+    return columns | {
+        "uid": group.group_id,
+        "raw_prompt": [{"role": message.role, "content": message.content} for message in task.prompt],
+        "__num_turns__": 2 * len(member.turns),
+        "reward_scores": dict(member.rewards),
+    }

@@ -1,0 +1,1 @@
+"""verl's datasets and samplers, and the prompts of their rows."""

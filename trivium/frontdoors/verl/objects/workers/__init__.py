@@ -1,0 +1,1 @@
+"""verl's workers and worker groups, over `cluster.actor_group`."""

@@ -1,0 +1,1 @@
+"""verl's scorers and the base classes of its reward managers."""
