@@ -50,7 +50,10 @@ MAY_CATCH_EVERYTHING = {
     "trivium.errors": (1, "the text of an error names what its __str__ raised"),
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
-    "trivium.rewards.calls": (1, "a reward that raised fails its own trajectory or sample, which the caller names"),
+    "trivium.processes.user_calls": (
+        1,
+        "an error of a user's function is returned, and the caller adds its context",
+    ),
     "trivium.rewards.sandbox.asserts": (1, "the program's process answers with the error, which the judge raises"),
     "trivium.engines.torch.engine": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
@@ -60,7 +63,7 @@ MAY_CATCH_EVERYTHING = {
 """How many handlers of a module may take any exception without raising it themselves, and why."""
 
 MAY_PICKLE = {
-    "trivium.rewards.isolated.answers": "a process and its own fork, over a socket that they alone have",
+    "trivium.processes.isolated.answers": "a process and its own fork, over a socket that they alone have",
     "trivium.processes.link": "processes of one run, over a socket or a key that they alone have",
 }
 

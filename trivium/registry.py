@@ -42,6 +42,8 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "multi_turn": "trivium.workflows.multi_turn:MultiTurn",
     },
     "environments": {},
+    "tools": {},
+    "functions": {},
     "rewards": {
         "exact": "trivium.rewards.functions:Exact",
         "regex": "trivium.rewards.functions:Regex",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trivium.policy import EngineFailure as EngineFailure
     from trivium.policy import Policy as Policy
     from trivium.policy import Workflow as Workflow
+    from trivium.processes.isolated import Isolated as Isolated
     from trivium.protocols import Buffer as Buffer
     from trivium.protocols import Environment as Environment
     from trivium.protocols import Monitor as Monitor
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from trivium.randomness import SampleKey as SampleKey
     from trivium.randomness import uniforms as uniforms
     from trivium.rewards.by_source import default_compute_score as default_compute_score
-    from trivium.rewards.isolated import Isolated as Isolated
     from trivium.rewards.remote import RemoteReward as RemoteReward
     from trivium.rewards.remote_forms import RemoteSample as RemoteSample
     from trivium.rewards.remote_forms import RemoteScore as RemoteScore

@@ -22,9 +22,9 @@ from trivium.concurrency import Threads, Turns, gather_or_cancel, run_here
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError, text_of
 from trivium.policy import finite_number
+from trivium.processes.isolated import forked, isolated_reward
+from trivium.processes.user_calls import UserCall
 from trivium.registry import resolve
-from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated import forked, isolated_reward
 
 _WAITING = 32
 """Maximum number of concurrent calls of an `async` function."""
@@ -86,7 +86,7 @@ class Scorer:
         if workers:
             function = _isolated(function, deadline_s, workers)
         grace_s = _START_S if workers else 0.0
-        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
+        self._call = UserCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
         self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
         self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, Turns]()
 

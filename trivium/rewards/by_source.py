@@ -13,10 +13,10 @@ from pydantic import Field
 
 from trivium.config import RewardConfig
 from trivium.errors import DataError
+from trivium.processes.isolated import Isolated, require
 from trivium.rewards.functions import gsm8k_score, last_tag
 from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, same_math, stated_answer
 from trivium.rewards.graders.programs import program_score
-from trivium.rewards.isolated import Isolated, require
 from trivium.rewards.sandbox import Limits, Sandbox
 
 Score = float | dict[str, Any]

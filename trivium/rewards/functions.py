@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from trivium.config import RewardConfig
 from trivium.errors import DataError
-from trivium.rewards.isolated import Isolated, require
+from trivium.processes.isolated import Isolated, require
 
 
 def _compiles(pattern: str) -> str:

@@ -29,9 +29,9 @@ from trivium.concurrency import Threads, usable_cores
 from trivium.config import RewardConfig, build
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.policy import finite_number
+from trivium.processes.isolated import isolated_reward
+from trivium.processes.user_calls import UserCall
 from trivium.registry import resolve
-from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated import isolated_reward
 from trivium.rewards.recipe import Part, parts_of
 from trivium.types import Task, Trajectory
 
@@ -61,7 +61,7 @@ class _Component:
 
     part: Part
     label: str
-    call: RewardCall
+    call: UserCall
     required: frozenset[str]
     optional: frozenset[str]
     text: frozenset[str]
@@ -146,7 +146,7 @@ class Judge:
         self._components = tuple(components)
         self._comparing = [component for component in components if component.compares]
         self.is_brief = all(component.call.is_brief for component in components)
-        """Whether every reward is declared `brief` (`trivium.rewards.calls`), so that none needs a deadline."""
+        """Whether every reward is declared `brief` (`trivium.processes.user_calls`), so that none needs a deadline."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
     return _Component(
         part,
         config.label,
-        RewardCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
+        UserCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
         required,
         frozenset(columns) - required,
         text=frozenset(_text_columns(config, columns)),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trivium.errors import described, text_of
 from trivium.models.vision.images import opened
 from trivium.policy import finite_number
-from trivium.rewards.isolated import require
+from trivium.processes.isolated import require
 from trivium.types import Media
 
 Protocol = Literal["trivium", "lightrft", "openrlhf"]

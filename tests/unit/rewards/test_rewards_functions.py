@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from trivium.errors import DataError, MissingPackage, RewardError
+from trivium.processes.isolated import Isolated, require
 from trivium.rewards.functions import Exact, Format, Gsm8k, MathVerify, ReasoningGym, Regex, gsm8k_answer, last_tag
-from trivium.rewards.isolated import Isolated, require
 
 
 def test_exact():

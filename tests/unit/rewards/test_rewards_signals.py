@@ -24,11 +24,11 @@ import pytest
 from trivium.concurrency import ProcessLife, Threads, left_behind
 from trivium.config import RewardConfig
 from trivium.errors import RewardError
+from trivium.processes.isolated.answers import PICKLE, serve_in_fork
+from trivium.processes.isolated.child import Child, fork
+from trivium.processes.isolated.signals import MainThreadWanted, main_thread_wanted
+from trivium.processes.user_calls import UserCall
 from trivium.rewards import Judge, make_judge
-from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated.answers import PICKLE, serve_in_fork
-from trivium.rewards.isolated.child import Child, fork
-from trivium.rewards.isolated.signals import MainThreadWanted, main_thread_wanted
 from trivium.runtime.python_api import configured
 from trivium.types import Message, StopReason, Task, Trajectory, Turn
 
@@ -243,7 +243,7 @@ def uses_signals(**arguments: Any) -> Any:
 
 
 def test_what_cannot_travel_between_the_processes() -> None:
-    call = RewardCall(uses_signals, Threads(1, "test"), label="the scorer x")
+    call = UserCall(uses_signals, Threads(1, "test"), label="the scorer x")
     refused = asyncio.run(call(lock=threading.Lock()))
     assert isinstance(refused, RewardError)
     assert "its arguments cannot be sent there: TypeError: cannot pickle" in refused.found

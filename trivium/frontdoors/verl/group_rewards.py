@@ -23,8 +23,8 @@ from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
 from trivium.frontdoors.verl.rewards.reward_loading import RewardManager, as_rewards, compute_reward
 from trivium.frontdoors.verl.rewards.scorer import RewardSample
 from trivium.policy import MAX_METRIC, finite_number
+from trivium.processes.user_calls import UserCall
 from trivium.protocols import Buffer
-from trivium.rewards.calls import RewardCall
 from trivium.types import Batch, Capabilities, Group, Sample, Trajectory, experiences_of
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class GroupRewards:
         return outcome
 
     @cached_property
-    def _call(self) -> RewardCall:
+    def _call(self) -> UserCall:
         function = functools.partial(compute_reward, reward_fn=self.manager)
-        return RewardCall(function, Threads(1, "a reward manager"), label="the reward manager")
+        return UserCall(function, Threads(1, "a reward manager"), label="the reward manager")
 
     def balanced(self, groups: Sequence[Group], **meta: object) -> list[Group]:
         """Returns the groups in the order of their rows after the hook. Groups without a row come last.

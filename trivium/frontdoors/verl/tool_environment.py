@@ -12,7 +12,7 @@ from typing import Any, Literal
 from trivium.concurrency import Threads
 from trivium.errors import ConfigError, DataError, text_of
 from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_interactions, load_tools
-from trivium.rewards.calls import RewardCall
+from trivium.processes.user_calls import UserCall
 from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
 from trivium.types import Message, Task
 
@@ -98,7 +98,7 @@ class ToolEnvironment:
     async def _execute(self, call: ToolCall) -> tuple[str, float]:
         """Returns (response, reward) of a call. A tool's exception is its response, as in verl. Raises ConfigError for
         a response with images or videos."""
-        outcome: Any = await RewardCall(self._run, _threads, label=f"the tool {call.name}")(call=call)
+        outcome: Any = await UserCall(self._run, _threads, label=f"the tool {call.name}")(call=call)
         if isinstance(outcome, BaseException):
             _log.warning("the tool %s raised %s: %s", call.name, type(outcome).__name__, text_of(outcome))
             return f"Error when executing tool: {text_of(outcome)}", 0.0

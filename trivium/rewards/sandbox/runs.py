@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trivium.errors import ConfigError, RewardError
-from trivium.rewards.isolated.child import Child, spawn
+from trivium.processes.isolated.child import Child, spawn
 from trivium.rewards.sandbox.seccomp import confinement, known
 
 _START_S = 60.0

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, NoReturn
 from trivium.concurrency import ProcessLife, end_with, outcome_of
 from trivium.config import RewardConfig, build, plugin
 from trivium.errors import text_of, user_place
-from trivium.rewards.isolated.child import frame, read_frame
+from trivium.processes.isolated.child import frame, read_frame
+from trivium.registry import resolve
 
 
 class Form(NamedTuple):
@@ -119,8 +120,9 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves a function. The arguments of the program are the descriptor of the channel, and as JSON `function`
-    ("module:name") or `reward` (a reward's config), `memory` (bytes of address space), and `limits` (`CallLimits`)."""
+    """Serves a function. The arguments of the program are the descriptor of the channel, and as JSON the function, its
+    `memory` (bytes of address space) and its `limits` (`CallLimits`). The function is `function` ("module:name"), or
+    `kind` and `path` (a name of the registry), or `reward` (the config of a reward)."""
     descriptor, spec = int(sys.argv[1]), json.loads(sys.argv[2])
     end_with(ProcessLife.of(os.getppid()))
     os.set_inheritable(descriptor, False)  # or a process that the function starts would keep the parent waiting
@@ -136,6 +138,8 @@ def _load(spec: Mapping[str, Any]) -> Callable[..., Any]:
     if "function" in spec:
         module, _, name = spec["function"].partition(":")
         return getattr(importlib.import_module(module), name)
+    if "path" in spec:
+        return resolve(spec["kind"], spec["path"])
     return build("rewards", plugin("rewards", RewardConfig)(spec["reward"]))
 
 

@@ -1,4 +1,4 @@
-"""Calls a reward function, for the judge and for every other caller.
+"""Calls a function of the user: a reward, a tool, a method of an environment.
 
 A plain function runs in a thread, an `async` one on the event loop, and one with `workers` in child processes: only a
 process can be stopped while it holds the interpreter. A plain function with the attribute `brief = True` takes
@@ -19,16 +19,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trivium.concurrency import Threads, outcome_of, wait_for
-from trivium.rewards.isolated import InProcesses, forked
-from trivium.rewards.isolated.signals import MainThreadWanted, main_thread_wanted
+from trivium.processes.isolated import InProcesses, forked
+from trivium.processes.isolated.signals import MainThreadWanted, main_thread_wanted
 
 _log = logging.getLogger("trivium")
 
 RewardFunction = Callable[..., Any]
 
 
-class RewardCall:
-    """A reward function, where it runs and how long a call may take (None: as long as the caller waits).
+class UserCall:
+    """A function of the user, where it runs and how long a call may take (None: as long as the caller waits).
 
     `grace_s` is how long the caller waits beyond the deadline, for a process that has to start first. `label` names the
     function in errors and in the log; `limit` is the number of forks that may call it at the same time, if it needs a
@@ -42,7 +42,7 @@ class RewardCall:
         deadline_s: float | None = None,
         grace_s: float = 0.0,
         *,
-        label: str = "a reward",
+        label: str = "a function",
         limit: int = 1,
     ) -> None:
         self._function, self._threads, self._deadline_s = function, threads, deadline_s

@@ -7,6 +7,13 @@ exit.
 
 from __future__ import annotations
 
-from trivium.rewards.isolated.function import InProcesses, Isolated, forked, isolated_reward, require
+from trivium.processes.isolated.function import (
+    InProcesses,
+    Isolated,
+    forked,
+    isolated_function,
+    isolated_reward,
+    require,
+)
 
-__all__ = ["InProcesses", "Isolated", "forked", "isolated_reward", "require"]
+__all__ = ["InProcesses", "Isolated", "forked", "isolated_function", "isolated_reward", "require"]

@@ -18,14 +18,14 @@ from typing import Any
 from trivium.concurrency import ProcessLife, Threads
 from trivium.config import RewardConfig
 from trivium.errors import MissingPackage, RewardError, text_of
-from trivium.rewards.isolated.answers import JSON, PICKLE, CallLimits, Form, serve_in_fork
-from trivium.rewards.isolated.child import Child, fork, spawn
+from trivium.processes.isolated.answers import JSON, PICKLE, CallLimits, Form, serve_in_fork
+from trivium.processes.isolated.child import Child, fork, spawn
 
 _MEMORY = 4 << 30
 """Bytes of address space of a grader: an allocation beyond it is a MemoryError, before the machine has no memory."""
 _EXIT_S = 5.0
 """How long a process that closed its end of the socket may take to end. Then it is killed: its exit code is lost."""
-_MAIN = "from trivium.rewards.isolated.answers import main; main()"
+_MAIN = "from trivium.processes.isolated.answers import main; main()"
 _SHOWN = 200
 """Characters of the arguments that an error shows."""
 
@@ -169,6 +169,12 @@ def isolated_reward(config: RewardConfig, deadline_s: float) -> InProcesses:
     """
     spec = {"reward": config.model_dump(mode="json") | {"workers": 0}}
     return InProcesses(_spawned(f"reward {config.label!r}", spec, CallLimits(wall_s=deadline_s)), config.workers)
+
+
+def isolated_function(kind: str, path: str, label: str, limit: int, deadline_s: float) -> InProcesses:
+    """The function that `path` names (see `trivium.registry.resolve`) in up to `limit` spawned processes; its arguments
+    and its result are JSON values. The kernel ends a call after `deadline_s`."""
+    return InProcesses(_spawned(label, {"kind": kind, "path": path}, CallLimits(wall_s=deadline_s)), limit)
 
 
 def forked(function: Callable[..., Any], label: str, limit: int) -> InProcesses:
