@@ -127,13 +127,18 @@ class Policy:
         """The prompt of the last completion, and its tokens."""
         self._stop_reason = StopReason.EOS
 
-    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
-        """Generates the assistant's next turn of a conversation.
+    async def generate(
+        self, messages: Sequence[Message], *, max_new_tokens: int | None = None, tokens: IntArray | None = None
+    ) -> Turn:
+        """Generates the assistant's next turn of a conversation. `tokens` is the prompt, if the caller has rendered the
+        conversation itself.
 
         Raises PromptTooLong if the rendered conversation fills the context, RolloutError after the end of the rollout.
         """
         conversation = tuple(messages)
-        if self._threads is None:
+        if tokens is not None:
+            prompt = self._given(tokens)
+        elif self._threads is None:
             prompt = self._prompt(conversation)
         else:
             prompt = await self._threads.run(lambda: self._prompt(conversation))
@@ -256,6 +261,14 @@ class Policy:
             seen = self._seen[0].then(Prompt(self._seen[1]))
             return self._renderer.extend(self._history, seen, self._stop_reason, conversation[known:])
         return self._renderer.render(conversation)
+
+    def _given(self, tokens: IntArray) -> Prompt:
+        """The prompt of these tokens. If they begin with those of the last completion, it has the media of these."""
+        if self._seen is not None:
+            seen = self._seen[0].then(Prompt(self._seen[1]))
+            if np.array_equal(tokens[: len(seen)], seen.tokens):
+                return seen.then(Prompt(tokens[len(seen) :]))
+        return Prompt(tokens)
 
 
 def _too_long(prompt: Prompt, max_context: int) -> PromptTooLong:

@@ -26,7 +26,7 @@ from trivium.serving.groups import OpenGroups
 from trivium.serving.requests import ChatRequest, Feedback
 from trivium.serving.sessions import CompletionNode, IdleLimits, OpenGroup, Session, unknown_error, visible_text
 from trivium.synchronizer import Synchronizer
-from trivium.types import SERVED, Completion, Failure, Message, Request, StopReason, Turn
+from trivium.types import SERVED, Completion, Failure, IntArray, Message, Request, StopReason, Turn
 
 T = TypeVar("T")
 
@@ -259,11 +259,15 @@ class Gateway:
 
     async def _generate(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
         earlier = parent.conversation if parent is not None else ()
-        new = request.messages[len(earlier) :]
+        new, tokens = request.messages[len(earlier) :], request.tokens
+        added = None
+        if tokens is not None:
+            added = tokens[0 if parent is None else len(parent.sequence) :]
+            new = (Message("user", self.explorer.renderer.decode(added)),)
         if how := session.rewriting(request.messages, len(earlier), request.tools):
             self._note_rewriting(session, how)
-        policy = session.branch(parent, new, request.sampling)
-        generating = asyncio.ensure_future(self._limited(policy, (*policy.history, *new)))
+        policy = session.branch(parent, new, request.sampling, added)
+        generating = asyncio.ensure_future(self._limited(policy, (*policy.history, *new), tokens))
         session.generating.add(generating)
         try:
             turn = await generating
@@ -298,10 +302,10 @@ class Gateway:
             how,
         )
 
-    async def _limited(self, policy: Policy, conversation: Sequence[Message]) -> Turn:
+    async def _limited(self, policy: Policy, conversation: Sequence[Message], tokens: IntArray | None) -> Turn:
         """One turn, within the limit of concurrent generations."""
         async with self._concurrency:
-            return await policy.generate(conversation)
+            return await policy.generate(conversation, tokens=tokens)
 
     # ------------------------------------------------------------------ feedback
 

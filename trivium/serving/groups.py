@@ -100,7 +100,7 @@ class OpenGroups:
         if labels.session or labels.reply_to or labels.session_of:
             session = self._labelled(request)
             routes = [(session, self._parent(session, request))] * request.n
-        elif node := self.sessions.find(request.messages, belongs):
+        elif node := self.sessions.find(request, belongs):
             routes = [(node.session, node)] * request.n
         else:
             routes = [(self._begin(None, request), None) for _ in range(request.n)]
@@ -135,9 +135,9 @@ class OpenGroups:
         """The completion of the session that the messages continue from; None if they begin a new tree."""
         wanted = request.labels.reply_to
         if not wanted:
-            return self.sessions.find(request.messages, lambda other: other is session)
+            return self.sessions.find(request, lambda other: other is session)
         node = next((node for node in session.completions if node.id == wanted), None)
-        if node is None or request.messages[: len(node.conversation)] != node.conversation:
+        if node is None or not node.begins(request):
             raise RequestError(
                 400,
                 f"messages that continue from the completion {wanted!r}",

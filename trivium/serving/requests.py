@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, TextOf, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
 from trivium.text.tools import TOOLS, ToolCall, json_object
-from trivium.types import MIN_TEMPERATURE, Message, Sampling
+from trivium.types import MIN_TEMPERATURE, IntArray, Message, Sampling
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -99,6 +99,8 @@ class ChatRequest:
     messages: tuple[Message, ...]
     labels: Labels
     sampling: Sampling
+    tokens: IntArray | None = None
+    """The prompt, if the client has rendered it itself; `messages` is then its text."""
     n: int = 1
     columns: Mapping[str, Any] | None = None
     stream: bool = False
@@ -109,6 +111,8 @@ class ChatRequest:
     """Names of the functions that the completion may call."""
     reasoning: bool = False
     """Whether the `<think>` block of a completion is a part of its own, and not of the text."""
+    request_id: str = ""
+    """The client's own name for the call, if it is returned."""
     instructions: bool = False
     """Whether the system message holds for this call only: a call that names it as its previous response begins
     without it."""
@@ -119,7 +123,7 @@ def read_chat(
 ) -> ChatRequest:
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
     body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
-    labels = _labels(body, headers)
+    labels = read_labels(body, headers)
     stream = typed(body, "stream", bool, False)
     options = typed(body, "stream_options", dict, {})
     if options.keys() - {"include_usage"} or (options and not stream):
@@ -132,7 +136,7 @@ def read_chat(
     return ChatRequest(
         messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
         labels=labels,
-        sampling=_sampling(body, labels.evaluation, trained),
+        sampling=read_sampling(body, trained, evaluation=labels.evaluation),
         n=read_count(body, "n", 1, 128),
         columns=typed(body, "columns", dict, None),
         stream=stream,
@@ -186,7 +190,7 @@ def read_count(body: Mapping[str, Any], name: str, default: int, maximum: int) -
     return value
 
 
-def _labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
+def read_labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
     """The labels in the body, in `metadata`, in headers and, for the session, in `user`. All must agree."""
     metadata = typed(body, "metadata", dict, {})
     for name in metadata.keys() - set(LABELS):
@@ -224,45 +228,57 @@ def _label(name: str, value: object) -> str:
     return value
 
 
-def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> Sampling:
-    """How to sample. For training, only the length and the stop strings may differ from the config."""
+_TRAINED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+}
+"""Parameters that change the sampled distribution, with their fields of `Sampling`."""
+
+
+def read_sampling(body: Mapping[str, Any], trained: Sampling, *, evaluation: bool) -> Sampling:
+    """How to sample. For training, only the length and the stop strings may differ from the config. Raises
+    RequestError."""
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
     if len(names) == 2 and body[names[0]] != body[names[1]]:
         raise bad_request(names[0], "one limit", f"{names[0]} and {names[1]} differ", "send max_completion_tokens")
-    limit = trained.max_new_tokens if not names else read_count(body, names[0], 1, 10**9)
-    stop = read_stop(body, trained.stop)
-    temperature = read_number(body, "temperature", trained.temperature, 0.0, 100.0)
-    top_p = read_number(body, "top_p", 1.0 if evaluation else trained.top_p, 0.0, 1.0)
-    if evaluation:
-        if top_p == 0:
-            raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
-        if 0 < temperature < MIN_TEMPERATURE:
-            raise bad_request(
-                "temperature", f"temperature 0, or at least {MIN_TEMPERATURE}", f"{temperature}", "use 0 for greedy"
-            )
-        return replace(trained, max_new_tokens=limit, stop=stop, temperature=temperature, top_p=top_p, extra=())
-    if temperature != trained.temperature:
-        raise bad_request(
-            "temperature",
-            f"temperature {temperature} in training",
-            f"this run samples at {trained.temperature}, and the trainer computes with that",
-            "leave it out, set engine.sampling.temperature, or mark the request `evaluation: true`",
-        )
-    if top_p != trained.top_p:
-        raise bad_request(
-            "top_p",
-            f"top_p {top_p} in training",
-            f"this run samples at {trained.top_p}",
-            "leave it out, set engine.sampling.top_p, or mark the request `evaluation: true`",
-        )
-    if limit > trained.max_new_tokens:
-        raise bad_request(
-            names[0],
-            f"{names[0]} {limit} in training",
-            f"this run trains completions of {trained.max_new_tokens}",
-            "ask for fewer, or raise engine.sampling.max_new_tokens",
-        )
-    return replace(trained, max_new_tokens=limit, stop=stop)
+    asked = replace(
+        trained,
+        max_new_tokens=trained.max_new_tokens if not names else read_count(body, names[0], 1, 10**9),
+        temperature=read_number(body, "temperature", trained.temperature, 0.0, 100.0),
+        top_p=read_number(body, "top_p", 1.0 if evaluation else trained.top_p, 0.0, 1.0),
+        top_k=max(0, int(read_number(body, "top_k", trained.top_k, -1, 10**9))),
+        min_p=read_number(body, "min_p", trained.min_p, 0.0, 1.0),
+        min_new_tokens=int(read_number(body, "min_tokens", trained.min_new_tokens, 0, 10**9)),
+        stop=read_stop(body, trained.stop),
+        extra=(),
+    )
+    if not evaluation:
+        return _for_training(asked, trained, names)
+    if asked.top_p == 0:
+        raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
+    if 0 < asked.temperature < MIN_TEMPERATURE:
+        minimum = f"temperature 0, or at least {MIN_TEMPERATURE}"
+        raise bad_request("temperature", minimum, f"{asked.temperature}", "use 0 for greedy sampling")
+    return asked
+
+
+def _for_training(asked: Sampling, trained: Sampling, names: Sequence[str]) -> Sampling:
+    """The sampling parameters of the config with the length and the stop strings of a request; `names` has the
+    parameter that sets the length. Raises RequestError if others differ."""
+    for name, field in _TRAINED.items():
+        value, own = getattr(asked, field), getattr(trained, field)
+        if value != own:
+            found = f"this run samples at {own}, and the trainer computes with that"
+            do = f"leave it out, set engine.sampling.{field}, or mark the request `evaluation: true`"
+            raise bad_request(name, f"{name} {value} in training", found, do)
+    if asked.max_new_tokens > trained.max_new_tokens:
+        found = f"this run trains completions of {trained.max_new_tokens}"
+        do = "ask for fewer, or raise engine.sampling.max_new_tokens"
+        raise bad_request(names[0], f"{names[0]} {asked.max_new_tokens} in training", found, do)
+    return replace(trained, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
 
 
 def read_stop(body: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,13 +13,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from trivium.protocols import Renderer
 from trivium.serving.bodies import BodyLimits, RequestError, read_body
 from trivium.serving.chat_api import chat_completion, chunks
-from trivium.serving.completions import read_completion, text_completion
+from trivium.serving.completion_parts import TextOf
 from trivium.serving.endpoints import Endpoint, cancel_on_disconnect, guarded
 from trivium.serving.gateway import Gateway
 from trivium.serving.messages_api import message, message_error, message_events, read_message
 from trivium.serving.requests import ChatRequest, read_chat, read_feedback, read_secret
 from trivium.serving.responses_api import read_response, response, response_events
 from trivium.serving.sessions import CompletionNode
+from trivium.serving.tokens_api import generated, generated_events, read_completion, read_generate, text_completion
+from trivium.types import IntArray, Sampling
 
 
 class ChatServer:
@@ -35,6 +37,7 @@ class ChatServer:
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._complete),
             ("POST", "/v1/responses", self._response),
+            ("POST", "/inference/v1/generate", self._generate),  # where vLLM has it
             ("GET", "/v1/models", self._models),
             ("POST", "/feedback", self._feedback),
             ("POST", "/commit", self._commit),
@@ -57,6 +60,18 @@ class ChatServer:
     async def _response(self, request: Request) -> Response:
         read = partial(read_response, node_of=self.gateway.sessions.node_of)
         return await self._respond(request, await self._read(request, read), response, response_events)
+
+    async def _generate(self, request: Request) -> Response:
+        explorer = self.gateway.explorer
+        eos = explorer.renderer.eos_token_ids
+
+        def text(tokens: IntArray) -> str:
+            return explorer.renderer.decode(tokens[: explorer.max_context])  # a longer prompt is refused
+
+        def read(sent: Any, headers: Any, model: str, trained: Sampling, _: TextOf) -> ChatRequest:
+            return read_generate(sent, headers, model, trained, eos, text)
+
+        return await self._respond(request, await self._read(request, read), generated, generated_events)
 
     async def _read(self, request: Request, read: Callable[..., ChatRequest]) -> ChatRequest:
         gateway = self.gateway
@@ -95,7 +110,8 @@ class ChatServer:
 
     async def _models(self, request: Request) -> Response:
         del request
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "trivium"}
+        model: dict[str, Any] = {"id": self.model, "object": "model", "created": 0, "owned_by": "trivium"}
+        model["max_model_len"] = self.gateway.explorer.max_context
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self) -> dict[str, Any]:

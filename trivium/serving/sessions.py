@@ -13,24 +13,29 @@ import hashlib
 import hmac
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from trivium.policy import Policy
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import edit_of
+from trivium.serving.requests import ChatRequest
 from trivium.text.tools import TOOLS
-from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
+from trivium.types import Failure, IntArray, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
 Conversation = tuple[Message, ...]
 Label = tuple[bool, str, str]
 """(evaluation, task id, session), as the client names them."""
 
 
-def digest(messages: Sequence[Message]) -> str:
-    """A short name for messages. Equal messages have equal names on every machine."""
-    text = json.dumps([[m.role, m.content, *(item.sha256 for item in m.media)] for m in messages])
+def digest(messages: Sequence[Message], tokens: IntArray | None = None) -> str:
+    """A short name for messages, or for the tokens that they are rendered to. Equal ones have equal names on every
+    machine."""
+    parts = [[m.role, m.content, *(item.sha256 for item in m.media)] for m in messages]
+    text = json.dumps(parts if tokens is None else tokens.tolist())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -94,6 +99,17 @@ class CompletionNode:
     newest: int = 0
     """The order of the newest completion in this subtree."""
 
+    @property
+    def sequence(self) -> IntArray:
+        """The tokens of prompt and completion."""
+        return np.concatenate([self.turn.prompt_tokens, self.turn.tokens])
+
+    def begins(self, request: ChatRequest) -> bool:
+        """Whether the request continues from this completion."""
+        if request.tokens is not None:
+            return np.array_equal(request.tokens[: len(self.sequence)], self.sequence)
+        return request.messages[: len(self.conversation)] == self.conversation
+
     def turns(self) -> Iterator[Turn]:
         """The turns of this subtree, depth first, the branch with the newest completion last."""
         waiting = [self]  # a stack: the branch with the newest completion is at its bottom
@@ -138,11 +154,13 @@ class Session:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None
 
-    def branch(self, parent: CompletionNode | None, new: Conversation, sampling: Sampling) -> Policy:
-        """A policy for one completion. The address of its randomness contains the messages, not the order of arrival;
-        equal calls are numbered."""
+    def branch(
+        self, parent: CompletionNode | None, new: Conversation, sampling: Sampling, tokens: IntArray | None = None
+    ) -> Policy:
+        """A policy for one completion. The address of its randomness contains the messages (or the new tokens of a
+        prompt that the client has rendered), not the order of arrival; equal calls are numbered."""
         counter = self.starts if parent is None else parent.calls
-        name = digest(new)
+        name = digest(new, tokens)
         number, counter[name] = counter[name], counter[name] + 1
         start = self.policy if parent is None else parent.policy
         assert start is not None
@@ -240,8 +258,10 @@ class SessionStore:
         self.active: dict[Session, None] = {}
         self._labelled: dict[Label, Session] = {}
         """Includes ended sessions for a while: later calls learn why they ended."""
-        self._by_conversation: dict[Conversation, list[CompletionNode]] = {}
-        """The completions of active sessions, oldest first."""
+        self._nodes: dict[Conversation | bytes, list[CompletionNode]] = {}
+        """The completions of active sessions, oldest first, by their conversation and by the hash of their tokens."""
+        self._lengths: Counter[int] = Counter()
+        """The number of tokens of each prompt and its completion in active sessions -> how many have it."""
         self._by_completion: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session, tuple[str, ...]]] = deque()
         """(when it ended, session, ids of its completions), oldest first."""
@@ -253,7 +273,9 @@ class SessionStore:
 
     def record(self, node: CompletionNode) -> None:
         node.session.record(node)
-        self._by_conversation.setdefault(node.conversation, []).append(node)
+        for key in self._keys(node):
+            self._nodes.setdefault(key, []).append(node)
+        self._lengths[len(node.sequence)] += 1
         self._by_completion[node.id] = node.session
 
     def labelled(self, label: Label) -> Session | None:
@@ -283,16 +305,17 @@ class SessionStore:
         nodes = session.completions if session is not None else ()
         return next((node for node in nodes if node.id == completion_id), None)
 
-    def find(self, messages: Conversation, belongs: Callable[[Session], bool]) -> CompletionNode | None:
-        """The completion that ends the longest known beginning of `messages`, among the sessions that `belongs`
-        accepts; None without one.
+    def find(self, request: ChatRequest, belongs: Callable[[Session], bool]) -> CompletionNode | None:
+        """The completion that ends the longest known beginning of the messages or of the prompt, among the sessions
+        that `belongs` accepts; None without one.
 
         Of several with the same text, returns the newest that no call has continued from yet, else the newest.
         """
-        for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1].role != "assistant":
-                continue
-            nodes = [node for node in self._by_conversation.get(messages[:length], ()) if belongs(node.session)]
+        messages, tokens = request.messages, request.tokens
+        lengths = (n for n in range(len(messages) - 1, 0, -1) if messages[n - 1].role == "assistant")
+        keys = (messages[:n] for n in lengths) if tokens is None else reversed(_hashes(tokens, sorted(self._lengths)))
+        for key in keys:
+            nodes = [node for node in self._nodes.get(key, ()) if belongs(node.session)]
             if nodes:
                 return next((node for node in reversed(nodes) if not node.calls), nodes[-1])
         return None
@@ -308,14 +331,22 @@ class SessionStore:
         session expires."""
         session.ended = (status, reason)
         for node in session.completions:
-            nodes = self._by_conversation[node.conversation]
-            nodes.remove(node)
-            if not nodes:
-                del self._by_conversation[node.conversation]
+            for key in self._keys(node):
+                self._nodes[key].remove(node)
+                if not self._nodes[key]:
+                    del self._nodes[key]
+            length = len(node.sequence)
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]
         for task in session.generating:
             task.cancel()
         del self.active[session]
         self._ended.append((now, session, tuple(node.id for node in session.completions)))
+
+    @staticmethod
+    def _keys(node: CompletionNode) -> tuple[Conversation | bytes, ...]:
+        return node.conversation, *_hashes(node.sequence, [len(node.sequence)])
 
     def expire(self, before: float) -> None:
         """Forgets the sessions that ended before that time."""
@@ -325,6 +356,18 @@ class SessionStore:
                 del self._by_completion[completion_id]
             if session.label is not None:
                 del self._labelled[session.label]
+
+
+def _hashes(tokens: IntArray, lengths: Iterable[int]) -> list[bytes]:
+    """The hashes of the beginnings of these lengths, in order; of those that are not longer than the tokens."""
+    running, done, hashes = hashlib.blake2b(digest_size=16), 0, list[bytes]()
+    for length in lengths:
+        if length > len(tokens):
+            break
+        running.update(tokens[done:length].tobytes())
+        done = length
+        hashes.append(running.digest())
+    return hashes
 
 
 def _num_equal(one: Conversation, other: Conversation) -> int:
