@@ -49,7 +49,7 @@ class _SilentPolicy(Policy):
         self.requested = asyncio.Event()
         self.metrics = {}
 
-    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> NoReturn:
+    async def generate(self, messages: Sequence[Message], **options: object) -> NoReturn:
         self.requested.set()
         while True:
             await asyncio.sleep(3600)

@@ -323,7 +323,7 @@ class Strategy(ScriptCalls):
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:
         """Accumulates the gradient of a mean loss over this rank's share. Gradients are averaged over the ranks."""
-        (loss / self.world_size).backward()  # sharding sums the gradients (`training.fsdp.shard`)
+        (loss / self.world_size).backward()  # sharding sums the gradients (`training.distributed.fsdp.shard`)
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, scheduler: Scheduler | None = None, name: str = "model"
