@@ -27,6 +27,7 @@ from tests.e2e.ray_hosted import (
     scripted_that_fails,
     scripted_that_never_loads,
 )
+from tests.failing import refused
 from tests.processes import survivors
 from trivium import errors
 from trivium.board import SharedBoard
@@ -304,6 +305,14 @@ async def test_a_replica_that_is_closed_while_it_is_restarted_leaves_no_process(
         with pytest.raises(EngineFailure, match="the engine was closed"):
             await waiting
     await eventually(lambda: not survivors([pids(tmp_path)["engine-0-0~1"]]))
+
+
+async def test_a_replica_that_does_not_start_in_time_leaves_no_process(tmp_path: Path, namespace: str) -> None:
+    make: Any = time.sleep  # a build that does not end
+    spec = EngineSpec(make, (600.0,), tmp_path, 1, namespace, max_restarts=0, deadline_s=20)
+    with refused(EngineFailure, "engine-0-4", "20 s", "sync.deadline_s"):
+        await ReplicatedEngine.start(spec, ["engine-0-4"])
+    await eventually(lambda: not survivors([pids(tmp_path)["engine-0-4"]]))
 
 
 async def test_an_error_of_one_of_several_engines_names_it(tmp_path: Path, namespace: str) -> None:

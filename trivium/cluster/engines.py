@@ -201,6 +201,7 @@ class ActorReplica(Replica):
             async with asyncio.timeout(spec.deadline_s):
                 return await build_hosted(actor, self.name, self.name, HostedEngine, spec.make, spec.args)
         except TimeoutError as error:
+            ray.kill(actor)
             raise EngineFailure(
                 f"start {name}",
                 f"it was not ready after {spec.deadline_s:.0f} s",

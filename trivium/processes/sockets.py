@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from trivium.errors import SyncError
 
+_log = logging.getLogger("trivium")
 LOOPBACK = "127.0.0.1"
 _CONNECT_S = 60.0
 """Deadline for a TCP connection to a listening process."""
+_CHALLENGE_S = 10
+"""Deadline for each message with which two processes show each other that they have the key."""
 
 
 class Listening:
@@ -24,15 +32,20 @@ class Listening:
         self.address: tuple[str, int] = self._socket.getsockname()
 
     def accept(self, timeout_s: float | None = None) -> Connection:
-        """Waits for a connection. Raises TimeoutError, and AuthenticationError if the other process has another key.
-
-        `timeout_s` limits the wait for a connection, not that for the answer to the challenge.
-        """
-        self._socket.settimeout(timeout_s)
-        connection = _connection(self._socket.accept()[0])
-        deliver_challenge(connection, self._key)
-        answer_challenge(connection, self._key)
-        return connection
+        """Waits for the connection of a process that has the key, and closes all others. Raises TimeoutError."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._socket.settimeout(None if end is None else max(end - time.monotonic(), 0.001))
+            accepted, sender = self._socket.accept()
+            connection = _connection(accepted)
+            try:
+                with _limited(connection):
+                    deliver_challenge(connection, self._key)
+                    answer_challenge(connection, self._key)
+                return connection
+            except (AuthenticationError, EOFError, OSError) as error:
+                connection.close()
+                _log.warning("a connection from %s has another key (%s); it is closed", sender[0], error)
 
     def close(self) -> None:
         self._socket.close()
@@ -46,6 +59,20 @@ def connect(address: tuple[str, int], key: bytes) -> Connection:
     return connection
 
 
+@contextmanager
+def _limited(connection: Connection) -> Generator[None]:
+    """Each read and each write in this block fails after `_CHALLENGE_S`."""
+    _set_limit(connection, _CHALLENGE_S)
+    yield
+    _set_limit(connection, 0)  # none
+
+
+def _set_limit(connection: Connection, seconds: int) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
 def _connection(connected: socket.socket) -> Connection:
     connected.settimeout(None)
     # Nagle's algorithm would delay each tensor by 40 ms.
@@ -54,17 +81,18 @@ def _connection(connected: socket.socket) -> Connection:
 
 
 def own_address() -> str:
-    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME, else of the
-    default route, else the loopback address."""
+    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME, else of the route
+    to torchrun's MASTER_ADDR, else of the default route, else the loopback address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
             return _address_of(interface, probe)
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; connecting a datagram socket sends nothing
-        except OSError:
-            return LOOPBACK
-        return probe.getsockname()[0]
+        for peer in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):  # the second is reserved for documentation
+            with suppress(OSError):
+                if peer:
+                    probe.connect((peer, 9))  # connecting a datagram socket sends nothing
+                    return probe.getsockname()[0]
+        return LOOPBACK
 
 
 def _address_of(interface: str, probe: socket.socket) -> str:

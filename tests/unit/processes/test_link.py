@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
@@ -169,16 +171,22 @@ def test_a_cancelled_call_is_reported_to_the_process_that_runs_it(links: tuple[L
     assert methods == ["rest", CANCEL]
 
 
-def test_a_process_without_the_key_is_refused() -> None:
+def test_only_a_process_with_the_key_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivium.processes.sockets._CHALLENGE_S", 1)
     with closing(Listening("127.0.0.1", b"key")) as listening, ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(listening.accept, PATIENCE_S)
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             connect(listening.address, b"another")
-        with pytest.raises(AuthenticationError):
-            accepting.result(PATIENCE_S)
-        accepting = threads.submit(listening.accept, PATIENCE_S)
-        with connect(listening.address, b"key") as mine, accepting.result(PATIENCE_S) as theirs:
-            mine.send_bytes(b"hello")
-            assert theirs.recv_bytes() == b"hello"
+        with socket.create_connection(listening.address) as silent:
+            with connect(listening.address, b"key") as mine, accepting.result(PATIENCE_S) as theirs:
+                mine.send_bytes(b"hello")
+                assert theirs.recv_bytes() == b"hello"
+                reading = threads.submit(theirs.recv_bytes)
+                time.sleep(1.5)  # an accepted connection has no limit
+                mine.send_bytes(b"late")
+                assert reading.result(PATIENCE_S) == b"late"
+            silent.settimeout(PATIENCE_S)
+            while silent.recv(4096):  # the challenge, then the end
+                pass
         with pytest.raises(TimeoutError):
             listening.accept(0.05)
