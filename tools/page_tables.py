@@ -10,8 +10,8 @@ from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
 from trivium.frontdoors.lightrft.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.tables import Mapped
-from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
-from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trl import KEYS as TRL_KEYS
 from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 from trivium.frontdoors.verl.config.key_hints import KEYS as VERL_KEYS

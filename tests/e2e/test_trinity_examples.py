@@ -15,7 +15,7 @@ from trivium import run
 from trivium.config import config_from_mapping
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.trinity import Trainer, load_config
-from trivium.frontdoors.trinity.registries import PLUGIN_DIRS, load_plugins
+from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, load_plugins
 from trivium.frontdoors.trinity.translation import translate
 from trivium.text.tiny import TinyModel
 

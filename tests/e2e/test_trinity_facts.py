@@ -125,14 +125,14 @@ async def test_a_train_step_does_not_block_the_event_loop(tmp_path: Path, monkey
         assert allowed.wait(60)
         return train_step(*args)
 
-    monkeypatch.setattr("trivium.frontdoors.trinity.verl_wrapper.train_step", slow)
+    monkeypatch.setattr("trivium.frontdoors.trinity.objects.verl_wrapper.train_step", slow)
     task = asyncio.create_task(engine.train_step(experiences()))
     while not began.is_set():
         await asyncio.sleep(0.01)
     assert engine.train_step_num == 0, "the loop goes on while the step is taken"
     allowed.set()
     assert (await task)["train/version"] == 1
-    monkeypatch.setattr("trivium.frontdoors.trinity.verl_wrapper.train_step", lambda *args: 1 / 0)
+    monkeypatch.setattr("trivium.frontdoors.trinity.objects.verl_wrapper.train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await engine.train_step(experiences())
     forgotten = engine.train_step(experiences())

@@ -15,7 +15,7 @@ from tests.e2e import trinity_savers
 from tests.e2e.trinity_savers import STEP, Start, intervals, on_ray
 from trivium.errors import ConfigError, DataError, RoleFailed, RunDirError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
-from trivium.frontdoors.trinity.actors import forget
+from trivium.frontdoors.trinity.objects.boards.actors import forget
 
 pytestmark = pytest.mark.slow
 

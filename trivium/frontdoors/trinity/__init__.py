@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
-from trivium.frontdoors.trinity.config_object import Config, load_config
-from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
+from trivium.frontdoors.trinity.config.config_object import Config, load_config
+from trivium.frontdoors.trinity.config.registries import MONITOR, REWARD_FUNCTIONS, SAMPLE_STRATEGY, WORKFLOWS
 from trivium.frontdoors.trinity.monitor_views import get_logger, prefix_metrics
-from trivium.frontdoors.trinity.registries import MONITOR, REWARD_FUNCTIONS, SAMPLE_STRATEGY, WORKFLOWS
-from trivium.frontdoors.trinity.sample_strategies import DefaultSampleStrategy, SampleStrategy
-from trivium.frontdoors.trinity.synchronizer import Synchronizer
-from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
-from trivium.frontdoors.trinity.trainer import Trainer
-from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
-from trivium.frontdoors.trinity.workflow_api import (
+from trivium.frontdoors.trinity.objects.boards.checkpoint_monitor import CheckpointMonitor
+from trivium.frontdoors.trinity.objects.boards.synchronizer import Synchronizer
+from trivium.frontdoors.trinity.objects.experiences import EID, Experience, Experiences
+from trivium.frontdoors.trinity.objects.sample_strategies import DefaultSampleStrategy, SampleStrategy
+from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.objects.trainer import Trainer
+from trivium.frontdoors.trinity.objects.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
+from trivium.frontdoors.trinity.objects.workflow_api import (
     MultiTurnWorkflow,
     RewardPropagationWorkflow,
     SimpleWorkflow,
@@ -20,7 +20,7 @@ from trivium.frontdoors.trinity.workflow_api import (
     Task,
     Workflow,
 )
-from trivium.frontdoors.trinity.workflow_model import ModelWrapper
+from trivium.frontdoors.trinity.objects.workflow_model import ModelWrapper
 from trivium.types import RunningStatus, SaveStrategy, SyncMethod, SyncStyle
 
 __all__ = [

@@ -13,9 +13,9 @@ from pydantic import Field
 from trivium.config import Plugin
 from trivium.errors import MissingPackage
 from trivium.frontdoors.plain_values import plain
-from trivium.frontdoors.trinity.config_object import Config as TrinityShaped
-from trivium.frontdoors.trinity.registries import MONITOR
-from trivium.frontdoors.trinity.run_parts import run_config_of
+from trivium.frontdoors.trinity.config.config_object import Config as TrinityShaped
+from trivium.frontdoors.trinity.config.registries import MONITOR
+from trivium.frontdoors.trinity.objects.run_parts import run_config_of
 from trivium.metrics import declare_missing
 from trivium.protocols import Monitor
 from trivium.runtime.build import build_monitor

@@ -15,8 +15,8 @@ from typing import Any
 from trivium.config import merged
 from trivium.errors import TriviumError
 from trivium.frontdoors.tables import Translation, refuse
-from trivium.frontdoors.trinity.algorithm_section import algorithm_of
-from trivium.frontdoors.trinity.data_section import (
+from trivium.frontdoors.trinity.config.algorithm_section import algorithm_of
+from trivium.frontdoors.trinity.config.data_section import (
     buffer_of,
     evaluation_of,
     max_context,
@@ -25,9 +25,9 @@ from trivium.frontdoors.trinity.data_section import (
     tasks_of,
     workflow_of,
 )
-from trivium.frontdoors.trinity.named_workflows import judged_in_training
-from trivium.frontdoors.trinity.registries import path_of
-from trivium.frontdoors.trinity.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.config.named_workflows import judged_in_training
+from trivium.frontdoors.trinity.config.registries import path_of
+from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.registry import suggest
 from trivium.text import hf_tokenizer
 

@@ -15,10 +15,10 @@ from trivium.concurrency import Threads
 from trivium.config import RunConfig, WorkflowConfig, build, free
 from trivium.config.schema import plugin
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError, described
-from trivium.frontdoors.trinity.registries import REWARD_FUNCTIONS, WORKFLOWS
-from trivium.frontdoors.trinity.reward_names import REWARDS
-from trivium.frontdoors.trinity.workflow_api import Task, Workflow
-from trivium.frontdoors.trinity.workflow_model import ModelWrapper, RolledOut
+from trivium.frontdoors.trinity.config.registries import REWARD_FUNCTIONS, WORKFLOWS
+from trivium.frontdoors.trinity.config.reward_names import REWARDS
+from trivium.frontdoors.trinity.objects.workflow_api import Task, Workflow
+from trivium.frontdoors.trinity.objects.workflow_model import ModelWrapper, RolledOut
 from trivium.policy import Policy
 from trivium.types import Task as CoreTask
 from trivium.types import Turn

@@ -22,7 +22,7 @@ from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife
 from trivium.errors import RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor
-from trivium.frontdoors.trinity.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
+from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.types import SaveStrategy
 
 

@@ -18,9 +18,9 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Mapped, Restricted, Table
 from trivium.frontdoors.trinity import Trainer
-from trivium.frontdoors.trinity.algorithm_section import ALGORITHMS
-from trivium.frontdoors.trinity.config_table import TABLE, TRAINER_CONFIG
-from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.trinity.config.algorithm_section import ALGORITHMS
+from trivium.frontdoors.trinity.config.config_table import TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trinity.translation import translate
 from trivium.text.tiny import TinyModel
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn

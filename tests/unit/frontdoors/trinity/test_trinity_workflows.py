@@ -16,8 +16,8 @@ from trivium.clients.http import EndpointError
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError, UnknownName
+from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS
 from trivium.frontdoors.trinity.games import FrozenLake, Sudoku
-from trivium.frontdoors.trinity.registries import PLUGIN_DIRS
 from trivium.frontdoors.trinity.reward_functions import Ruler, ToolCall
 from trivium.frontdoors.trinity.workflow_adapter import WorkflowOfTrinity
 from trivium.policy import Policy

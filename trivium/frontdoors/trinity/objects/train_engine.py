@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from trivium.errors import TriviumError
-from trivium.frontdoors.trinity.experiences import Experiences
-from trivium.frontdoors.trinity.started_calls import Call
+from trivium.frontdoors.trinity.objects.experiences import Experiences
+from trivium.frontdoors.trinity.objects.started_calls import Call
 from trivium.metrics import declare_missing
 from trivium.types import Metrics
 

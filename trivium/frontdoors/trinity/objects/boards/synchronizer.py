@@ -20,8 +20,8 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, SyncError
-from trivium.frontdoors.trinity.actors import forget, made_once
-from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
+from trivium.frontdoors.trinity.objects.boards.actors import forget, made_once
+from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
 from trivium.protocols import WeightChannel
 from trivium.run_role import live_explorers
@@ -321,7 +321,7 @@ class Synchronizer(core.Synchronizer):
             raise SyncError("weights of a synchronizer", "it was not made by get_actor", "use the run's channel")
         keep = self._options["keep"]
         if self.shared.calls is not None:
-            from trivium.frontdoors.trinity.ray_actors import StateDicts
+            from trivium.frontdoors.trinity.objects.boards.ray_actors import StateDicts
 
             weights: Any = StateDicts(self.shared, keep=keep)
             return weights

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.config import RunConfig
 from trivium.errors import TriviumError
-from trivium.frontdoors.trinity.config_object import Config
-from trivium.frontdoors.trinity.experiences import Experience, Experiences
-from trivium.frontdoors.trinity.registries import SAMPLE_STRATEGY
-from trivium.frontdoors.trinity.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.config.config_object import Config
+from trivium.frontdoors.trinity.config.registries import SAMPLE_STRATEGY
+from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences
 from trivium.types import Metrics
 
 if TYPE_CHECKING:
-    from trivium.frontdoors.trinity.core_trainer import CoreTrainer
+    from trivium.frontdoors.trinity.objects.core_trainer import CoreTrainer
 
 Sampled = tuple["Experiences | list[Experience]", Metrics, list[dict[str, Any]]]
 """(experiences of a train step, metrics, rollouts to show)."""

@@ -14,14 +14,14 @@ from trivium.concurrency import run_here
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, first_cause
 from trivium.explorer import Explorer
-from trivium.frontdoors.trinity.config_object import Config
-from trivium.frontdoors.trinity.core_trainer import CoreTrainer, WrappedEngine
+from trivium.frontdoors.trinity.config.config_object import Config
 from trivium.frontdoors.trinity.monitor_views import MonitorView, prefix_metrics
-from trivium.frontdoors.trinity.run_parts import name_of_trainer, opened, run_config_of, sync_method_of
-from trivium.frontdoors.trinity.sample_strategies import SampleStrategyView, strategy_of
-from trivium.frontdoors.trinity.started_calls import Call, done
-from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
-from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
+from trivium.frontdoors.trinity.objects.core_trainer import CoreTrainer, WrappedEngine
+from trivium.frontdoors.trinity.objects.run_parts import name_of_trainer, opened, run_config_of, sync_method_of
+from trivium.frontdoors.trinity.objects.sample_strategies import SampleStrategyView, strategy_of
+from trivium.frontdoors.trinity.objects.started_calls import Call, done
+from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.objects.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
 from trivium.loops import run as run_loops
 from trivium.runtime.build import (
     Endpoints,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.frontdoors.trinity.named_workflows import judged_in_training
-from trivium.frontdoors.trinity.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.config.named_workflows import judged_in_training
+from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.registry import suggest
 
 _NONE = "none"

@@ -91,9 +91,9 @@ def load_plugins(folders: str) -> None:
 
 
 _HERE = "trivium.frontdoors.trinity"
-WORKFLOWS = Registry("workflows", {"simple_workflow": f"{_HERE}.workflow_api:SimpleWorkflow"})
+WORKFLOWS = Registry("workflows", {"simple_workflow": f"{_HERE}.objects.workflow_api:SimpleWorkflow"})
 REWARD_FUNCTIONS = Registry("rewards")
-_STRATEGY = f"{_HERE}.sample_strategies:DefaultSampleStrategy"
+_STRATEGY = f"{_HERE}.objects.sample_strategies:DefaultSampleStrategy"
 MONITOR = Registry(
     "monitors", dict.fromkeys(("tensorboard", "wandb", "mlflow"), f"{_HERE}.monitor_views:monitor_of_run")
 )

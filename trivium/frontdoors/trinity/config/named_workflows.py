@@ -8,9 +8,9 @@ from typing import Any
 
 from trivium.errors import TriviumError
 from trivium.frontdoors.tables import Settings
-from trivium.frontdoors.trinity.registries import PLUGIN_DIRS, path_of
-from trivium.frontdoors.trinity.reward_names import HERE, REWARDS, reward
-from trivium.frontdoors.trinity.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
+from trivium.frontdoors.trinity.config.reward_names import HERE, REWARDS, reward
+from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.registry import resolve, suggest
 
 INPUT = "buffer.explorer_input"
@@ -304,7 +304,7 @@ def _of_user(taskset: _Named) -> Judged:
 
 def _is_of_trivium(path: str) -> bool:
     """Whether a class can be imported here and is not derived from the Workflow of this API."""
-    from trivium.frontdoors.trinity.workflow_api import Workflow
+    from trivium.frontdoors.trinity.objects.workflow_api import Workflow
 
     try:
         target = resolve("workflows", path)

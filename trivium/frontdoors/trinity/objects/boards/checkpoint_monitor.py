@@ -19,9 +19,9 @@ from trivium.checkpoint.atomic import atomic_write, complete_steps, folder_name
 from trivium.checkpoint.remote import RemoteDirectory
 from trivium.concurrency import Heartbeat, HeartbeatTracker, ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
-from trivium.frontdoors.trinity.actors import made_once
-from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
-from trivium.frontdoors.trinity.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
+from trivium.frontdoors.trinity.objects.boards.actors import made_once
+from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
+from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.registry import suggest
 from trivium.types import SaveStrategy
 

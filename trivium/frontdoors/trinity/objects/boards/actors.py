@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from trivium.board import FileTable, SharedBoard
 from trivium.checkpoint.atomic import writing
 from trivium.errors import RunDirError
-from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
+from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, ray_session
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def forget(namespace: str, name: str | None = None) -> None:
 
 def _shared(namespace: str, name: str) -> Shared:
     if ray_session():
-        from trivium.frontdoors.trinity.ray_actors import join
+        from trivium.frontdoors.trinity.objects.boards.ray_actors import join
 
         return join(namespace, name)
     table = FileTable(_directory() / hashlib.sha256(namespace.encode()).hexdigest()[:32] / name)

@@ -6,7 +6,7 @@ A key outside the table is an error. So is an unsupported value.
 from __future__ import annotations
 
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, ignored, under
-from trivium.frontdoors.trinity.keys_of_data import (
+from trivium.frontdoors.trinity.config.keys_of_data import (
     DATA_PROCESSOR,
     EXPLORER_INPUT,
     FILLED_IN,

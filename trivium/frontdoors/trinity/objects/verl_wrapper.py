@@ -17,10 +17,10 @@ from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
 from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
-from trivium.frontdoors.trinity.experiences import Experience, Experiences, batch_of
-from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
-from trivium.frontdoors.trinity.started_calls import Call, Stepped
-from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences, batch_of
+from trivium.frontdoors.trinity.objects.run_parts import RunParts, engine_kind, parts_in, run_config_of
+from trivium.frontdoors.trinity.objects.started_calls import Call, Stepped
+from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.loops import train_step
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve

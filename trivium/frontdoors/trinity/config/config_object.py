@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from trivium.config import read_yaml
 from trivium.frontdoors.plain_values import plain, resolved
-from trivium.frontdoors.trinity.config_table import TABLE
+from trivium.frontdoors.trinity.config.config_table import TABLE
 from trivium.frontdoors.trinity.translation import translate
 
 

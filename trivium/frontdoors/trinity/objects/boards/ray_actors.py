@@ -24,7 +24,7 @@ from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel
 from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
 from trivium.errors import RoleFailed
-from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
+from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, ray_session
 from trivium.processes.answers import Answer
 from trivium.protocols import Weights
 

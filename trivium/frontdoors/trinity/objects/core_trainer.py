@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trivium import trainer as core
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.errors import ConfigError, RunDirError, TriviumError
-from trivium.frontdoors.trinity.experiences import Experience, Experiences
-from trivium.frontdoors.trinity.run_parts import RunParts
-from trivium.frontdoors.trinity.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
-from trivium.frontdoors.trinity.verl_wrapper import RunState, VerlPPOTrainerWrapper
+from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences
+from trivium.frontdoors.trinity.objects.run_parts import RunParts
+from trivium.frontdoors.trinity.objects.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
+from trivium.frontdoors.trinity.objects.verl_wrapper import RunState, VerlPPOTrainerWrapper
 from trivium.protocols import MeasuringEngine, Objective, TrainEngine, WeightOffer
 from trivium.step_report import examples_of
 from trivium.types import Batch, FloatArray, Group, Metrics

@@ -16,10 +16,10 @@ from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.fields import plugin_path
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import announce
-from trivium.frontdoors.trinity.synchronizer import Synchronizer
-from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
+from trivium.frontdoors.trinity.objects.boards.synchronizer import Synchronizer
+from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.translation import translate
-from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_store, run_name

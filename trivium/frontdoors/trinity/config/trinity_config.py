@@ -15,9 +15,9 @@ from trivium.config import read_yaml
 from trivium.errors import Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Table
-from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
-from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
-from trivium.frontdoors.trinity.registries import PLUGIN_DIRS, path_of
+from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
 
 _NOT_SAMPLED = ("sft", "dpo")
 _FIRST_PORT = 8001

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trivium.frontdoors.trinity.registries import WORKFLOWS
-from trivium.frontdoors.trinity.workflow_model import ModelWrapper, RolledOut
+from trivium.frontdoors.trinity.config.registries import WORKFLOWS
+from trivium.frontdoors.trinity.objects.workflow_model import ModelWrapper, RolledOut
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Trinity-RFT's Trainer, engines and workflows, over the core's."""
