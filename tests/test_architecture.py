@@ -67,7 +67,7 @@ MAY_PICKLE = {
     "trivium.processes.link": "processes of one run, over a socket or a key that they alone have",
 }
 
-MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.strategy"}
+MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.objects.strategy"}
 
 PRINTED_WHOLE = {"Plan", "StagePlan"}
 """Config classes that are results: their fields are read in the printed plan."""
@@ -101,6 +101,7 @@ SAME_BASENAME = {
     "keys_of_data": "the keys of a front door's config that are about data",
     "keys_of_models": "the keys of a front door's config that are about models",
     "memory": "the implementation of a protocol that keeps everything in memory",
+    "models": "models: the package, and those of a front door's original over it",
     "preference": "preference learning: the losses, and their config section",
     "ranks": "the processes that train together: in one of them, and from the driver",
     "remote": "what is on another machine: copies of checkpoints, and what computes rewards",

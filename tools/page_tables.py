@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
-from trivium.frontdoors.lightrft.config_table import TABLE as LIGHTRFT
+from trivium.frontdoors.lightrft.config.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 import trivium.frontdoors
-from trivium.frontdoors.lightrft.data import PromptDatasetVL, SFTDatasetVL
+from trivium.frontdoors.lightrft.objects.data.data import PromptDatasetVL, SFTDatasetVL
 
 DOORS = Path(trivium.frontdoors.__file__).parent
 CHANGES_NOTHING = {
-    "lightrft/actor.py __init__": "use_flash_attention_2: attention is exact in any form",
-    "lightrft/critic.py __init__": "use_flash_attention_2: attention is exact in any form",
-    "lightrft/opening.py train": "mode: documented, gradients do not depend on it",
-    "lightrft/data.py blending_datasets": "strategy: every process reads the rows alike",
-    "lightrft/rollout_engine.py score": "the engine that a script calls judges nothing",
-    "lightrft/rollout_engine.py compare": "the engine that a script calls judges nothing",
-    "lightrft/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine, which is logged",
-    "lightrft/strategy.py prepare": "is_rlhf: models are prepared alike",
+    "lightrft/objects/models/actor.py __init__": "use_flash_attention_2: attention is exact in any form",
+    "lightrft/objects/models/critic.py __init__": "use_flash_attention_2: attention is exact in any form",
+    "lightrft/objects/models/opening.py train": "mode: documented, gradients do not depend on it",
+    "lightrft/objects/data/data.py blending_datasets": "strategy: every process reads the rows alike",
+    "lightrft/objects/models/rollout_engine.py score": "the engine that a script calls judges nothing",
+    "lightrft/objects/models/rollout_engine.py compare": "the engine that a script calls judges nothing",
+    "lightrft/objects/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine; logged",
+    "lightrft/objects/strategy.py prepare": "is_rlhf: models are prepared alike",
     "trinity/objects/started_calls.py throw": "tb: the error has its traceback",
     "trinity/config/registries.py register_module": "lazy: modules of plugins are imported with their folder",
     "trinity/workflow_adapter.py problems": "run: the workflow is found without it",

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from trivium.frontdoors.lightrft.actor import ActorVL
-from trivium.frontdoors.lightrft.critic import CriticVL
-from trivium.frontdoors.lightrft.strategy import Strategy, get_strategy
-from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
+from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
+from trivium.frontdoors.lightrft.objects.strategy import Strategy, get_strategy
+from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from transformers import get_scheduler
 
-from trivium.frontdoors.lightrft.actor import ActorVL
-from trivium.frontdoors.lightrft.critic import CriticVL, get_vlm_for_sequence_regression
-from trivium.frontdoors.lightrft.data import (
+from trivium.frontdoors.lightrft.namespace import namespace_of
+from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
     blending_datasets,
     get_tokenizer_processor_vl,
 )
-from trivium.frontdoors.lightrft.experience import ExperienceVL
-from trivium.frontdoors.lightrft.namespace import namespace_of
-from trivium.frontdoors.lightrft.script_calls import (
+from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, get_vlm_for_sequence_regression
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.script_calls import (
     add_arguments,
     ensure_video_input_available,
     get_current_device,
 )
-from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_strategy
-from trivium.frontdoors.lightrft.trainer import PPOTrainerVL, SPMDPPOTrainerVL
+from trivium.frontdoors.lightrft.objects.strategy import FSDPV2Strategy, Strategy, get_strategy
+from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL, SPMDPPOTrainerVL
 
 ActorLanguage = ActorVL
 """ActorVL also loads text-only models."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.config.config_table import TABLE
 from trivium.frontdoors.tables import Restricted, announce, refuse
 from trivium.registry import suggest
 

@@ -10,21 +10,21 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.actor import ActorVL
-from trivium.frontdoors.lightrft.algorithm_section import conflicts
-from trivium.frontdoors.lightrft.critic import CriticVL, get_vlm_for_sequence_regression
-from trivium.frontdoors.lightrft.data import (
+from trivium.frontdoors.lightrft.config.algorithm_section import conflicts
+from trivium.frontdoors.lightrft.config.data_section import evaluated
+from trivium.frontdoors.lightrft.config.reward_section import remote_urls, reward_models
+from trivium.frontdoors.lightrft.namespace import of_settings
+from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
     blending_datasets,
     get_tokenizer_processor_vl,
 )
-from trivium.frontdoors.lightrft.data_section import evaluated
-from trivium.frontdoors.lightrft.namespace import of_settings
-from trivium.frontdoors.lightrft.reward_section import remote_urls, reward_models
+from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, get_vlm_for_sequence_regression
+from trivium.frontdoors.lightrft.objects.strategy import Strategy, get_strategy
+from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.rule_rewards import EXAMPLES_RECIPE
-from trivium.frontdoors.lightrft.strategy import Strategy, get_strategy
-from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.translation import freezes_vision, settings_of
 from trivium.frontdoors.tables import Settings, announce, refuse
 from trivium.models.vision.encoder import freeze_vision

@@ -8,7 +8,7 @@ from typing import Any
 
 from trivium.config import build
 from trivium.config.schema import plugin
-from trivium.frontdoors.lightrft.prompt_sets import mixed_places
+from trivium.frontdoors.lightrft.config.prompt_sets import mixed_places
 from trivium.types import Task
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from trivium.frontdoors.lightrft.keys_of_training import betas_of
+from trivium.frontdoors.lightrft.config.keys_of_training import betas_of
 from trivium.frontdoors.lightrft.translation import settings_of
 from trivium.frontdoors.tables import Settings
 

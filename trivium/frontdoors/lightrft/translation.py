@@ -13,13 +13,13 @@ from typing import Any
 
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.algorithm_section import algorithm_of
-from trivium.frontdoors.lightrft.config_table import OPENRLHF, TABLE
-from trivium.frontdoors.lightrft.data_section import prompts, tasks_of
-from trivium.frontdoors.lightrft.keys_of_training import betas_of
-from trivium.frontdoors.lightrft.launch_args import PROCESSES, flags_of
-from trivium.frontdoors.lightrft.launch_args import read as read
-from trivium.frontdoors.lightrft.reward_section import rewards_of
+from trivium.frontdoors.lightrft.config.algorithm_section import algorithm_of
+from trivium.frontdoors.lightrft.config.config_table import OPENRLHF, TABLE
+from trivium.frontdoors.lightrft.config.data_section import prompts, tasks_of
+from trivium.frontdoors.lightrft.config.keys_of_training import betas_of
+from trivium.frontdoors.lightrft.config.launch_args import PROCESSES, flags_of
+from trivium.frontdoors.lightrft.config.launch_args import read as read
+from trivium.frontdoors.lightrft.config.reward_section import rewards_of
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Settings, Translation, refuse
 

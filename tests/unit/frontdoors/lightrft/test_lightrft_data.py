@@ -14,13 +14,13 @@ from PIL import Image
 
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.arguments import OPTIONAL, REQUIRED
-from trivium.frontdoors.lightrft.data import (
+from trivium.frontdoors.lightrft.namespace import namespace_of
+from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
     blending_datasets,
     get_tokenizer_processor_vl,
 )
-from trivium.frontdoors.lightrft.namespace import namespace_of
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
 

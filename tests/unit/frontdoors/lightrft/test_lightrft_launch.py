@@ -12,8 +12,8 @@ import pytest
 
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.lightrft.config_table import TABLE
-from trivium.frontdoors.lightrft.launch_args import flags_of, read
+from trivium.frontdoors.lightrft.config.config_table import TABLE
+from trivium.frontdoors.lightrft.config.launch_args import flags_of, read
 from trivium.frontdoors.lightrft.rule_rewards import RuleReward
 from trivium.frontdoors.lightrft.translation import settings_of, translate
 from trivium.frontdoors.translate import translate_file

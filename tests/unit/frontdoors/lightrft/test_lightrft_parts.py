@@ -19,7 +19,7 @@ from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain
 
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
-from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
+from trivium.frontdoors.lightrft.objects.data.sharded_sampler import ShardedSampler
 from trivium.models.vision.processor import hf_processor
 from trivium.types import Batch
 

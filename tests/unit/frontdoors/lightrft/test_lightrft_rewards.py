@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
-from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of
 from trivium.models.heads.trained_models import ScoreModel

@@ -35,13 +35,13 @@ from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, DataError, TriviumError
-from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.arguments import REQUIRED
-from trivium.frontdoors.lightrft.critic import CriticVL
-from trivium.frontdoors.lightrft.experience import ExperienceVL
-from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_objective, with_kl
-from trivium.frontdoors.lightrft.strategy import get_strategy
-from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
+from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.ppo_objective import high_entropy_mask, policy_objective, with_kl
+from trivium.frontdoors.lightrft.objects.strategy import get_strategy
+from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.loops import train_step
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.models.vision.processor import hf_processor

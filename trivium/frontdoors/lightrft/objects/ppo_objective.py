@@ -20,8 +20,8 @@ from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
 from trivium.algorithms.token_weights import top_entropy
 from trivium.errors import ConfigError, UnknownName
-from trivium.frontdoors.lightrft.algorithm_section import ESTIMATORS, KL_ESTIMATORS, OF_GROUPS, estimated
 from trivium.frontdoors.lightrft.arguments import OPTIONAL, option
+from trivium.frontdoors.lightrft.config.algorithm_section import ESTIMATORS, KL_ESTIMATORS, OF_GROUPS, estimated
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.registry import suggest
 from trivium.types import AnyArray, Batch

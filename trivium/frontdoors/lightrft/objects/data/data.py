@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.arguments import option
-from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
-from trivium.frontdoors.lightrft.data_section import system_prompt
-from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
+from trivium.frontdoors.lightrft.config.data_section import probabilities_of as checked
+from trivium.frontdoors.lightrft.config.data_section import system_prompt
+from trivium.frontdoors.lightrft.config.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.lightrft.rule_rewards import label_of, reference_of
 from trivium.frontdoors.tables import announce
 from trivium.models.vision.images import Images, images_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.frontdoors.lightrft.arguments import option
-from trivium.frontdoors.lightrft.checkpoints import checkpoints
+from trivium.frontdoors.lightrft.objects.checkpoints import checkpoints
 
 _ACTOR, _CRITIC = "_actor", "_critic"
 

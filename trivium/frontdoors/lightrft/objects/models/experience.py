@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trivium import types
 from trivium.errors import DataError
-from trivium.frontdoors.lightrft.placing import media_of_rows, pieces_of, stacked_tiles
+from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows, pieces_of, stacked_tiles
 from trivium.models.vision.encoder import PIXELS, Vision, pixel_reader
 from trivium.models.vision.images import Images, decoded, join_pixels
 from trivium.training.batching import joined as joined_rows

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trivium.clients.hub import ModelPath
 from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.frontdoors.lightrft.objects.models.per_action import per_action
 from trivium.frontdoors.tables import announce
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.backbone.load import load_backbone, load_lm

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from trivium.algorithms import GroupAlgorithm
-from trivium.frontdoors.lightrft.experience import ExperienceVL
-from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, read_batch
-from trivium.frontdoors.lightrft.ppo_objective import approximate_kl
-from trivium.frontdoors.lightrft.reward_scoring import RewardScorer, Sample
-from trivium.frontdoors.lightrft.rollout_engine import Rollouts
+from trivium.frontdoors.lightrft.objects.data.loaded_prompts import PromptBatch, read_batch
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts
+from trivium.frontdoors.lightrft.objects.ppo_objective import approximate_kl
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
 from trivium.loops import add_scores
 from trivium.training.batching import joined
 from trivium.training.distributed.ranks import Ranks

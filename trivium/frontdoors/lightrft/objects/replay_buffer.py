@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trivium.frontdoors.lightrft.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 
 
 class ReplayBuffer:

@@ -21,10 +21,12 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
-from trivium.frontdoors.lightrft.critic import CriticVL, linear_head
-from trivium.frontdoors.lightrft.experience import ExperienceVL
-from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
-from trivium.frontdoors.lightrft.ppo_objective import (
+from trivium.frontdoors.lightrft.objects.data.prompt_order import PromptOrder
+from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker, Models
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, linear_head
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts, sampling_of
+from trivium.frontdoors.lightrft.objects.ppo_objective import (
     Settings,
     WithPretraining,
     algorithm_of,
@@ -33,15 +35,12 @@ from trivium.frontdoors.lightrft.ppo_objective import (
     policy_objective,
     with_kl,
 )
-from trivium.frontdoors.lightrft.pretraining import PretrainingBatches, joined, supervised_batch
-from trivium.frontdoors.lightrft.prompt_order import PromptOrder
-from trivium.frontdoors.lightrft.replay_buffer import ReplayBuffer
-from trivium.frontdoors.lightrft.reward_scoring import RewardScorer
-from trivium.frontdoors.lightrft.rollout_engine import Rollouts, sampling_of
-from trivium.frontdoors.lightrft.saving import latest_position, resume, save
-from trivium.frontdoors.lightrft.strategy import core_of
-from trivium.frontdoors.lightrft.trainer_logs import Logs, row_of
-from trivium.frontdoors.lightrft.updates import (
+from trivium.frontdoors.lightrft.objects.pretraining import PretrainingBatches, joined, supervised_batch
+from trivium.frontdoors.lightrft.objects.replay_buffer import ReplayBuffer
+from trivium.frontdoors.lightrft.objects.saving import latest_position, resume, save
+from trivium.frontdoors.lightrft.objects.strategy import core_of
+from trivium.frontdoors.lightrft.objects.trainer_logs import Logs, row_of
+from trivium.frontdoors.lightrft.objects.updates import (
     ACTOR_NAMES,
     CRITIC_NAMES,
     blank_experience,
@@ -54,6 +53,7 @@ from trivium.frontdoors.lightrft.updates import (
     rollout_status,
     rollout_summary,
 )
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer
 from trivium.models.vision.images import Images, check_processor
 from trivium.training.learner import Learner
 from trivium.types import Batch, Group, Metrics

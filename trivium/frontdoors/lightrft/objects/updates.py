@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from trivium.errors import DataError
-from trivium.frontdoors.lightrft.experience import COLUMNS, ExperienceVL
-from trivium.frontdoors.lightrft.ppo_objective import ADVANTAGE_BOUND, with_mask
+from trivium.frontdoors.lightrft.objects.models.experience import COLUMNS, ExperienceVL
+from trivium.frontdoors.lightrft.objects.ppo_objective import ADVANTAGE_BOUND, with_mask
 from trivium.training.distributed.ranks import Ranks
 from trivium.training.learner import Learner
 from trivium.types import AnyArray, Batch, Metrics

@@ -5,9 +5,9 @@ Unknown flags and unsupported values are errors.
 
 from __future__ import annotations
 
-from trivium.frontdoors.lightrft.keys_of_data import DATA
-from trivium.frontdoors.lightrft.keys_of_models import ENGINE, MODELS, RANKS
-from trivium.frontdoors.lightrft.keys_of_training import ALGORITHM, OPTIMISATION, RUN
+from trivium.frontdoors.lightrft.config.keys_of_data import DATA
+from trivium.frontdoors.lightrft.config.keys_of_models import ENGINE, MODELS, RANKS
+from trivium.frontdoors.lightrft.config.keys_of_training import ALGORITHM, OPTIMISATION, RUN
 from trivium.frontdoors.tables import Entry, Moved, Table
 
 _OPENRLHF = {

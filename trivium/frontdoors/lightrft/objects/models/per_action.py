@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft.experience import ExperienceVL
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.models.backbone.load import max_positions
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft import checkpoints
-from trivium.frontdoors.lightrft.actor import ActorVL
-from trivium.frontdoors.lightrft.checkpoints import Role
-from trivium.frontdoors.lightrft.critic import CriticVL
-from trivium.frontdoors.lightrft.script_calls import ScriptCalls
-from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
+from trivium.frontdoors.lightrft.objects import checkpoints
+from trivium.frontdoors.lightrft.objects.checkpoints import Role
+from trivium.frontdoors.lightrft.objects.data.sharded_sampler import ShardedSampler
+from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
+from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
+from trivium.frontdoors.lightrft.objects.script_calls import ScriptCalls
 from trivium.frontdoors.tables import announce
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import LanguageModel, ValueModel

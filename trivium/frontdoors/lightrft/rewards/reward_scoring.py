@@ -14,7 +14,7 @@ import torch
 
 from trivium.errors import ConfigError, RewardError, TriviumError, described, text_of
 from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
-from trivium.frontdoors.lightrft.reward_sources import Sample, numbers_in, sources_of
+from trivium.frontdoors.lightrft.rewards.reward_sources import Sample, numbers_in, sources_of
 from trivium.registry import resolve
 from trivium.types import AnyArray
 

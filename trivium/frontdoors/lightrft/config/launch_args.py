@@ -15,7 +15,7 @@ import yaml
 from trivium.config import read_yaml
 from trivium.config.reading import read_bounded
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.config.config_table import TABLE
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Ignored, Restricted
 

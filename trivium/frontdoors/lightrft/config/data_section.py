@@ -12,7 +12,7 @@ import yaml
 
 from trivium.config.reading import read_bounded
 from trivium.errors import ConfigError, Problem, TriviumError, described
-from trivium.frontdoors.lightrft.prompt_sets import is_here, mixed_places, rows_of, sets_of, source_of
+from trivium.frontdoors.lightrft.config.prompt_sets import is_here, mixed_places, rows_of, sets_of, source_of
 from trivium.frontdoors.tables import Settings
 
 MIXED = "trivium.frontdoors.lightrft.mixed_tasks:mixed"

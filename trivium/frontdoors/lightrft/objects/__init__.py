@@ -1,0 +1,1 @@
+"""LightRFT's trainer and strategies, and what they are made of."""

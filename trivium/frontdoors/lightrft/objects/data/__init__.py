@@ -1,0 +1,1 @@
+"""LightRFT's data sets, and the order of their samples."""

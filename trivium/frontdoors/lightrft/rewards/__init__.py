@@ -1,0 +1,1 @@
+"""Rewards from LightRFT's arguments: functions, recipes, rules, reward models and services."""
