@@ -14,7 +14,7 @@ from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trl import KEYS as TRL_KEYS
 from trivium.frontdoors.verl.config.config_table import TABLE as VERL
-from trivium.frontdoors.verl.config.key_hints import KEYS as VERL_KEYS
+from trivium.frontdoors.verl.key_hints import KEYS as VERL_KEYS
 from trivium.monitors.health import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"

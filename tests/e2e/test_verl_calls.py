@@ -12,8 +12,8 @@ import yaml
 
 from tests.peers import peer_file
 from trivium.config import config_from_mapping
-from trivium.frontdoors.verl.config.translation import translate
 from trivium.frontdoors.verl.main_ppo import config_of
+from trivium.frontdoors.verl.translation import translate
 from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel
 

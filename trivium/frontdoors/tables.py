@@ -138,6 +138,11 @@ def ignored(why: str, *names: str) -> dict[str, Entry]:
     return dict.fromkeys(" ".join(names).split(), Ignored(why))
 
 
+def if_on(value: Any) -> Any:
+    """Returns a value; None, which sets nothing, for 0, false and empty text. A converter of `Mapped` rows."""
+    return value or None
+
+
 def is_off(value: object, *switches: str) -> bool:
     """Whether a value is disabled: null, false, 0, empty, or a mapping whose switch (else every value) is disabled."""
     if isinstance(value, dict):

@@ -2,6 +2,8 @@
 
 A script for verl changes its import lines alone: `from trivium.frontdoors.verl import RayPPOTrainer, core_algos`. Names
 are imported on first use, because most of them import Ray and torch.
+
+Other files name the modules beside this one: `kind` strings of saved configs, an entry point, command lines.
 """
 
 from __future__ import annotations
@@ -13,225 +15,116 @@ from trivium.errors import MissingPackage
 from trivium.registry import lazy_names
 
 if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
-    from trivium.algorithms import (
-        AdaptiveKLController,
-        FixedKLController,
-        agg_loss,
-        compute_entropy_loss,
-        compute_policy_loss,
-        compute_value_loss,
-        get_kl_controller,
-        kl_penalty,
-    )
-    from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
-    from trivium.frontdoors.verl.config import hydra
-    from trivium.frontdoors.verl.config.hydra import DictConfig, ListConfig, OmegaConf, open_dict
-    from trivium.frontdoors.verl.main_ppo import (
-        TaskRunner,
-        need_critic,
-        need_reference_policy,
-        need_reward_model,
-        run_ppo,
-        validate_config,
-    )
-    from trivium.frontdoors.verl.objects.algorithms import core_algos, rollout_corr_helper
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import (
-        AdvantageEstimator,
-        get_adv_estimator_fn,
-        get_policy_loss_fn,
-        register_adv_est,
-        register_policy_loss,
-    )
-    from trivium.frontdoors.verl.objects.batches import metric_utils, protocol
-    from trivium.frontdoors.verl.objects.batches.batch_steps import (
-        apply_kl_penalty,
-        compute_advantage,
-        compute_response_mask,
-    )
-    from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, Scored, living, scored_rows
+    from trivium.algorithms import AdaptiveKLController as AdaptiveKLController
+    from trivium.algorithms import FixedKLController as FixedKLController
+    from trivium.algorithms import agg_loss as agg_loss
+    from trivium.algorithms import compute_entropy_loss as compute_entropy_loss
+    from trivium.algorithms import compute_policy_loss as compute_policy_loss
+    from trivium.algorithms import compute_value_loss as compute_value_loss
+    from trivium.algorithms import get_kl_controller as get_kl_controller
+    from trivium.algorithms import kl_penalty as kl_penalty
+    from trivium.algorithms.stats import masked_mean as masked_mean
+    from trivium.algorithms.stats import masked_sum as masked_sum
+    from trivium.algorithms.stats import masked_var as masked_var
+    from trivium.frontdoors.verl.config import hydra as hydra
+    from trivium.frontdoors.verl.config.hydra import DictConfig as DictConfig
+    from trivium.frontdoors.verl.config.hydra import ListConfig as ListConfig
+    from trivium.frontdoors.verl.config.hydra import OmegaConf as OmegaConf
+    from trivium.frontdoors.verl.config.hydra import open_dict as open_dict
+    from trivium.frontdoors.verl.main_ppo import TaskRunner as TaskRunner
+    from trivium.frontdoors.verl.main_ppo import need_critic as need_critic
+    from trivium.frontdoors.verl.main_ppo import need_reference_policy as need_reference_policy
+    from trivium.frontdoors.verl.main_ppo import need_reward_model as need_reward_model
+    from trivium.frontdoors.verl.main_ppo import run_ppo as run_ppo
+    from trivium.frontdoors.verl.main_ppo import validate_config as validate_config
+    from trivium.frontdoors.verl.objects.algorithms import core_algos as core_algos
+    from trivium.frontdoors.verl.objects.algorithms import rollout_corr_helper as rollout_corr_helper
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import AdvantageEstimator as AdvantageEstimator
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import get_adv_estimator_fn as get_adv_estimator_fn
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import get_policy_loss_fn as get_policy_loss_fn
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import register_adv_est as register_adv_est
+    from trivium.frontdoors.verl.objects.algorithms.core_algos import register_policy_loss as register_policy_loss
+    from trivium.frontdoors.verl.objects.batches import metric_utils as metric_utils
+    from trivium.frontdoors.verl.objects.batches import protocol as protocol
+    from trivium.frontdoors.verl.objects.batches.batch_steps import apply_kl_penalty as apply_kl_penalty
+    from trivium.frontdoors.verl.objects.batches.batch_steps import compute_advantage as compute_advantage
+    from trivium.frontdoors.verl.objects.batches.batch_steps import compute_response_mask as compute_response_mask
+    from trivium.frontdoors.verl.objects.batches.batch_view import BatchView as BatchView
+    from trivium.frontdoors.verl.objects.batches.batch_view import Scored as Scored
+    from trivium.frontdoors.verl.objects.batches.batch_view import living as living
+    from trivium.frontdoors.verl.objects.batches.batch_view import scored_rows as scored_rows
+    from trivium.frontdoors.verl.objects.batches.metric_utils import compute_data_metrics as compute_data_metrics
     from trivium.frontdoors.verl.objects.batches.metric_utils import (
-        compute_data_metrics,
-        compute_throughout_metrics,
-        compute_timing_metrics,
-        process_validation_metrics,
-        reduce_metrics,
+        compute_throughout_metrics as compute_throughout_metrics,
     )
-    from trivium.frontdoors.verl.objects.batches.protocol import (
-        DataProto,
-        DataProtoItem,
-        fold_batch_dim,
-        pad_dataproto_to_divisor,
-        unfold_batch_dim,
-        unpad_dataproto,
+    from trivium.frontdoors.verl.objects.batches.metric_utils import compute_timing_metrics as compute_timing_metrics
+    from trivium.frontdoors.verl.objects.batches.metric_utils import (
+        process_validation_metrics as process_validation_metrics,
     )
-    from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler, AbstractSampler
-    from trivium.frontdoors.verl.objects.datasets.rl_dataset import (
-        RLHFDataset,
-        collate_fn,
-        create_rl_dataset,
-        create_rl_sampler,
-        get_dataset_class,
-    )
-    from trivium.frontdoors.verl.objects.launching import (
-        auto_set_device,
-        copy_to_local,
-        get_ppo_ray_runtime_env,
-        is_cuda_available,
-        load_extern_object,
-        load_extern_type,
-    )
-    from trivium.frontdoors.verl.objects.resource_pools import RayResourcePool, ResourcePoolManager, Role
-    from trivium.frontdoors.verl.objects.tool_classes import (
-        BaseInteraction,
-        BaseTool,
-        OpenAIFunctionToolSchema,
-        ToolResponse,
-        function_tool,
-    )
-    from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer
+    from trivium.frontdoors.verl.objects.batches.metric_utils import reduce_metrics as reduce_metrics
+    from trivium.frontdoors.verl.objects.batches.protocol import DataProto as DataProto
+    from trivium.frontdoors.verl.objects.batches.protocol import DataProtoItem as DataProtoItem
+    from trivium.frontdoors.verl.objects.batches.protocol import fold_batch_dim as fold_batch_dim
+    from trivium.frontdoors.verl.objects.batches.protocol import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from trivium.frontdoors.verl.objects.batches.protocol import unfold_batch_dim as unfold_batch_dim
+    from trivium.frontdoors.verl.objects.batches.protocol import unpad_dataproto as unpad_dataproto
+    from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler as AbstractCurriculumSampler
+    from trivium.frontdoors.verl.objects.datasets.orders import AbstractSampler as AbstractSampler
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import RLHFDataset as RLHFDataset
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import collate_fn as collate_fn
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_dataset as create_rl_dataset
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_sampler as create_rl_sampler
+    from trivium.frontdoors.verl.objects.datasets.rl_dataset import get_dataset_class as get_dataset_class
+    from trivium.frontdoors.verl.objects.launching import auto_set_device as auto_set_device
+    from trivium.frontdoors.verl.objects.launching import copy_to_local as copy_to_local
+    from trivium.frontdoors.verl.objects.launching import get_ppo_ray_runtime_env as get_ppo_ray_runtime_env
+    from trivium.frontdoors.verl.objects.launching import is_cuda_available as is_cuda_available
+    from trivium.frontdoors.verl.objects.launching import load_extern_object as load_extern_object
+    from trivium.frontdoors.verl.objects.launching import load_extern_type as load_extern_type
+    from trivium.frontdoors.verl.objects.resource_pools import RayResourcePool as RayResourcePool
+    from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager as ResourcePoolManager
+    from trivium.frontdoors.verl.objects.resource_pools import Role as Role
+    from trivium.frontdoors.verl.objects.tool_classes import BaseInteraction as BaseInteraction
+    from trivium.frontdoors.verl.objects.tool_classes import BaseTool as BaseTool
+    from trivium.frontdoors.verl.objects.tool_classes import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
+    from trivium.frontdoors.verl.objects.tool_classes import ToolResponse as ToolResponse
+    from trivium.frontdoors.verl.objects.tool_classes import function_tool as function_tool
+    from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer as RayPPOTrainer
+    from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch as Dispatch
+    from trivium.frontdoors.verl.objects.workers.dispatch import Execute as Execute
     from trivium.frontdoors.verl.objects.workers.dispatch import (
-        Dispatch,
-        Execute,
-        make_nd_compute_dataproto_dispatch_fn,
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
+    from trivium.frontdoors.verl.objects.workers.model_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
     from trivium.frontdoors.verl.objects.workers.model_workers import (
-        ActorRolloutRefWorker,
-        AsyncActorRolloutRefWorker,
-        CriticWorker,
-        RewardModelWorker,
+        AsyncActorRolloutRefWorker as AsyncActorRolloutRefWorker,
     )
-    from trivium.frontdoors.verl.objects.workers.worker import Worker
+    from trivium.frontdoors.verl.objects.workers.model_workers import CriticWorker as CriticWorker
+    from trivium.frontdoors.verl.objects.workers.model_workers import RewardModelWorker as RewardModelWorker
+    from trivium.frontdoors.verl.objects.workers.worker import Worker as Worker
+    from trivium.frontdoors.verl.objects.workers.worker_group import DataProtoFuture as DataProtoFuture
+    from trivium.frontdoors.verl.objects.workers.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
+    from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup as RayWorkerGroup
     from trivium.frontdoors.verl.objects.workers.worker_group import (
-        DataProtoFuture,
-        RayClassWithInitArgs,
-        RayWorkerGroup,
-        create_colocated_worker_cls,
+        create_colocated_worker_cls as create_colocated_worker_cls,
     )
-    from trivium.frontdoors.verl.reward_managers import (
-        BatchRewardManager,
-        DAPORewardManager,
-        NaiveRewardManager,
-        PrimeRewardManager,
-    )
-    from trivium.frontdoors.verl.rewards.reward_bases import (
-        AbstractRewardManager,
-        RawRewardFn,
-        RewardManagerBase,
-        get_event_loop,
-        get_reward_manager_cls,
-        register,
-    )
-    from trivium.frontdoors.verl.rewards.reward_loading import (
-        compute_reward,
-        load_compute_score,
-        load_reward_manager,
-        score_groups,
-    )
-    from trivium.frontdoors.verl.rewards.scorer import default_compute_score
-    from trivium.text import hf_processor, hf_tokenizer
-
-__all__ = [
-    "AbstractCurriculumSampler",
-    "AbstractRewardManager",
-    "AbstractSampler",
-    "ActorRolloutRefWorker",
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "AsyncActorRolloutRefWorker",
-    "BaseInteraction",
-    "BaseTool",
-    "BatchRewardManager",
-    "BatchView",
-    "CriticWorker",
-    "DAPORewardManager",
-    "DataProto",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "DictConfig",
-    "Dispatch",
-    "Execute",
-    "FixedKLController",
-    "ListConfig",
-    "NaiveRewardManager",
-    "OmegaConf",
-    "OpenAIFunctionToolSchema",
-    "PrimeRewardManager",
-    "RLHFDataset",
-    "RawRewardFn",
-    "RayClassWithInitArgs",
-    "RayPPOTrainer",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "RewardManagerBase",
-    "RewardModelWorker",
-    "Role",
-    "Scored",
-    "TaskRunner",
-    "ToolResponse",
-    "Worker",
-    "agg_loss",
-    "apply_kl_penalty",
-    "auto_set_device",
-    "collate_fn",
-    "compute_advantage",
-    "compute_data_metrics",
-    "compute_entropy_loss",
-    "compute_policy_loss",
-    "compute_response_mask",
-    "compute_reward",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "compute_value_loss",
-    "copy_to_local",
-    "core_algos",
-    "create_colocated_worker_cls",
-    "create_rl_dataset",
-    "create_rl_sampler",
-    "default_compute_score",
-    "fold_batch_dim",
-    "function_tool",
-    "get_adv_estimator_fn",
-    "get_dataset_class",
-    "get_event_loop",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "get_ppo_ray_runtime_env",
-    "get_reward_manager_cls",
-    "hf_processor",
-    "hf_tokenizer",
-    "hydra",
-    "is_cuda_available",
-    "kl_penalty",
-    "living",
-    "load_compute_score",
-    "load_extern_object",
-    "load_extern_type",
-    "load_reward_manager",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "metric_utils",
-    "need_critic",
-    "need_reference_policy",
-    "need_reward_model",
-    "open_dict",
-    "pad_dataproto_to_divisor",
-    "process_validation_metrics",
-    "protocol",
-    "reduce_metrics",
-    "register",
-    "register_adv_est",
-    "register_policy_loss",
-    "rollout_corr_helper",
-    "run_ppo",
-    "score_groups",
-    "scored_rows",
-    "unfold_batch_dim",
-    "unpad_dataproto",
-    "validate_config",
-]
+    from trivium.frontdoors.verl.reward_managers import BatchRewardManager as BatchRewardManager
+    from trivium.frontdoors.verl.reward_managers import DAPORewardManager as DAPORewardManager
+    from trivium.frontdoors.verl.reward_managers import NaiveRewardManager as NaiveRewardManager
+    from trivium.frontdoors.verl.reward_managers import PrimeRewardManager as PrimeRewardManager
+    from trivium.frontdoors.verl.rewards.reward_bases import AbstractRewardManager as AbstractRewardManager
+    from trivium.frontdoors.verl.rewards.reward_bases import RawRewardFn as RawRewardFn
+    from trivium.frontdoors.verl.rewards.reward_bases import RewardManagerBase as RewardManagerBase
+    from trivium.frontdoors.verl.rewards.reward_bases import get_event_loop as get_event_loop
+    from trivium.frontdoors.verl.rewards.reward_bases import get_reward_manager_cls as get_reward_manager_cls
+    from trivium.frontdoors.verl.rewards.reward_bases import register as register
+    from trivium.frontdoors.verl.rewards.reward_loading import compute_reward as compute_reward
+    from trivium.frontdoors.verl.rewards.reward_loading import load_compute_score as load_compute_score
+    from trivium.frontdoors.verl.rewards.reward_loading import load_reward_manager as load_reward_manager
+    from trivium.frontdoors.verl.rewards.reward_loading import score_groups as score_groups
+    from trivium.frontdoors.verl.rewards.scorer import default_compute_score as default_compute_score
+    from trivium.text import hf_processor as hf_processor
+    from trivium.text import hf_tokenizer as hf_tokenizer
 
 
 def __getattr__(name: str) -> Any:
@@ -245,3 +138,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "ray":
             raise
         raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *lazy_names(__file__)])

@@ -97,7 +97,7 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
     import ray
 
     from trivium.cluster.session import connect
-    from trivium.frontdoors.verl.config.translation import settings_of
+    from trivium.frontdoors.verl.translation import settings_of
 
     verl = settings_of(config)
     connect(verl["ray_kwargs"] or {}, verl["ray_init"] or {})
@@ -148,8 +148,8 @@ class TaskRunner:
 
     def init_resource_pool_mgr(self, config: Any) -> Any:
         """Returns the manager of one pool for all roles, `trainer.nnodes` times `trainer.n_gpus_per_node`."""
-        from trivium.frontdoors.verl.config.translation import settings_of
         from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager
+        from trivium.frontdoors.verl.translation import settings_of
 
         verl = settings_of(config)
         counts = [verl["trainer.n_gpus_per_node"]] * verl["trainer.nnodes"]
@@ -159,8 +159,8 @@ class TaskRunner:
     def run(self, config: Any) -> dict[str, Any]:
         """Trains and returns the summary of the run. Tokenizer and processor come from the model, data and rewards from
         the config. Raises the errors of RayPPOTrainer."""
-        from trivium.frontdoors.verl.config.translation import settings_of
         from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer
+        from trivium.frontdoors.verl.translation import settings_of
         from trivium.text import hf_processor, hf_tokenizer
 
         model = settings_of(config)["actor_rollout_ref.model.path"]
@@ -215,7 +215,7 @@ def need_reward_model(config: Any) -> bool:
 
 def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
     """Raises ConfigError with all keys of a config that cannot be used."""
-    from trivium.frontdoors.verl.config.translation import settings_of, translated
+    from trivium.frontdoors.verl.translation import settings_of, translated
 
     verl = settings_of(config)
     if use_critic and not need_critic(config):

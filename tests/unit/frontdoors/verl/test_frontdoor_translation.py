@@ -20,11 +20,11 @@ from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config.config_table import TABLE
-from trivium.frontdoors.verl.config.translation import settings_of, translate, translated
 from trivium.frontdoors.verl.configured_tasks import ConfiguredTasks
 from trivium.frontdoors.verl.main_ppo import with_defaults
 from trivium.frontdoors.verl.objects.datasets.prompts import template_of
 from trivium.frontdoors.verl.scored_reward import ScoredReward
+from trivium.frontdoors.verl.translation import settings_of, translate, translated
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
@@ -125,7 +125,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     (DPPO_TV, "algorithm.policy_loss.max_ratio", 3.0),
     ({**DPPO_KL, ACTOR + "clip_ratio_high": 0.07}, "algorithm.policy_loss.kl_high", 0.07),
     (DPPO_KL, "algorithm.policy_loss.kl_low", 0.2),
-    ({ACTOR + "policy_loss__loss_mode": "gspo"}, "algorithm.aggregate", "seq-mean-token-mean"),
+    ({ACTOR + "policy_loss__loss_mode": "gspo"}, "algorithm.aggregate", "token-mean"),
     ({ACTOR + "policy_loss__loss_mode": "geo_mean"}, "algorithm.policy_loss.kind", "gmpo"),
     ({ACTOR + "policy_loss__loss_mode": "gpg", ACTOR + "ppo_mini_batch_size": 8}, "algorithm.old_log_prob", "auto"),
     ({ACTOR + "policy_loss": {"loss_mode": "kl_cov", "ppo_kl_coef": 0.5}}, "algorithm.policy_loss.coef", 0.5),

@@ -9,8 +9,8 @@ import pytest
 
 from tests.peers import peer_file
 from trivium.errors import ConfigError
-from trivium.frontdoors.verl.config.translation import translate
 from trivium.frontdoors.verl.main_ppo import config_of
+from trivium.frontdoors.verl.translation import translate
 
 OTHER_BACKENDS = ("megatron", "npu", "veomni", "mindspeed")
 

@@ -6,33 +6,26 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trivium.errors import Problem
+from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT
-from trivium.frontdoors.verl.objects.algorithms.loss_modes import POLICY_LOSSES
+from trivium.frontdoors.verl.objects.algorithms.loss_modes import LOSSES, kind_of
+from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import rejection, weight_bounds
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators that verl has under two names."""
-_LOSSES = {"vanilla": "ppo", "gpg": "reinforce", "geo_mean": "gmpo"}
-"""Policy losses that have another name here."""
 _PLAIN = "trivium.frontdoors.verl.plain_loss:plain"
 """The loss without a ratio, for steps with several updates."""
 _FILTER = "trivium.frontdoors.verl.group_filter:varied"
 _UNLIMITED = 1_000_000
 """Limit of replacements for refused groups if the config sets none."""
-_PER_SEQUENCE = ("gspo", "sapo", "gmpo")
-"""Losses that verl averages over sequences regardless of loss_agg_mode."""
-
-
 _CORRECTION = "algorithm.rollout_correction"
 SINGLE = ("grpo", "rloo")
 """Estimators whose advantage is the reward itself in a group of one."""
-_CLIPS_RATIO = ("ppo", "gspo", "cispo", "clip_cov")
-"""Losses that clip the ratio."""
 _BOUNDS_DIVERGENCE = ("dppo_tv", "dppo_kl")
 """Losses for which verl's clips of the ratio are bounds of a divergence."""
 
@@ -40,7 +33,7 @@ _BOUNDS_DIVERGENCE = ("dppo_tv", "dppo_kl")
 def names_of(verl: Settings) -> dict[str, str]:
     """Returns the names of estimator and loss that conditions of the table read; empty for a user's function."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), str(verl[f"{ACTOR}.policy_loss.loss_mode"])
-    loss = "" if loss_address(mode) else _LOSSES.get(mode, mode)
+    loss = "" if loss_address(mode) else kind_of(mode)
     if _bypasses(verl) and verl[f"{_CORRECTION}.loss_type"] == "reinforce":
         loss = "reinforce"
     advantage = "" if advantage_address(estimator) else _ESTIMATORS.get(estimator, estimator)
@@ -69,8 +62,8 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
         "policy_loss": loss,
         "mini_batches": mini_batches,
     }
-    if loss["kind"] in _PER_SEQUENCE:
-        algorithm["aggregate"] = "seq-mean-token-mean"
+    if loss["kind"] in LOSSES and (aggregate := LOSSES[loss["kind"]].aggregate):
+        algorithm["aggregate"] = aggregate
     if verl[f"{ACTOR}.use_kl_loss"] and verl["algorithm.use_kl_in_reward"]:
         problems.append(
             Problem(
@@ -165,11 +158,10 @@ def _policy_loss(verl: Settings) -> dict[str, Any]:
     if address and not kind:
         return {**_own(verl, address, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
     if kind in _BOUNDS_DIVERGENCE:
-        options = POLICY_LOSSES[kind].options
+        options = LOSSES[kind].options
         return {"kind": kind} | {o: verl.first(*(f"{ACTOR}.{key}" for key in keys)) for o, keys in options.items()}
     low = verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")
-    # A ratio is above 0, so clips of 1 and more are equal; gmpo clips logarithms.
-    return {"kind": kind} | ({"clip_low": 1.0} if low > 1 and kind in _CLIPS_RATIO else {})
+    return {"kind": kind} | ({"clip_low": 1.0} if low > 1 and kind in LOSSES and LOSSES[kind].clips_ratio else {})
 
 
 def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -178,7 +170,7 @@ def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]
     bypass = _bypasses(verl)
     correction: dict[str, Any] = {"against": "current" if bypass else "old"}
     if weights:
-        correction |= {"weights": weights, **_weight_bounds(threshold)}
+        correction |= {"weights": weights, **weight_bounds(threshold)}
         correction["normalise"] = bool(verl[f"{_CORRECTION}.rollout_is_batch_normalize"])
     if bounds:
         correction["rejection"] = bounds
@@ -253,35 +245,16 @@ def _paths(teachers: Mapping[str, Any] | None) -> list[str]:
     return [str(entry["model_path"]) for entry in entries if entry.get("model_path")]
 
 
-def _weight_bounds(threshold: object) -> dict[str, Any]:
-    """`0.5_5.0` zeroes weights outside the interval, one number truncates them from above."""
-    low, is_interval, high = str(threshold).partition("_")
-    return {"threshold": [low, high], "outside": "mask"} if is_interval else {"threshold": threshold}
-
-
 def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
-    """`{option: bound or (low, high)}` from verl's comma lists; `0.5_2.0` is an interval."""
+    """Returns {option: bound or (low, high)}, with the bound of a veto."""
     where = f"{_CORRECTION}.rollout_rs"
     veto = verl.first("algorithm.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold")
     vetoes = {"seq_max_k2": math.log(veto) ** 2 / 2} if veto else {}
     if not verl.has(where):
         return vetoes
-    options = [option.strip() for option in str(verl[where]).split(",")]
-    bounds = [bound.strip() for bound in str(verl[f"{where}_threshold"] or "").split(",") if bound.strip()]
+    threshold = verl[f"{where}_threshold"]
     try:
-        numbers = [tuple(float(part) for part in bound.split("_")) for bound in bounds]
-    except ValueError:
-        numbers = []
-    if len(numbers) == 1:
-        numbers *= len(options)
-    if len(numbers) != len(options):
-        problems.append(
-            Problem(
-                f"{where}_threshold",
-                repr(verl[f"{where}_threshold"]),
-                f"rollout_rs has {len(options)} option(s)",
-                "give one number, or low_high, for each (or one for all)",
-            )
-        )
+        return vetoes | rejection(str(verl[where]), threshold)
+    except ConfigError as error:
+        problems.append(Problem(f"{where}_threshold", repr(threshold), error.found, error.do))
         return {}
-    return vetoes | {o: pair if len(pair) == 2 else pair[0] for o, pair in zip(options, numbers, strict=True)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored, under
 from trivium.frontdoors.verl.config.keys_of_models import (
     ACTOR,
     CRITIC,
@@ -164,14 +164,14 @@ TRAINER: dict[str, Entry] = {
     "val_before_train": Mapped("whether to validate before training", True),
     "val_only": Mapped("whether fit only validates", False),
     "log_val_generations": Mapped("number of samples in the table `val_generations`", 0),
-    "critic_warmup": Mapped("algorithm.critic_warmup", 0, convert=lambda steps: steps or None, when=GAE),
+    "critic_warmup": Mapped("algorithm.critic_warmup", 0, convert=if_on, when=GAE),
     "resume_mode": Mapped("run.resume", "auto", convert={"auto": True, "resume_path": True, "disable": False}),
     "resume_from_path": Mapped("the checkpoint that resume_path continues from", type=Path),
-    "default_local_dir": Mapped("run.dir", type=Path, convert=lambda folder: folder or None),
+    "default_local_dir": Mapped("run.dir", type=Path, convert=if_on),
     "max_critic_ckpt_to_keep": Mapped(
-        "checkpoint.keep", type=int, convert=lambda number: number or None, note="max_actor_ckpt_to_keep overrides it"
+        "checkpoint.keep", type=int, convert=if_on, note="max_actor_ckpt_to_keep overrides it"
     ),
-    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep", type=int, convert=lambda number: number or None),
+    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep", type=int, convert=if_on),
     "default_hdfs_dir": Mapped("checkpoint.remote", type=Path),
     "n_gpus_per_node": Mapped("size of the resource pool, if no resource_pool_manager is passed", 8),
     "nnodes": Mapped("size of the resource pool, if no resource_pool_manager is passed", 1),

@@ -14,16 +14,16 @@ from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_in
 _TURNS = f"{ROLLOUT}.multi_turn"
 _LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 _FILES = {
-    "tools": (f"{_TURNS}.tool_config_path", load_tools),
-    "functions": (f"{_TURNS}.function_tool_path", load_functions),
-    "interactions": (f"{_TURNS}.interaction_config_path", load_interactions),
+    f"{_TURNS}.tool_config_path": load_tools,
+    f"{_TURNS}.function_tool_path": load_functions,
+    f"{_TURNS}.interaction_config_path": load_interactions,
 }
-"""Argument of the environment -> its key, and the function that reads the file."""
+"""Key of a file -> the function that reads it."""
 
 
 def has_conversation(verl: Settings) -> bool:
     """Whether rollouts have several turns."""
-    named = any(verl[key] for key, _ in _FILES.values())
+    named = any(verl[key] for key in _FILES)
     return named or bool(verl[f"{_TURNS}.enable"]) or verl[_LOOP] == "tool_agent"
 
 
@@ -36,24 +36,15 @@ def workflow_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
         problems.append(Problem(key, repr(verl[key]), found, do))
     if not has_conversation(verl):
         return {}
-    arguments: dict[str, Any] = {}
-    for name, (key, load) in _FILES.items():
-        if file := verl[key]:
-            arguments[name] = file
-            problems += _problems(key, file, load)
+    for key, load in _FILES.items():
+        problems += _problems(key, verl[key] or "", load)
     if (notation := verl[f"{_TURNS}.format"]) not in FORMATS:
         do = f"use one of {', '.join(FORMATS)}, and a model that is trained on it"
         found = "tool calls are read in the notations of Hermes and Llama"
         problems.append(Problem(f"{_TURNS}.format", repr(notation), found, do))
-    for name in ("max_assistant_turns", "max_user_turns"):
-        if verl.has(f"{_TURNS}.{name}"):
-            arguments[name] = verl[f"{_TURNS}.{name}"]
-    for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side"):
-        arguments[name] = verl[f"{_TURNS}.{name}"]
     return {
         "kind": "multi_turn",
         "environment": "trivium.frontdoors.verl.tool_environment:ToolEnvironment",
-        "environment_args": arguments,
         "max_turns": verl["data.max_response_length"],  # a turn has a token or more, so the context is the limit
     }
 

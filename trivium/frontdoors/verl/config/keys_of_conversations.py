@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, if_on, ignored
 
-_ENVIRONMENT = "the environment of workflow.kind multi_turn"
+_ARGS = "workflow.environment_args"
+_TURNS = {"conversation": True}
+"""The condition of rows about rollouts of several turns."""
 _SERVER = "use an engine by path in a RunConfig: engine.kind"
 
 FORMATS = ("hermes", "qwen", "qwen25", "llama3_json", "chatml")
@@ -14,19 +16,17 @@ FORMATS = ("hermes", "qwen", "qwen25", "llama3_json", "chatml")
 
 CONVERSATIONS: dict[str, Entry] = {
     "multi_turn.enable": Mapped("whether workflow.kind is multi_turn", False),
-    "multi_turn.tool_config_path": Mapped(f"the tools of {_ENVIRONMENT}", type=Path),
-    "multi_turn.function_tool_path": Mapped(f"functions that are tools of {_ENVIRONMENT}", type=Path),
-    "multi_turn.interaction_config_path": Mapped(f"the interactions of {_ENVIRONMENT}", type=Path),
-    "multi_turn.max_assistant_turns": Mapped("workflow.max_turns", type=int, when={"conversation": True}),
+    "multi_turn.tool_config_path": Mapped(f"{_ARGS}.tools", type=Path, convert=if_on, when=_TURNS),
+    "multi_turn.function_tool_path": Mapped(f"{_ARGS}.functions", type=Path, convert=if_on, when=_TURNS),
+    "multi_turn.interaction_config_path": Mapped(f"{_ARGS}.interactions", type=Path, convert=if_on, when=_TURNS),
+    "multi_turn.max_assistant_turns": Mapped(
+        ("workflow.max_turns", f"{_ARGS}.max_assistant_turns"), type=int, when=_TURNS
+    ),
     "multi_turn.max_turns": Moved("actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
-    "multi_turn.max_user_turns": Mapped(f"the largest number of tool and user messages in {_ENVIRONMENT}", type=int),
-    "multi_turn.max_parallel_calls": Mapped(f"how many calls of one turn {_ENVIRONMENT} executes", 1),
-    "multi_turn.max_tool_response_length": Mapped(
-        f"the longest response of a tool in {_ENVIRONMENT}, in characters", 256
-    ),
-    "multi_turn.tool_response_truncate_side": Mapped(
-        "which side of a longer response is cut: left, middle, right", "middle"
-    ),
+    "multi_turn.max_user_turns": Mapped(f"{_ARGS}.max_user_turns", type=int, when=_TURNS),
+    "multi_turn.max_parallel_calls": Mapped(f"{_ARGS}.max_parallel_calls", 1, when=_TURNS),
+    "multi_turn.max_tool_response_length": Mapped(f"{_ARGS}.max_tool_response_length", 256, when=_TURNS),
+    "multi_turn.tool_response_truncate_side": Mapped(f"{_ARGS}.tool_response_truncate_side", "middle", when=_TURNS),
     "multi_turn.format": Mapped("the notation of tool calls: that of Hermes or of Llama", "hermes"),
     "multi_turn.num_repeat_rollouts": Ignored("rollout.n is the number of rollouts of a task"),
     **ignored(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, if_on, ignored
 from trivium.frontdoors.verl.config.keys_of_conversations import CONVERSATIONS
 
 CUT = "micro-batches are formed by number of tokens; the gradient does not depend on them"
@@ -72,7 +72,7 @@ def dtype_of(name: object) -> str:
 FSDP: dict[str, Entry] = {
     **dict.fromkeys(
         ("param_offload", "optimizer_offload", "offload_policy"),
-        Mapped("train.cpu_offload", False, convert={True: True}),
+        Mapped("train.cpu_offload", False, convert=if_on),
     ),
     "fsdp_size": Mapped("train.shard", -1, convert=lambda size: size if size > 0 else None),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
@@ -84,7 +84,7 @@ FSDP: dict[str, Entry] = {
     "model_dtype": _FLOAT32,
     "use_orig_params": Ignored("FSDP2 always does"),
     "seed": Ignored("run.seed seeds everything"),
-    "full_determinism": Mapped("train.deterministic_kernels", False, convert={True: True}),
+    "full_determinism": Mapped("train.deterministic_kernels", False, convert=if_on),
     "forward_only": Restricted(OFF, "leave it out"),
     "use_torch_compile": Ignored("models are not compiled"),
     "entropy_checkpointing": Ignored("logits are always computed in chunks, and recomputed in the backward pass"),
@@ -166,7 +166,7 @@ ACTOR: dict[str, Entry] = {
     "policy_loss.kl_cov_ratio": Mapped(f"{_LOSS}.ratio", when={"loss": "kl_cov"}),
     "policy_loss.ppo_kl_coef": Mapped(f"{_LOSS}.coef", when={"loss": "kl_cov"}),
     "policy_loss.dro_beta": Restricted((None,), "the loss that reads it is not supported: leave it out"),
-    "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0, convert=lambda coef: coef or None),
+    "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0, convert=if_on),
     "calculate_entropy": Ignored("the entropy is always logged"),
     "calculate_sum_pi_squared": Ignored("computed if the estimator needs it"),
     "use_kl_loss": Mapped("algorithm.kl.place", False, convert={True: "loss"}, when=_KL_LOSS),

@@ -14,13 +14,13 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
 from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.tables import announce, refuse
-from trivium.frontdoors.verl.config.translation import run_dir_of, settings_of, translated
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, template_of
 from trivium.frontdoors.verl.objects.datasets.user_data import Sources, custom_dataset, custom_sampler
 from trivium.frontdoors.verl.objects.roles import Needs
 from trivium.frontdoors.verl.rewards.reward_loading import RewardManager, load_reward_manager
+from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.models.vision.images import Images, check_processor, images_of
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of

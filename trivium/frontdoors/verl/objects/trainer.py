@@ -25,7 +25,6 @@ from trivium.errors import ConfigError, TriviumError, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
 from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
-from trivium.frontdoors.verl.config.translation import settings_of
 from trivium.frontdoors.verl.data import RowDataset
 from trivium.frontdoors.verl.group_rewards import Hooks
 from trivium.frontdoors.verl.objects.absent import refuse_unused
@@ -49,6 +48,7 @@ from trivium.frontdoors.verl.objects.workers.model_workers import (
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup
 from trivium.frontdoors.verl.registered import functions_here
 from trivium.frontdoors.verl.rewards.reward_loading import compute_reward as call_manager
+from trivium.frontdoors.verl.translation import settings_of
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Algorithm, Monitor, TrainEngine, WeightChannel

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.algorithms import (
-    AdaptiveKLController,
-    Advantages,
-    FixedKLController,
-    agg_loss,
-    compute_entropy_loss,
-    compute_policy_loss,
-    compute_value_loss,
-    get_kl_controller,
-    kl_penalty,
-)
+from trivium.algorithms import AdaptiveKLController as AdaptiveKLController
+from trivium.algorithms import Advantages
+from trivium.algorithms import FixedKLController as FixedKLController
+from trivium.algorithms import agg_loss as agg_loss
+from trivium.algorithms import compute_entropy_loss as compute_entropy_loss
+from trivium.algorithms import compute_policy_loss as compute_policy_loss
+from trivium.algorithms import compute_value_loss as compute_value_loss
+from trivium.algorithms import get_kl_controller as get_kl_controller
+from trivium.algorithms import kl_penalty as kl_penalty
 from trivium.algorithms.advantages.base import AdvantageInputs
 from trivium.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from trivium.algorithms.advantages.returns import gae, reinforce_plus_plus, remax
@@ -36,22 +35,6 @@ from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.verl.objects.algorithms.loss_modes import first_value, policy_loss_function, sampled_kl
 from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from trivium.registry import name_of, suggest
-
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "POLICY_LOSS_REGISTRY",
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "agg_loss",
-    "compute_entropy_loss",
-    "compute_policy_loss",
-    "compute_value_loss",
-    "get_kl_controller",
-    "kl_penalty",
-    "register_adv_est",
-    "register_policy_loss",
-]
 
 Function = Callable[..., Any]
 Index = Sequence[Any] | npt.NDArray[Any] | Tensor
@@ -175,19 +158,9 @@ def compute_grpo_outcome_advantage(
     return _pair(grpo(x, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon))
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """The same as `compute_grpo_outcome_advantage`."""
-    return compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
-    )
+compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
+    compute_grpo_outcome_advantage
+)
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
@@ -206,56 +179,31 @@ def compute_grpo_passk_outcome_advantage(
     return _pair(grpo_passk(x, norm_by_std=by_std, epsilon=epsilon))
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, the same) of `trivium.algorithms.advantages.group.reinforce_plus_plus_baseline`."""
-    return _pair(reinforce_plus_plus_baseline(_inputs(token_level_rewards, response_mask, index)))
+def _of_groups(kind: AdvantageEstimator, estimator: Callable[[AdvantageInputs], Advantages]) -> Function:
+    """Returns the function of an estimator that reads rewards and groups alone, registered under its name."""
+
+    def _estimate(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Index,
+        epsilon: float = 1e-6,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return _pair(estimator(_inputs(token_level_rewards, response_mask, index)))
+
+    _estimate.__name__ = _estimate.__qualname__ = f"compute_{kind}_outcome_advantage"
+    _estimate.__doc__ = f"Returns (advantages, the same) of the estimator `{kind}`. `index` (B,) names the groups."
+    return register_adv_est(kind)(_estimate)
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, the same) of `trivium.algorithms.advantages.group.rloo`."""
-    return _pair(rloo(_inputs(token_level_rewards, response_mask, index)))
-
-
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """As `compute_rloo_outcome_advantage`, but a group of one gets 0."""
-    return _pair(rloo(_inputs(token_level_rewards, response_mask, index), alone="zero"))
-
-
-@register_adv_est(AdvantageEstimator.OPO)
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, the same) of `trivium.algorithms.advantages.group.opo`."""
-    return _pair(opo(_inputs(token_level_rewards, response_mask, index)))
+compute_reinforce_plus_plus_baseline_outcome_advantage = _of_groups(
+    AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, reinforce_plus_plus_baseline
+)
+compute_rloo_outcome_advantage = _of_groups(AdvantageEstimator.RLOO, rloo)
+compute_rloo_vectorized_outcome_advantage = _of_groups(AdvantageEstimator.RLOO_VECTORIZED, partial(rloo, alone="zero"))
+"""As `compute_rloo_outcome_advantage`, but a group of one gets 0."""
+compute_opo_outcome_advantage = _of_groups(AdvantageEstimator.OPO, opo)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)

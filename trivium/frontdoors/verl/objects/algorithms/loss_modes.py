@@ -43,6 +43,11 @@ class _Loss:
     )
     """verl's name of a metric -> its name here. A metric that the loss does not have is 0."""
 
+    @property
+    def clips_ratio(self) -> bool:
+        """Whether `clip_low` bounds a ratio, which is above 0, so that bounds of 1 and more are equal."""
+        return "clip_low" in self.options and self.kind != "gmpo"
+
 
 _CLIP = {"clip_low": ("clip_ratio_low", "clip_ratio"), "clip_high": ("clip_ratio_high", "clip_ratio")}
 _LEFT_OUT = {
@@ -95,6 +100,13 @@ POLICY_LOSSES: Mapping[str, _Loss] = {
     "dro": _Loss("dro", {"beta": ("policy_loss.dro_beta", "dro_beta")}, metrics={"actor/ppo_kl": "train/kl"}),
 }
 """Each `loss_mode` of verl."""
+LOSSES: Mapping[str, _Loss] = {known.kind: known for known in POLICY_LOSSES.values()}
+"""The same by the names of `trivium.algorithms`."""
+
+
+def kind_of(mode: str) -> str:
+    """Returns the name of a `loss_mode` in `trivium.algorithms`; another name stays as it is."""
+    return POLICY_LOSSES[mode].kind if mode in POLICY_LOSSES else mode
 
 
 def policy_loss_function(mode: str) -> Callable[..., Any]:
@@ -114,7 +126,7 @@ def policy_loss_function(mode: str) -> Callable[..., Any]:
     ) -> tuple[Tensor, dict[str, Any]]:
         options = {name: first_value(config, keys) for name, keys in known.options.items()}
         options = {name: value for name, value in options.items() if value is not None}
-        if "clip_low" in options and known.kind != "gmpo":  # a ratio is above 0, so clips of 1 and more are equal
+        if known.clips_ratio and "clip_low" in options:
             options["clip_low"] = min(1.0, options["clip_low"])
         section = plugin("policy_losses")({"kind": known.kind, **options})
         objective = PolicyObjective(
