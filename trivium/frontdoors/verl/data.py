@@ -20,11 +20,12 @@ from pydantic import PrivateAttr
 
 from trivium.config import Plugin
 from trivium.errors import DataError
+from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.protocols import Renderer
 from trivium.randomness import permutation
 from trivium.tasks.files import jsonl_rows, parquet_rows
-from trivium.tasks.pictures import portable
+from trivium.tasks.pictures import common_folder, portable
 from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.types import Task
 
@@ -41,8 +42,30 @@ class RowDataset(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
-class DatasetTasks:
-    """A task source over rows in the memory of this process, with its own order (see `schedule.OrderedTasks`)."""
+class OrderedRows:
+    """A task source over rows, with its own order (see `schedule.OrderedTasks`)."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.epoch_length
+
+    def __getitem__(self, index: int) -> Task:
+        return self.visit(0, index)
+
+    @property
+    def epoch_length(self) -> int:
+        """Number of tasks of an epoch, in whole batches."""
+        return self._data.epoch_length
+
+    def visit(self, epoch: int, place: int) -> Task:
+        """Returns the task at a position of an epoch."""
+        return self._data.visit(epoch, place)
+
+
+class DatasetTasks(OrderedRows):
+    """A task source over rows in the memory of this process."""
 
     class Config(Plugin):
         """What a saved run knows of the data: enough to notice that they have changed."""
@@ -76,22 +99,7 @@ class DatasetTasks:
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
         del name, seed  # `Data` holds both
-        self._data = config.data
-
-    def __len__(self) -> int:
-        return self._data.epoch_length
-
-    def __getitem__(self, index: int) -> Task:
-        return self.visit(0, index)
-
-    @property
-    def epoch_length(self) -> int:
-        """Number of tasks of an epoch, in whole batches."""
-        return self._data.epoch_length
-
-    def visit(self, epoch: int, place: int) -> Task:
-        """Returns the task at a position of an epoch."""
-        return self._data.visit(epoch, place)
+        super().__init__(config.data)
 
 
 @dataclass(eq=False)
@@ -143,6 +151,28 @@ class Data:
         if self.collate_fn is not None:  # reports collation errors before training starts
             for row in self._collated(list(self.rows[: self.batch]), 0, 0):
                 self._task(self.origin, row)
+
+    @classmethod
+    def of(cls, verl: Settings, split: str, rows: Sequence[Any], renderer: Renderer | None, **options: Any) -> Data:
+        """Returns the data of a split with the columns and the image folder that the config names. With a renderer,
+        prompts are limited as the config says (`within`)."""
+        files = verl[f"data.{split}_files"] or ()
+        folder = common_folder([files] if isinstance(files, str) else files) if files else None
+        data = cls(
+            rows,
+            prompt_key=verl["data.prompt_key"],
+            image_key=verl["data.image_key"],
+            image_root=folder and str(folder),
+            **options,
+        )
+        if renderer is None:
+            return data
+        return data.within(
+            verl["data.max_prompt_length"],
+            renderer,
+            truncation=verl["data.truncation"],
+            filtered=bool(verl["data.filter_overlong_prompts"]),
+        )
 
     def visit(self, epoch: int, place: int) -> Task:
         """Returns the task at a position of an epoch. Each visit of a row within an epoch is a separate task."""
@@ -284,6 +314,13 @@ def rows_of(dataset: object, name: str) -> list[Any]:
             "leave `on_batch_end` out; a train_sampler with `update` may choose other rows after every batch",
         )
     return [dataset[index] for index in range(len(dataset))]
+
+
+def split_rows(verl: Settings, split: str, seed: int) -> list[Any]:
+    """Returns the rows of the files that the config names for a split, at most as many as it says."""
+    files, where = verl[f"data.{split}_files"], f"data.{split}_files"
+    shuffle = split == "train" and bool(verl["data.shuffle"])
+    return some_rows(read_files(files or (), where), verl[f"data.{split}_max_samples"], shuffle=shuffle, seed=seed)
 
 
 def some_rows(rows: list[Any], most: int, *, shuffle: bool, seed: int) -> list[Any]:

@@ -14,7 +14,7 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
 from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.tables import announce, refuse
-from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
+from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, rows_of, split_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, template_of
 from trivium.frontdoors.verl.objects.datasets.user_data import Sources, custom_dataset, custom_sampler
@@ -24,7 +24,6 @@ from trivium.frontdoors.verl.translation import run_dir_of, settings_of, transla
 from trivium.models.vision.images import Images, check_processor, images_of
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
-from trivium.tasks.pictures import common_folder
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Batch
@@ -231,41 +230,13 @@ class RunSetup:
         """Returns the rows of a dataset, or of the files that the config names."""
         if dataset is not None:
             return rows_of(dataset, f"{split}_dataset")
-        files = self.verl[f"data.{split}_files"]
-        if not files:
-            if split == "val":
-                return []
+        if split == "train" and not self.verl["data.train_files"]:
             raise ConfigError("training data", "neither train_dataset nor data.train_files", "pass one of the two")
-        return some_rows(
-            read_files(files, f"data.{split}_files"),
-            self.verl[f"data.{split}_max_samples"],
-            shuffle=split == "train" and bool(self.verl["data.shuffle"]),
-            seed=self.verl["data.seed"] or 0,
-        )
+        return split_rows(self.verl, split, self.verl["data.seed"] or 0)
 
-    def _data(self, rows: Sequence[Any], **options: Any) -> Data:
-        verl = self.verl
-        data = Data(
-            rows,
-            prompt_key=verl["data.prompt_key"],
-            image_key=verl["data.image_key"],
-            image_root=self._image_root(options["taskset"]),
-            collate_fn=self.collate_fn,
-            **options,
-        )
-        if self.from_run_config:
-            return data
-        return data.within(
-            verl["data.max_prompt_length"],
-            self._chat,
-            truncation=verl["data.truncation"],
-            filtered=bool(verl["data.filter_overlong_prompts"]),
-        )
-
-    def _image_root(self, split: str) -> str | None:
-        """Returns the common folder of the files that the config names. Image paths in rows are relative to it."""
-        files = self.verl[f"data.{split}_files"]
-        return str(common_folder([files] if isinstance(files, str) else files)) if files else None
+    def _data(self, rows: Sequence[Any], *, taskset: str, **options: Any) -> Data:
+        renderer = None if self.from_run_config else self._chat
+        return Data.of(self.verl, taskset, rows, renderer, taskset=taskset, collate_fn=self.collate_fn, **options)
 
     def _validation(self, rows: Sequence[Any]) -> DatasetTasks.Config:
         data = self._data(rows, taskset=_VALIDATION, origin="the validation set", batch=1)

@@ -13,11 +13,13 @@ from trivium.algorithms.metadata import KlMetadata, resolve_function
 from trivium.config import plugin
 from trivium.errors import DataError
 from trivium.frontdoors.plain_values import read
-from trivium.frontdoors.verl.objects.algorithms import core_algos
-from trivium.frontdoors.verl.objects.algorithms.core_algos import AdvantageEstimator
+from trivium.frontdoors.verl.objects.algorithms.core_algos import get_adv_estimator_fn
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto
 from trivium.frontdoors.verl.registered import called
 from trivium.types import Metrics
+
+_OPTIONAL = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+"""Tensors that some estimators read."""
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: KlController, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
@@ -60,21 +62,17 @@ def compute_advantage(
     tensors = data.batch
     if "response_mask" not in tensors:
         tensors["response_mask"] = compute_response_mask(data)
-    rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
-    if adv_estimator == AdvantageEstimator.GAE:
-        estimated = core_algos.compute_gae_advantage_return(rewards, tensors["values"], mask, gamma, lam)
-    elif adv_estimator == AdvantageEstimator.GRPO:
-        index = data.non_tensor_batch["uid"]
-        estimated = core_algos.compute_grpo_outcome_advantage(
-            rewards, mask, index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
-        )
-    else:
-        arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": mask, "config": config}
-        if "uid" in data.non_tensor_batch:
-            arguments["index"] = data.non_tensor_batch["uid"]
-        names = ("reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-        optional = {name: tensors[name] for name in names if name in tensors}
-        function = core_algos.get_adv_estimator_fn(adv_estimator)
-        estimated = called(function, str(adv_estimator), {**arguments, **optional})
+    arguments: dict[str, Any] = {
+        "token_level_rewards": tensors["token_level_rewards"],
+        "response_mask": tensors["response_mask"],
+        "gamma": gamma,
+        "lam": lam,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "config": config,
+    }
+    arguments |= {name: tensors[name] for name in _OPTIONAL if name in tensors}
+    if "uid" in data.non_tensor_batch:
+        arguments["index"] = data.non_tensor_batch["uid"]
+    estimated = called(get_adv_estimator_fn(adv_estimator), str(adv_estimator), arguments)
     tensors["advantages"], tensors["returns"] = estimated
     return data
