@@ -19,7 +19,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,6 +62,11 @@ class Forked:
         code = self.poll()
         assert code is not None, f"{self.name} still runs after {seconds:.0f} s:\n{self.text}"
         return code
+
+    def ended(self, code: int = 0, seconds: float = 120) -> Self:
+        """The process, once it has ended with this exit code."""
+        assert self.wait(seconds) == code, self.text
+        return self
 
     def kill(self) -> None:
         """SIGKILL to the process and to those that it started; waits for its end."""

@@ -78,23 +78,56 @@ class Counting(TrainEngine):
         self.version = int((directory / "version").read_text(encoding="utf-8"))
 
 
-class Rows:
-    """A monitor that keeps the last row of each step."""
+class Kept:
+    """A monitor that keeps all rows and tables."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, Metrics] = {}
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[int, str, list[Mapping[str, Any]]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.tables.append((step, name, list(rows)))
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": len(self.rows)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        del self.rows[state["rows"] :]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def steps_with(self, key: str) -> list[int]:
+        return [step for step, row in self.rows if key in row]
+
+
+class Rows(Kept):
+    """A monitor that keeps the last row of each step, without what depends on the machine."""
+
+    rows: dict[int, Metrics]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows[step] = {key: value for key, value in metrics.items() if not depends_on_machine(key)}
 
-    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
+
+class Plays:
+    """A workflow made of a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
+        return await self.function(task, policy)
 
 
 class Ledger:

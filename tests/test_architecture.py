@@ -380,6 +380,47 @@ def pickles(modules: list[Module]) -> list[str]:
     return found
 
 
+DOOR_TESTS = re.compile(r"tests\.(unit\.frontdoors|golden|e2e\.test_(verl|trinity|lightrft|worker_group))")
+"""Tests of the front doors, which still compare sentences."""
+
+
+def frozen_sentences(modules: list[Module]) -> list[str]:
+    """Tests that compare an error of Trivium with a sentence, more than two words, rather than with the names in it
+    (`failing.refused`)."""
+    return [
+        f"{module.name}:{node.lineno}: compares the sentence {text!r}"
+        for module in modules
+        if not DOOR_TESTS.match(module.name)
+        for node in module.nodes
+        if isinstance(node, ast.Call) and node.args and {*map(_name, _parts(node.args[0]))} & TRIVIUM_ERRORS
+        for text in map(_literal, [*node.args[1:], *(each.value for each in node.keywords if each.arg == "match")])
+        if re.search(r"(?:^|\s)([A-Za-z']+:? ){2}[A-Za-z']+(?![^\s:,.)])", text)
+    ]
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def _literal(node: ast.expr) -> str:
+    """The text of a string; a value in it is a 0."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_literal(part) if isinstance(part, ast.Constant) else "0" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _errors_of(modules: list[Module]) -> set[str]:
+    """The names of `TriviumError` and of the classes that derive from it."""
+    bases = {
+        node.name: {*map(_name, node.bases)} for m in modules for node in m.nodes if isinstance(node, ast.ClassDef)
+    }
+    errors: set[str] = set()
+    while more := {name for name, above in bases.items() if name == "TriviumError" or above & errors} - errors:
+        errors |= more
+    return errors
+
+
+TRIVIUM_ERRORS = _errors_of(PRODUCT)
 RULES: list[Rule] = [
     forbidden_imports,
     forbidden_paths,
@@ -404,6 +445,11 @@ RULES: list[Rule] = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: Rule) -> None:
     assert rule(PRODUCT) == []
+
+
+def test_tests_of_errors_compare_no_sentences() -> None:
+    assert len(TRIVIUM_ERRORS) > 20
+    assert frozen_sentences(package(Path(__file__).parent)) == []
 
 
 def test_the_command_line_starts_without_what_only_a_config_needs() -> None:
@@ -524,6 +570,9 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (pickles, {"a.py": "torch.save(x, y)"}, "torch.save"),
     (pickles, {"a.py": "from torch import load"}, "torch.load"),
     (pickles, {"a.py": "np.load(x, allow_pickle=True)"}, "allow_pickle"),
+    (frozen_sentences, {"a.py": "raises(DataError, match='no such key here')"}, "a:1"),
+    (frozen_sentences, {"a.py": "raises((OSError, RoleFailed), match=rf'{x} failed: it was gone')"}, "a:1"),
+    (frozen_sentences, {"a.py": "refused(ConfigError, 'train.lr', 'it is too large')"}, "a:1"),
 ]
 
 GOOD: list[tuple[Rule, dict[str, str]]] = [
@@ -579,6 +628,8 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (prints, {"cli.py": "print(1)"}),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1\n\nconfig.speed"}),
     (pickles, {"a.py": "model.save(x)\njson.load(y)"}),
+    (frozen_sentences, {"a.py": "raises(OSError, match='no space is left')\nraises(DataError, match='too large')"}),
+    (frozen_sentences, {"a.py": "refused(DataError, 'pip install trivium[x]', f'version {v} of', 'a, b, c+')"}),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from transformers import Qwen3ForCausalLM
 
 from tests.processes import Forked
@@ -299,9 +300,9 @@ async def test_an_engine_whose_process_dies_is_named(tmp_path: Path) -> None:
         calls = [asyncio.ensure_future(pool.generate(request)) for request in requests]  # one for each engine
         await asyncio.sleep(0)
         process.kill()
-        with pytest.raises(EngineFailure, match="rank 1"):
+        with refused(EngineFailure, "rank 1"):
             await asyncio.wait_for(calls[1], 60)
-        with pytest.raises(EngineFailure, match="its process is gone"):
+        with refused(EngineFailure, "its log"):
             await pool.load(1, [])
         calls[0].cancel()
         await pool.close()

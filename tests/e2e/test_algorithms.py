@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import tiny_model
 from safetensors.numpy import load_file
 
 from trivium.config import config_from_mapping, merged
@@ -18,16 +19,7 @@ from trivium.runtime.launch import run
 STEPS = 4
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
-    "model": {
-        "kind": "tiny",
-        "alphabet": "0123456789+=",
-        "layers": 2,
-        "hidden": 32,
-        "heads": 2,
-        "kv_heads": 1,
-        "mlp": 64,
-        "max_position": 24,
-    },
+    "model": tiny_model(layers=2),
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
     # What a model that knows nothing earns now and then, so that groups differ and every step has a gradient.
     "rewards": [

@@ -111,17 +111,14 @@ def test_a_run_that_an_outage_ended_continues_once_it_is_over(
     (tmp_path / "service.py").write_text(SERVICE)
     (tmp_path / "run.yaml").write_text(f"extends: base.yaml\n{parts}\n")
     for _ in range(2):  # the second time it is down from the start
-        failed = start("down", "run", "run.yaml")
-        assert failed.wait(120) == 1
+        failed = start("down", "run", "run.yaml").ended(1)
         assert "ConnectionError: the service is down" in failed.text
         assert "run the same command again" in failed.text
         assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
     (tmp_path / "repaired").touch()
-    continued = start("up", "run", "run.yaml")
-    assert continued.wait(120) == 0, continued.text
+    start("up", "run", "run.yaml").ended()
     assert retried in (tmp_path / "run" / "log.txt").read_text()
-    never_down = start("never-down", "run", "run.yaml", "run.dir=other")
-    assert never_down.wait(120) == 0, never_down.text
+    start("never-down", "run", "run.yaml", "run.dir=other").ended()
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "other")
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "other")
 
@@ -134,14 +131,11 @@ def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_c
         "def mine(prompt, completion, answer): return float(len(completion))\n"
     )
     corrected = ("rewards=[{kind: mine.py:mine}]", "schedule.group_size=2", "model.hidden=8")
-    failed = start("wrong", "run", "base.yaml", "rewards=[{kind: mine.py:bug}]")
-    assert failed.wait(120) == 1
+    failed = start("wrong", "run", "base.yaml", "rewards=[{kind: mine.py:bug}]").ended(1)
     assert "KeyError: 'answr'" in failed.text
-    again = start("right", "run", "base.yaml", *corrected)
-    assert again.wait(120) == 0, again.text
+    again = start("right", "run", "base.yaml", *corrected).ended()
     assert "it starts again with this config" in again.text
-    fresh = start("fresh", "run", "base.yaml", *corrected, "run.dir=fresh")
-    assert fresh.wait(120) == 0, fresh.text
+    start("fresh", "run", "base.yaml", *corrected, "run.dir=fresh").ended()
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "fresh")
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "fresh")
     refused = start("late", "run", "base.yaml", *corrected, "schedule.group_size=4")
@@ -152,21 +146,18 @@ def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_c
 def test_a_run_directory_without_its_config_is_not_continued_by_any(
     start: Callable[..., Forked], tmp_path: Path
 ) -> None:
-    finished = start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1")
-    assert finished.wait(120) == 0, finished.text
+    start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1").ended()
     config = tmp_path / "run" / "config.yaml"
     text, before = config.read_text(), weights_of(tmp_path / "run")
     for damage, words in ((None, "its config.yaml is missing"), ("run: [", "its config.yaml is damaged")):
         config.unlink(missing_ok=True)
         if damage is not None:
             config.write_text(damage)
-        refused = start("another", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=1.0")
-        assert refused.wait(120) == 1
+        refused = start("another", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=1.0").ended(1)
         for part in (words, "asked:", "put config.yaml back"):
             assert part in refused.text
     config.write_text(text)
-    continued = start("again", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=2")
-    assert continued.wait(120) == 0, continued.text
+    start("again", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=2").ended()
     assert before.items() <= weights_of(tmp_path / "run").items()
 
 
@@ -179,20 +170,16 @@ def test_what_may_change_on_the_way_does_with_change_and_is_marked(
     (tmp_path / "changed.yaml").write_text(
         text.replace("length}", "length, weight: 3}").replace("0.1", "0.2") + "train: {optimizer: {lr: 0.01}}\n"
     )
-    begun = start("begin", "run", "run.yaml", "schedule.steps=1")
-    assert begun.wait(120) == 0, begun.text
-    refused = start("refused", "run", "changed.yaml")
-    assert refused.wait(120) == 2
+    start("begin", "run", "run.yaml", "schedule.steps=1").ended()
+    refused = start("refused", "run", "changed.yaml").ended(2)
     assert refused.text.count("pass --change to continue with it") == 3, refused.text
     mixed = start("mixed", "run", "changed.yaml", "--change", "run.seed=1")
     assert mixed.wait(120) == 2, "a seed may not change"
     assert "run.seed" in mixed.text
     assert "optimizer.lr" not in mixed.text
-    changed = start("changed", "run", "changed.yaml", "--change", "schedule.steps=2")
-    assert changed.wait(120) == 0, changed.text
+    changed = start("changed", "run", "changed.yaml", "--change", "schedule.steps=2").ended()
     assert "A run that begins with these values gives other bits" in changed.text
-    continued = start("continued", "run", "changed.yaml")  # it is the run's config now
-    assert continued.wait(120) == 0, continued.text
+    start("continued", "run", "changed.yaml").ended()  # it is the config of the run now
 
     expected = {
         "rewards[1].weight": [1.0, 3.0],
@@ -211,13 +198,10 @@ def test_what_may_change_on_the_way_does_with_change_and_is_marked(
 
 
 def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., Forked], tmp_path: Path) -> None:
-    begun = start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1")
-    assert begun.wait(120) == 0, begun.text
-    exported = start("export", "export", "run", "start")
-    assert exported.wait(120) == 0, exported.text
+    start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1").ended()
+    start("export", "export", "run", "start").ended()
     other = ("model={kind: hf, path: start}", "run.dir=other", "schedule={steps: 1, group_size: 8, groups_per_step: 1}")
-    second = start("second", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=0", *other)
-    assert second.wait(120) == 0, second.text
+    start("second", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=0", *other).ended()
     weights = [tmp_path / "other" / "checkpoints" / "step-000001" / "policy", tmp_path / "start"]
     assert len({(directory / "model.safetensors").read_bytes() for directory in weights}) == 1
 
@@ -313,8 +297,7 @@ def test_whatever_user_code_raises_or_calls_fails_its_rollout_and_is_shown(
     (tmp_path / "run.yaml").write_text(
         "extends: base.yaml\nworkflow: {kind: wild.py:Wild, max_failed_fraction: 1.0}\nmonitors: [{kind: console}]\n"
     )
-    run = start("wild", "run", "run.yaml")
-    assert run.wait(120) == 0, run.text
+    run = start("wild", "run", "run.yaml").ended()
     failures: dict[str, int] = json.loads((tmp_path / "run" / "summary.json").read_text())["failures"]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert sum(failures.values()) == 6
@@ -352,8 +335,7 @@ def test_a_run_that_user_code_ends_does_not_look_finished(
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "run.yaml").write_text("extends: base.yaml\nworkflow: {kind: wild.py:Wild}\n")
     values = [f"{k}={v}" for k, v in yaml.safe_load(how).items()] if how.startswith("{") else [how]
-    run = start("wild", "run", "run.yaml", *values)
-    assert run.wait(120) == code, run.text
+    run = start("wild", "run", "run.yaml", *values).ended(code)
     assert words in run.text
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -382,8 +364,7 @@ def test_damaged_files_of_a_run_are_refused_or_repaired_and_it_says_so(
     """What a run reads when it continues: its model, its checkpoints (one as a reference), its journal."""
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     (tmp_path / "stages.yaml").write_text(TWO_STAGES)
-    command = start("whole", "run", "stages.yaml")
-    assert command.wait(120) == 0, command.text
+    start("whole", "run", "stages.yaml").ended()
     weights = weights_of(run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-000003")  # of the second stage only the first step is left
     run_dir.rename(whole)
@@ -459,8 +440,7 @@ def test_the_example_of_the_readme_learns_and_says_so(start: Callable[..., Forke
     assert {"check", "explain", "run", "export"} <= {arguments[1] for arguments in shown}
     texts: dict[str, str] = {}
     for arguments in shown:
-        command = start(arguments[1], *arguments[1:])
-        assert command.wait(300) == 0, command.text
+        command = start(arguments[1], *arguments[1:]).ended(seconds=300)
         texts[arguments[1]] = command.text
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert summary["steps"] == 30
@@ -499,8 +479,7 @@ def test_the_stages_of_the_page_about_concepts_learn(start: Callable[..., Forked
     sums = [(a, b) for a in range(10) for b in range(10)]
     rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in sums]
     (tmp_path / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = start("run", "run", "two_stages.yaml")
-    assert command.wait(240) == 0, command.text
+    command = start("run", "run", "two_stages.yaml").ended(seconds=240)
     begun = [line for line in command.text.splitlines() if line.startswith("stage ")]
     assert begun == ["stage 1 of 2: sft, 20 steps", "stage 2 of 2: grpo, 30 steps"]
     summary = json.loads((tmp_path / "runs" / "two_stages" / "summary.json").read_text())
@@ -524,8 +503,7 @@ def test_a_policy_is_evaluated_once_between_stages_that_evaluate_alike(
     graded = "stages.1.rewards=[{kind: exact, partial_credit: 0.5}]"
     runs = {"alike": ((), [2, 4]), "other": ((graded,), [2, 2, 4]), "rare": (("evaluation.every=0",), [2, 4])}
     for name, (changes, steps) in runs.items():
-        command = start(name, "run", "border.yaml", f"run.dir={name}", *changes)
-        assert command.wait(120) == 0, command.text
+        start(name, "run", "border.yaml", f"run.dir={name}", *changes).ended()
         evaluated = [row for row in rows_of(tmp_path / name) if "eval/test/reward" in row]
         assert [row["step"] for row in evaluated] == steps
         summary = json.loads((tmp_path / name / "summary.json").read_text())
@@ -535,8 +513,7 @@ def test_a_policy_is_evaluated_once_between_stages_that_evaluate_alike(
 
 def test_a_reward_that_returns_text_is_told_once(start: Callable[..., Forked], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def judged(completion): return 'good'\n")
-    command = start("run", "run", "base.yaml", "rewards=[{kind: mine.py:judged}]")
-    assert command.wait(120) == 1, command.text
+    command = start("run", "run", "base.yaml", "rewards=[{kind: mine.py:judged}]").ended(1)
     assert command.text.count("do: fix the reward: this trajectory is left out") == 1
     assert command.text.count("asked: a finite number from reward 'judged'") == 1
     assert "the reward: RewardError: a finite number from reward 'judged'" in command.text, "the error names its cause"
@@ -548,16 +525,14 @@ def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..
     (tmp_path / "sums.jsonl").write_text("".join(rows))
     changes = "tasks={train: {kind: jsonl, path: sums.jsonl}}", "rewards=[exact]", "schedule.steps=1"
     for name in ("check", "run"):
-        command = start(name, name, "base.yaml", *changes)
-        assert command.wait(120) == 0, command.text
+        command = start(name, name, "base.yaml", *changes).ended()
         assert "tasks.train: prompts that leave space for a completion" in command.text
         assert "1 of 3 do not" in command.text
     assert "1 of 3 do not" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_run_that_cannot_begin_leaves_nothing(start: Callable[..., Forked], tmp_path: Path) -> None:
-    command = start("run", "run", "base.yaml", "rewards=[exact]", "engine.max_context=3", "engine.device=cuda")
-    assert command.wait(120) == 2, command.text
+    command = start("run", "run", "base.yaml", "rewards=[exact]", "engine.max_context=3", "engine.device=cuda").ended(2)
     assert "engine.device: cuda" in command.text
     assert "95 of 95" in command.text or "81 of 81" in command.text or "100 of 100" in command.text
     assert not (tmp_path / "run").exists()
@@ -566,18 +541,15 @@ def test_a_run_that_cannot_begin_leaves_nothing(start: Callable[..., Forked], tm
 def test_a_base_model_is_trained_and_exported_with_the_template_of_the_config(
     start: Callable[..., Forked], tmp_path: Path
 ) -> None:
-    first = start("run", "run", "base.yaml", "rewards=[exact]", "schedule.steps=1")
-    assert first.wait(120) == 0, first.text
+    start("run", "run", "base.yaml", "rewards=[exact]", "schedule.steps=1").ended()
     (tmp_path / "run" / "model").rename(tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
     (tmp_path / "hf.yaml").write_text("extends: base.yaml\nrun: {dir: other}\nmodel: {kind: hf, path: base}\n")
-    refused = start("check", "check", "hf.yaml", "rewards=[exact]")
-    assert refused.wait(120) == 2, refused.text
+    refused = start("check", "check", "hf.yaml", "rewards=[exact]").ended(2)
     assert "set model.chat_template" in refused.text
     changes = "rewards=[exact]", "schedule.steps=1", "model.chat_template=plain"
     for arguments in (("check", "hf.yaml", *changes), ("run", "hf.yaml", *changes), ("export", "other", "out")):
-        command = start(arguments[0], *arguments)
-        assert command.wait(120) == 0, command.text
+        start(arguments[0], *arguments).ended()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     conversation = [{"role": "user", "content": "1+1="}]
     assert tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True) == "1+1="
@@ -585,11 +557,11 @@ def test_a_base_model_is_trained_and_exported_with_the_template_of_the_config(
 
 def test_evaluation_is_switched_off_and_lists_are_changed_on_the_command_line(start: Callable[..., Forked]) -> None:
     tiny = str(Path(__file__).parent / "tiny.yaml")
-    command = start("check", "check", tiny, "evaluation=null", "checkpoint.keep_best=null", "stages.0.schedule.steps=2")
-    assert command.wait(120) == 0, command.text
+    command = start(
+        "check", "check", tiny, "evaluation=null", "checkpoint.keep_best=null", "stages.0.schedule.steps=2"
+    ).ended()
     assert "total_steps: 8" in command.text.splitlines()
-    empty = start("check", "check", tiny, "evaluation={}")
-    assert empty.wait(120) == 2
+    empty = start("check", "check", tiny, "evaluation={}").ended(2)
     assert "evaluation=null" in empty.text
 
 
@@ -674,8 +646,7 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
     assert "serving the final policy, version 2" in server.text
     assert len(server.text) < 20_000
     assert "Traceback" not in (tmp_path / "run" / "log.txt").read_text()
-    again = start("again", "run", "agents.yaml")
-    assert again.wait(120) == 0, again.text
+    start("again", "run", "agents.yaml").ended()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
@@ -691,14 +662,15 @@ def test_an_endpoint_that_cannot_be_served_is_refused(
     (tmp_path / "agents.yaml").write_text(SERVED)
     monkeypatch.setenv("AGENT_KEY", "")
     for command in ("check", "run"):
-        keyless = start(command, command, "agents.yaml")
-        assert keyless.wait(60) == 2, keyless.text
+        keyless = start(command, command, "agents.yaml").ended(2, seconds=60)
         assert "export AGENT_KEY=..." in keyless.text
-    open_to_all = start("open", "check", "agents.yaml", "serve.host=0.0.0.0", "serve.key_variable=null")
-    assert open_to_all.wait(60) == 2, open_to_all.text
+    open_to_all = start("open", "check", "agents.yaml", "serve.host=0.0.0.0", "serve.key_variable=null").ended(
+        2, seconds=60
+    )
     assert "serve.key_variable: serve.host '0.0.0.0' without a key" in open_to_all.text
-    bare = Forked("bare", tmp_path / "bare.out", without_fastapi, "run", "agents.yaml", "serve.key_variable=null")
-    assert bare.wait(60) == 2, bare.text
+    bare = Forked(
+        "bare", tmp_path / "bare.out", without_fastapi, "run", "agents.yaml", "serve.key_variable=null"
+    ).ended(2, seconds=60)
     assert "pip install 'trivium[serve]'" in bare.text
 
 
@@ -760,15 +732,13 @@ def test_the_console_says_where_the_run_is(start: Callable[..., Forked], tmp_pat
         "evaluation={taskset: train}",
         "rewards=[exact]",
     )
-    command = start("first", *console)
-    assert command.wait(240) == 0, command.text
+    command = start("first", *console).ended(seconds=240)
     lines = command.text.splitlines()
     lines = lines[lines.index("run: 2 steps") :]
     assert re.fullmatch(r"trains on cpu \(\d+ threads\) in float32: policy of [\d,]+ parameters, all trained", lines[1])
     assert re.match(r"step 0/2  .*accuracy", lines[2])
     assert re.match(r"step 1/2 .* tokens/s [\d,]+  seconds [\d.]+  left \d:\d\d$", lines[3])
-    again = start("again", *console)
-    assert again.wait(240) == 0, again.text
+    again = start("again", *console).ended(seconds=240)
     assert "already complete: 2 steps" in again.text
 
 
@@ -808,8 +778,7 @@ def test_a_trained_reward_model_is_exported_and_rewards_another_run(
     tmp_path: Path, start: Callable[..., Forked]
 ) -> None:
     def ends(code: int, *arguments: str) -> str:
-        command = start("trivium", *arguments)
-        assert command.wait(120) == code, command.text
+        command = start("trivium", *arguments).ended(code)
         return command.text
 
     ends(0, "run", sums(tmp_path, "judge", PAIRS))
@@ -849,8 +818,7 @@ def digits(prompt, completion):
 
 def test_rollouts_are_shown_with_their_tokens_and_why_they_failed(tmp_path: Path, start: Callable[..., Forked]) -> None:
     def ends(code: int, *arguments: str) -> str:
-        command = start("trivium", *arguments)
-        assert command.wait(120) == code, command.text
+        command = start("trivium", *arguments).ended(code)
         return command.text
 
     (tmp_path / "mine.py").write_text(BROKEN_REWARD)
@@ -912,5 +880,4 @@ def test_the_values_to_start_from_pass_check(start: Callable[..., Forked], tmp_p
     values = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     del values["engine"]["sampling"]["max_new_tokens"]  # the tiny model has no room for so many
     (tmp_path / "start.yaml").write_text(yaml.safe_dump({"extends": "base.yaml", "rewards": ["exact"], **values}))
-    check = start("check", "check", "start.yaml")
-    assert check.wait(60) == 0, check.text
+    start("check", "check", "start.yaml").ended(seconds=60)

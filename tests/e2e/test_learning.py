@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs import tiny_model
+
 from trivium.config import RunConfig, config_from_mapping
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
@@ -38,16 +40,7 @@ def config(run_dir: Path, reward: str) -> RunConfig:
         {
             "run": {"dir": str(run_dir)},
             "cluster": {"threads": 1},
-            "model": {
-                "kind": "tiny",
-                "alphabet": "0123456789+=",
-                "layers": 1,
-                "hidden": 64,
-                "heads": 2,
-                "kv_heads": 2,
-                "mlp": 128,
-                "max_position": 24,
-            },
+            "model": tiny_model(hidden=64, kv_heads=2, mlp=128),
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
             "rewards": [{"kind": reward}],
             "engine": {"sampling": {"max_new_tokens": 3}},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from configs import tiny_model
 
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import outcome_of
@@ -18,16 +19,7 @@ from trivium.runtime.launch import run
 STEPS = 6
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
-    "model": {
-        "kind": "tiny",
-        "alphabet": "0123456789+=",
-        "layers": 1,
-        "hidden": 32,
-        "heads": 2,
-        "kv_heads": 1,
-        "mlp": 64,
-        "max_position": 24,
-    },
+    "model": tiny_model(),
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
     # What a model that knows nothing earns now and then, so that the members of a group differ.
     "rewards": [{"kind": "regex", "pattern": "^[0-4]"}],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import tiny_model
 from safetensors.numpy import load_file
 
 from trivium.config import RunConfig, config_from_mapping, merged
@@ -17,16 +18,7 @@ from trivium.text.tiny import TinyModel
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
-MODEL = {
-    "kind": "tiny",
-    "alphabet": "0123456789+=?abcdefghijklmnopqrstuvwxyz",
-    "layers": 1,
-    "hidden": 32,
-    "heads": 2,
-    "kv_heads": 1,
-    "mlp": 64,
-    "max_position": 96,
-}
+MODEL = tiny_model(alphabet="0123456789+=?abcdefghijklmnopqrstuvwxyz", max_position=96)
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
     "model": MODEL,

@@ -79,8 +79,7 @@ def test_a_run_waits_for_a_service_that_was_killed(start: Start, tmp_path: Path)
 def test_a_wrong_token_ends_the_run_and_names_it(start: Start, tmp_path: Path) -> None:
     _, url = serve(start, tmp_path)
     (tmp_path / "token").write_text("another-token")
-    run = start("run", "run", config(tmp_path, url, token_file=str(tmp_path / "token")))
-    assert run.wait(240) == 1
+    run = start("run", "run", config(tmp_path, url, token_file=str(tmp_path / "token"))).ended(1, seconds=240)
     assert "status 401: it refuses the token" in run.text
     assert "another-token" not in run.text + (tmp_path / "run" / "log.txt").read_text()
     assert f"TokenRefused in {url}/get_reward" in run.text

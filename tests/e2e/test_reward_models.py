@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -130,9 +131,9 @@ def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: P
     asked = [{"role": "user", "content": "draw red"}, {"role": "assistant", "content": IMAGE}]
     red, blue = (Media("image/png", (rows.parent / f"{name}-1.png").read_bytes()) for name in ("right", "wrong"))
     assert judge("", "", asked, [red]) > judge("", "", asked, [blue])
-    with pytest.raises(DataError, match="several heads: colour, style"):
+    with refused(DataError, "colour, style"):
         load_score_model(out, **how)
-    with pytest.raises(DataError, match="no head 'color'"):
+    with refused(DataError, "'color'"):
         load_score_model(out, **how, heads={"color": 1.0})
 
 
@@ -170,9 +171,8 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], where: str, rows: P
         data["algorithm"] = {"kind": "dpo"}
     else:
         data = merged(data, change)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, where):
         config_from_mapping(data)
-    assert where in [problem.where for problem in caught.value.problems]
 
 
 def sides(folder: Path, row: dict[str, Any], **options: Any) -> list[list[tuple[str, str, int]]]:
@@ -202,7 +202,7 @@ def test_a_side_is_messages_or_the_images_that_the_prompt_is_shown_with(tmp_path
 @pytest.mark.parametrize("side", [None, [], "missing.png", "../outside.png", 3])
 def test_a_side_that_is_nothing_is_refused(side: object, tmp_path: Path) -> None:
     one = picture(tmp_path / "1.png", True, 1)
-    with pytest.raises(DataError, match="'b'"):
+    with refused(DataError, "'b'"):
         sides(tmp_path, {"prompt": "is it red", "a": one, "b": side})
 
 

@@ -18,8 +18,7 @@ def train(run_dir: Path, *overrides: str) -> dict[str, bytes]:
     """What the run's last checkpoint holds."""
     name = f"run-{len([*run_dir.parent.iterdir()])}"
     command = ("run", str(TINY), f"run.dir={run_dir}", *SHORT, *overrides)
-    process = Forked(name, run_dir.parent / f"{name}.txt", trivium, *command)
-    assert process.wait(240) == 0, process.text
+    Forked(name, run_dir.parent / f"{name}.txt", trivium, *command).ended(seconds=240)
     last = max((run_dir / "checkpoints").glob("step-*"))
     return {str(file.relative_to(last)): file.read_bytes() for file in last.rglob("*.safetensors")}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from configs import tiny_model
 from postgres import Server
 
 from tests.e2e.test_kill import outcome_of
@@ -58,16 +59,7 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
         tmp_path / "run.yaml",
         {
             "run": {"dir": str(tmp_path / "run")},
-            "model": {
-                "kind": "tiny",
-                "alphabet": "0123456789+=",
-                "layers": 1,
-                "hidden": 64,
-                "heads": 2,
-                "kv_heads": 2,
-                "mlp": 128,
-                "max_position": 24,
-            },
+            "model": tiny_model(hidden=64, kv_heads=2, mlp=128),
             "tasks": {name: {"kind": "arithmetic", "max_operand": 4} for name in ("train", "test")},
             "engine": {"sampling": {"max_new_tokens": 3}},
             "evaluation": {"taskset": "test", "every": 0, "sampling": {"max_new_tokens": 3, "temperature": 0.0}},
@@ -183,8 +175,7 @@ def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}")
     with commands(tmp_path) as start:
         start("train", "run", str(path), "run.mode=train")
-        stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1")
-        assert stranger.wait(90) == 2
+        stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1").ended(2, seconds=90)
         assert "the trainer runs another config: run differ(s)" in stranger.text
 
 

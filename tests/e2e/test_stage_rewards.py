@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from failing import refused
 
 from tests.processes import commands
 from trivium.config import load_config
@@ -62,13 +63,11 @@ def test_a_stage_is_rewarded_by_the_model_that_the_stage_before_it_trained_and_r
     plan = plan_run(load_config(path), 1)
     assert [stage.name for stage in plan.stages] == ["judge", "policy"]
     with commands(tmp_path) as start:
-        run = start("run", "run", str(path))
-        assert run.wait(120) == 0, run.text
+        start("run", "run", str(path)).ended()
         assert components_of(tmp_path) == [["model", "regex"]] * 2
         assert (tmp_path / "run/checkpoints/step-000002/reward" / f"{VALUE_HEAD}.safetensors").is_file()
         assert not (tmp_path / "run/checkpoints/step-000004/reward").exists()
-        longer = start("longer", "run", str(path), "stages.1.schedule={steps: 3}")
-        assert longer.wait(120) == 0, longer.text
+        start("longer", "run", str(path), "stages.1.schedule={steps: 3}").ended()
         assert components_of(tmp_path) == [["model", "regex"]] * 3
         renamed = start("renamed", "run", str(config(tmp_path, {**JUDGE, "stage": "other"}, first="other")))
         assert renamed.wait(120) != 0, "another reward is another run"
@@ -91,11 +90,10 @@ def test_check_refuses_a_stage_that_trains_no_reward_model_before(
     first: str, reward: dict[str, Any], training: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
     path = config(tmp_path, {**JUDGE, **reward}, first=first, **training)
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         preflight(load_config(path), Machine(1 << 40), 1).refuse()
     assert any(found in f"{problem.found}; {problem.do}" for problem in error.value.problems)
     if found.startswith("did you mean"):
         with commands(tmp_path) as start:
-            check = start("check", "check", str(path))
-            assert check.wait(120) == 2, check.text
+            check = start("check", "check", str(path)).ended(2)
             assert found in check.text

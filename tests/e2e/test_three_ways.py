@@ -53,8 +53,7 @@ def directory(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     here(directory, "two processes", "train.own_process=true")
     assert_ranks_end(0, directory / "torchrun", *arguments(directory, "torchrun")[2:], config=CONFIG)
     on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
-    command = Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray)
-    assert command.wait(200) == 0, command.text
+    Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray).ended(seconds=200)
     shutil.copytree(directory / "torchrun", directory / "resumed")
     for step in (6, 7):
         shutil.rmtree(directory / "resumed" / "checkpoints" / f"step-{step:06d}")

@@ -53,8 +53,7 @@ def trainers_of(command: Forked) -> list[int]:
 
 def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     with commands(tmp_path) as start:
-        whole = start("whole", *arguments(tmp_path / "whole", own_process=False))
-        assert whole.wait(120) == 0, whole.text
+        start("whole", *arguments(tmp_path / "whole", own_process=False)).ended()
         for step, victim in ((12, "trainer"), (25, "run")):
             command = start(victim, *arguments(tmp_path / "killed"))
             eventually(partial(has_trained, tmp_path / "killed", step), 120, partial(text_of, command), command)
@@ -63,10 +62,8 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
             assert command.wait(60) == (1 if victim == "trainer" else -9), command.text
             assert not survivors([trainer])
             assert "trainer's process failed: it ended with exit code -9" in command.text or victim == "run"
-        last = start("last", *arguments(tmp_path / "killed"))
-        assert last.wait(120) == 0, last.text
-        replay = start("replay", "replay", str(tmp_path / "killed"), "--step", "30")
-        assert replay.wait(120) == 0, replay.text
+        start("last", *arguments(tmp_path / "killed")).ended()
+        start("replay", "replay", str(tmp_path / "killed"), "--step", "30").ended()
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
 
 
@@ -75,8 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of a run that is not killed."""
     directory = tmp_path_factory.mktemp("whole")
     with commands(directory) as start:
-        command = start("whole", *arguments(directory / "run", own_process=False))
-        assert command.wait(600) == 0, command.text
+        start("whole", *arguments(directory / "run", own_process=False)).ended(seconds=600)
     return outcome_of(directory / "run")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from algebra import Variant, section, variants
+from failing import refused
 from torch import Tensor
 
 from trivium.algorithms import (
@@ -100,7 +101,7 @@ def test_full_is_the_divergence_itself() -> None:
     kl = kl_penalty(log_p.expand(2, 3, V), log_q.expand(2, 3, V), "full")
     torch.testing.assert_close(kl, exact(log_p, log_q).expand(2, 3))
     torch.testing.assert_close(torch.autograd.grad(kl[0, 0], logits)[0], expectation("k2")[3])
-    with pytest.raises(DataError, match="over the vocabulary"):
+    with refused(DataError, "full", "(B, L, V)"):
         kl_penalty(log_p, log_q, "full")
 
 
@@ -122,7 +123,7 @@ def test_equal_policies_are_at_distance_zero_and_extremes_are_finite(kind: str) 
 
 @pytest.mark.parametrize("kind", ["", "k4", "low_var", "full+"])
 def test_another_estimator_is_an_error_with_a_suggestion(kind: str) -> None:
-    with pytest.raises(UnknownName, match="known: abs, abs\\+, full, k1"):
+    with refused(UnknownName, kind, "abs, abs+, full, k1"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), kind)
 
 
@@ -132,7 +133,7 @@ def test_an_adaptive_controller_steers_towards_its_target() -> None:
     assert controller.value == pytest.approx(0.102)
     controller.update(0.0, 10)
     assert controller.value == pytest.approx(0.09996)
-    with pytest.raises(ConfigError, match="horizon 0"):
+    with refused(ConfigError, "horizon 0"):
         AdaptiveKLController(0.1, 0.2, 0)
 
 
@@ -145,7 +146,7 @@ def test_get_kl_controller_reads_a_mapping_or_an_object() -> None:
     assert isinstance(fixed, FixedKLController)
     assert fixed.value == 0.2
     assert isinstance(get_kl_controller(Section()), AdaptiveKLController)
-    with pytest.raises(UnknownName, match="did you mean 'adaptive'"):
+    with refused(UnknownName, "'adaptiv'", "'adaptive'"):
         get_kl_controller({"type": "adaptiv"})
 
 

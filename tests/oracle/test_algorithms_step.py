@@ -4,37 +4,28 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 
+import episodes
 import numpy as np
 import pytest
 import torch
+from episodes import group
+from failing import refused
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
 from trivium.errors import DataError
 from trivium.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs
-from trivium.types import EXPERT_VERSION, Batch, Failure, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, Batch, Failure, StopReason, Trajectory, Turn
 
 
 def turn(prompt: Sequence[int], tokens: Sequence[int], stop: StopReason = StopReason.EOS, version: int = 3) -> Turn:
-    log_prob = -0.1 * np.arange(1, len(tokens) + 1, dtype=np.float32)
-    return Turn(
-        np.array(prompt, np.int32),
-        np.array(tokens, np.int32),
-        log_prob,
-        np.full(len(tokens), version, np.int32),
-        stop,
-        "",
-    )
+    return episodes.turn(prompt, tokens, -0.1 * np.arange(1, len(tokens) + 1), version, stop)
 
 
 def trajectory(index: int, reward: float | None, *turns: Turn, failure: Failure | None = None) -> Trajectory:
     rewards: Mapping[str, float] = {} if reward is None else {"exact": reward}
     return Trajectory(index, turns or (turn([1, 2], [3, 4, 5]),), rewards, failure)
-
-
-def group(slot: int, *members: Trajectory) -> Group:
-    return Group(slot, Task(f"task-{slot}", ()), members)
 
 
 def algorithm(preset, **said: object) -> GroupAlgorithm:
@@ -169,7 +160,7 @@ def test_ppo_wants_values_and_says_how_good_they_were() -> None:
     assert ppo.needs == {"values"}
     assert [objective.role for objective in ppo.objectives] == ["critic", "policy"]
     batch = ppo.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))])
-    with pytest.raises(DataError, match="'values'"):
+    with refused(DataError, "'values'"):
         ppo.advantages(batch)
     good = [np.array([0, 0, 0.9, 0.9, 0.9]), np.array([0, 0, 0.1, 0.1, 0.1])]
     done, metrics = ppo.advantages(batch.with_columns(values=good))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from algebra import finite_differences
+from failing import refused
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, PolicyObjective, ValueObjective, catalogue, compute_policy_loss
@@ -71,9 +72,9 @@ def test_clip_metrics_count_the_tokens_that_clipping_decided() -> None:
 
 def test_compute_policy_loss_wants_a_clip_range() -> None:
     given = (torch.zeros(1, 2),) * 3
-    with pytest.raises(ConfigError, match="cliprange"):
+    with refused(ConfigError, "cliprange", "None"):
         compute_policy_loss(*given, torch.ones(1, 2))
-    with pytest.raises(ConfigError, match="clip_ratio_c"):
+    with refused(ConfigError, "clip_ratio_c 1.0"):
         compute_policy_loss(*given, torch.ones(1, 2), cliprange=0.2, clip_ratio_c=1.0)
 
 

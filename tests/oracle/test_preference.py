@@ -3,10 +3,12 @@
 import math
 from itertools import pairwise
 
+import episodes
 import numpy as np
 import pytest
 import torch
 from algebra import finite_differences, variants
+from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preferences import interleaved, on_rows, preference, scoring
@@ -17,7 +19,7 @@ from trivium.algorithms.batches import batch_of_pairs, pair_of
 from trivium.algorithms.preference import dpo, hps, ipo, kto, kto_mismatched, kto_pair, logexp, reference_point, sigmoid
 from trivium.errors import DataError
 from trivium.metrics import checked
-from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, Task, Trajectory, Turn
 
 PAIR_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("pair_losses")}
 SCORE_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("score_losses")}
@@ -341,7 +343,7 @@ def test_a_mini_batch_without_a_trained_token_is_nothing(name: str) -> None:
 
 def test_rows_that_are_not_in_pairs_are_refused() -> None:
     for objective in (preference("dpo"), scoring("sigmoid")):
-        with pytest.raises(DataError, match="3 rows"):
+        with refused(DataError, "3 rows"):
             on_rows(objective, torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3, 1))
 
 
@@ -349,10 +351,7 @@ def test_rows_that_are_not_in_pairs_are_refused() -> None:
 
 
 def turn(*tokens: int) -> Turn:
-    zeros = np.zeros(len(tokens), np.float32)
-    return Turn(
-        np.array([1, 2], np.int32), np.array(tokens, np.int32), zeros, zeros.astype(np.int32), StopReason.EOS, ""
-    )
+    return episodes.turn([1, 2], tokens, 0.0)
 
 
 def group(*rewards: float | None, slot: int = 0) -> Group:
@@ -427,13 +426,13 @@ def test_single_completions_with_labels_are_the_same_as_halves_of_pairs(kind: st
 
 @pytest.mark.parametrize("label", [None, "yes", 2, [True]])
 def test_a_completion_without_a_label_is_refused(label: object) -> None:
-    with pytest.raises(DataError, match=r"'task-0' is desirable.*(?s:.*)algorithm\.label"):
+    with refused(DataError, "'task-0'", "algorithm.label"):
         batch_of_pairs([one(label)])
 
 
 def test_a_reply_that_is_several_sequences_is_refused() -> None:
     rewritten = Trajectory(0, (turn(3), turn(4)), {"exact": 1.0})  # the second prompt does not hold the first reply
-    with pytest.raises(DataError, match="rewrote its history"):
+    with refused(DataError, "trajectory 0", "its history"):
         batch_of_pairs([Group(0, Task("task", ()), (rewritten, group(1.0, 0.0).trajectories[1]))])
 
 

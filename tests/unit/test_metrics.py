@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from failing import refused
 
 from trivium.errors import DataError
 from trivium.metrics import METRICS, aggregate, checked, declare, declared, depends_on_machine, same
@@ -12,7 +13,7 @@ from trivium.step_report import step_row
 
 
 def test_an_undeclared_key_is_refused() -> None:
-    with pytest.raises(DataError, match="reward/maen"):
+    with refused(DataError, "reward/maen"):
         checked({"reward/mean": 1.0, "reward/maen": 1.0})
 
 
@@ -22,7 +23,7 @@ def test_a_pattern_covers_the_users_names() -> None:
 
 
 def test_a_key_is_declared_once() -> None:
-    with pytest.raises(DataError, match="declared already"):
+    with refused(DataError, "'reward/mean'"):
         declare("reward/mean", "again")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from failing import refused
 
 from trivium.errors import ConfigError, UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
@@ -20,7 +21,7 @@ def test_every_listed_name_leads_somewhere(room: str, name: str, path: str) -> N
 
 
 def test_a_mistyped_name_is_met_with_the_nearest_one() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'grpo'"):
+    with refused(UnknownName, "'grop'", "'grpo'"):
         resolve("algorithms", "grop")
 
 
@@ -34,12 +35,12 @@ def test_a_dotted_path_leads_to_a_users_own_thing() -> None:
 
 @pytest.mark.parametrize("path", ["no_such_package:Thing", "trivium.no_such_module:Thing"])
 def test_a_module_that_does_not_exist(path: str) -> None:
-    with pytest.raises(ConfigError, match="there is no module"):
+    with refused(ConfigError, path, "PYTHONPATH"):
         resolve("rewards", path)
 
 
 def test_an_attribute_that_does_not_exist() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'isclose'"):
+    with refused(UnknownName, "'isclos'", "'isclose'"):
         resolve("rewards", "math:isclos")
 
 
@@ -58,7 +59,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file at"):
+    with refused(ConfigError, tmp_path / "gone.py"):
         resolve("rewards", "gone.py:judge", tmp_path)
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from configs import tiny_model
+from failing import refused
 
-from tests.sessions import RENDERER, TASKS, Counting, Lengths, memory_buffer
+from tests.sessions import RENDERER, TASKS, Counting, Kept, Lengths, memory_buffer
 from trivium.algorithms import build_algorithm
 from trivium.board import MemoryBoard
 from trivium.buffers.strategies import DefaultStrategy
@@ -37,33 +39,6 @@ from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.trainer import Keep, Learn, Trainer
 from trivium.types import TRAINER, Batch, Group, Metrics, RunningStatus, Sample, Sampling
-
-
-class Kept:
-    """A monitor that keeps everything it was told."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.tables: list[tuple[int, str, list[Mapping[str, Any]]]] = []
-        self.closed = False
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.tables.append((step, name, list(rows)))
-
-    def state(self) -> dict[str, Any]:
-        return {"rows": len(self.rows)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        del self.rows[state["rows"] :]
-
-    def close(self) -> None:
-        self.closed = True
-
-    def steps_with(self, key: str) -> list[int]:
-        return [step for step, row in self.rows if key in row]
 
 
 class CountingStore(CheckpointStore):
@@ -744,16 +719,7 @@ async def test_a_run_that_fails_still_completes_the_save_that_is_being_written(t
 # --------------------------------------------------------------------------- whole runs
 
 SUPERVISED = {
-    "model": {
-        "kind": "tiny",
-        "alphabet": "0123456789+=",
-        "layers": 1,
-        "hidden": 16,
-        "heads": 2,
-        "kv_heads": 1,
-        "mlp": 16,
-        "max_position": 24,
-    },
+    "model": tiny_model(hidden=16, mlp=16),
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
     "algorithm": {"kind": "sft"},
     "buffer": {"kind": "files", "completion": "answer"},
@@ -810,7 +776,7 @@ def test_a_run_copies_its_checkpoints_and_fails_when_it_could_not(tmp_path: Path
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "run"
     said = {"checkpoint": {"save_every": 1, "remote": elsewhere.as_uri(), "save_strategy": "single_node"}}
     elsewhere.write_text("a file where a directory is wanted")
-    with pytest.raises(RunDirError, match=elsewhere.as_uri()):
+    with refused(RunDirError, elsewhere.as_uri()):
         launch(supervised(run_dir, **said))
     assert CheckpointStore(run_dir / "checkpoints").steps() == [1, 2]  # trained to the end, and safe here
     assert "copy checkpoints to" in (run_dir / "log.txt").read_text()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import refused
 
 from trivium.errors import ConfigError, DataError
 from trivium.types import (
@@ -161,12 +162,12 @@ def test_arrays_have_the_dtypes_of_the_contract() -> None:
     ],
 )
 def test_an_experience_of_unequal_lengths_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(DataError, match="share one length"):
+    with refused(DataError, "one length"):
         experience(3, **changes)
 
 
 def test_the_first_token_cannot_be_trained_on() -> None:
-    with pytest.raises(DataError, match="first token is context"):
+    with refused(DataError, "response_mask[0]"):
         experience(3, response_mask=np.ones(3, bool))
 
 
@@ -175,7 +176,7 @@ def test_a_fully_masked_experience_is_legal() -> None:
 
 
 def test_a_turn_of_unequal_lengths_is_refused() -> None:
-    with pytest.raises(DataError, match="2 tokens, 1 log-probabilities, 2 versions"):
+    with refused(DataError, "2 tokens", "1 log-probabilities", "2 versions"):
         Turn(np.array([1]), np.array([2, 3]), np.zeros(1), np.zeros(2), StopReason.EOS, "")
 
 
@@ -226,7 +227,7 @@ def test_columns_are_float32_unless_the_caller_works_in_float64() -> None:
 
 @pytest.mark.parametrize("column", [[[1.0]], [[1.0, 2.0], [3.0]]], ids=["too short", "too many"])
 def test_a_column_of_another_shape_is_refused(column: list[list[float]]) -> None:
-    with pytest.raises(DataError, match="one entry per token"):
+    with refused(DataError, "'advantages'"):
         Batch((experience(2),)).with_columns(advantages=column)
 
 
@@ -250,5 +251,5 @@ def test_what_a_plugin_can_do_is_declared_in_one_place() -> None:
     assert capabilities_of(Empty()) == capabilities_of(operator) == Capabilities()
     operator.drops = False
     for plugin, says in ((Filled, "explored=False"), (Filled(), "explored=False"), (operator, "drops=False")):
-        with pytest.raises(ConfigError, match=rf"declare `capabilities = Capabilities\({says}\)`"):
+        with refused(ConfigError, f"`capabilities = Capabilities({says})`"):
             capabilities_of(plugin)

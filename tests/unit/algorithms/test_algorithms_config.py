@@ -4,41 +4,19 @@ import pickle
 from pathlib import Path
 
 import pytest
+from configs import algorithm_problems, with_algorithm
+from failing import refused
 
 from trivium.algorithms import GroupAlgorithm, Preset, build_algorithm, catalogue
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
 
 PRESETS = catalogue("algorithms")
-
-
-def configured(
-    algorithm: object, base: Path | None = None, buffer: object = "memory", sync: object = None, **schedule: int
-) -> RunConfig:
-    return config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "algorithm": algorithm,
-            "rewards": ["exact"],
-            "engine": {"kind": "scripted"},
-            "buffer": buffer,
-            "sync": sync or {},
-            "schedule": schedule,
-        },
-        base,
-    )
-
-
-def refused(algorithm: object, **schedule: int) -> dict[str, str]:
-    """Where -> asked, found and what to do, of every problem."""
-    with pytest.raises(ConfigError) as caught:
-        configured(algorithm, **schedule)
-    return {where: " ".join(rest) for where, *rest in caught.value.problems}
+FILES = {"buffer": {"kind": "files"}}
 
 
 def built(algorithm: object) -> GroupAlgorithm:
-    return build_algorithm(configured(algorithm).algorithm)
+    return build_algorithm(with_algorithm(algorithm).algorithm)
 
 
 @pytest.fixture
@@ -56,8 +34,8 @@ def least(kind: str, teacher: str) -> dict[str, object]:
 def as_it_runs(algorithm: dict[str, object]) -> RunConfig:
     """A config in which the preset can run."""
     if algorithm["kind"] == "sft":
-        return configured(algorithm, buffer={"kind": "files"}, group_size=1)
-    return configured(algorithm)
+        return with_algorithm(algorithm, sections=FILES, group_size=1)
+    return with_algorithm(algorithm)
 
 
 @pytest.mark.parametrize("kind", PRESETS)
@@ -118,11 +96,13 @@ def test_another_kind_starts_its_section_afresh() -> None:
 
 
 def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
-    problems = refused({"kind": "ppo", "agregate": "token-mean", "policy_loss": {"clip_hi": 1}, "kl": {"coeff": 1}})
+    problems = algorithm_problems(
+        {"kind": "ppo", "agregate": "token-mean", "policy_loss": {"clip_hi": 1}, "kl": {"coeff": 1}}
+    )
     assert "did you mean 'aggregate'" in problems["algorithm.agregate"]
     assert "did you mean 'clip_high'" in problems["algorithm.policy_loss.clip_hi"]
     assert "did you mean 'coef'" in problems["algorithm.kl.coeff"]
-    assert "did you mean 'grpo'" in refused({"kind": "grpo", "advantage": "grp"})["algorithm.advantage"]
+    assert "did you mean 'grpo'" in algorithm_problems({"kind": "grpo", "advantage": "grp"})["algorithm.advantage"]
 
 
 @pytest.mark.parametrize(
@@ -159,21 +139,21 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
     ],
 )
 def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(algorithm: object, where: str) -> None:
-    assert list(refused(algorithm)) == [where]
+    assert list(algorithm_problems(algorithm)) == [where]
 
 
 def test_group_estimators_want_groups_and_mini_batches_want_data() -> None:
-    assert "compares the members" in refused("grpo", group_size=1)["schedule.group_size"]
-    assert configured("reinforce", group_size=1)
-    problems = refused({"kind": "reinforce", "mini_batches": 5}, groups_per_step=4)
+    assert "compares the members" in algorithm_problems("grpo", group_size=1)["schedule.group_size"]
+    assert with_algorithm("reinforce", group_size=1)
+    problems = algorithm_problems({"kind": "reinforce", "mini_batches": 5}, groups_per_step=4)
     assert "4 group(s)" in problems["algorithm.mini_batches"]
-    problems = refused({"kind": "ppo", "critic": {"mini_batches": 5}}, groups_per_step=4)
+    problems = algorithm_problems({"kind": "ppo", "critic": {"mini_batches": 5}}, groups_per_step=4)
     assert "4 group(s)" in problems["algorithm.critic.mini_batches"]
 
 
 def refused_on_files(algorithm: object, **schedule: int) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
-        configured(algorithm, buffer={"kind": "files"}, **schedule)
+        with_algorithm(algorithm, sections=FILES, **schedule)
     return {where: " ".join(rest) for where, *rest in caught.value.problems}
 
 
@@ -181,30 +161,30 @@ def test_replies_of_an_expert_are_for_imitation_one_per_task() -> None:
     for kind in ("grpo", "ppo", "rloo", "reinforce"):
         assert "use algorithm.kind sft" in refused_on_files(kind, group_size=2)["algorithm.kind"]
     assert list(refused_on_files("sft", group_size=2)) == ["schedule.group_size"]
-    assert configured("sft", buffer={"kind": "files"}, group_size=1)
+    assert with_algorithm("sft", sections=FILES, group_size=1)
 
 
 def test_a_loss_without_ratio_and_weights_wants_fresh_samples() -> None:
-    for stale in ({"max_staleness": 1}, {"sync": {"offset": 1}}):
-        with pytest.raises(ConfigError) as caught:
-            configured({"kind": "reinforce", "correction": "none"}, **stale)
-        (problem,) = caught.value.problems
-        assert problem[0] == "algorithm.policy_loss"
-        assert "no ratio" in problem[2]
-        assert configured("reinforce", **stale)
-        assert configured("rloo", **stale)
-        assert configured("sft", buffer={"kind": "files"}, group_size=1, **stale)
-    assert configured("reinforce", max_staleness=0)
+    offset = {"sync": {"offset": 1}}
+    for stale in ({"max_staleness": 1}, {"sections": offset}):
+        problems = algorithm_problems({"kind": "reinforce", "correction": "none"}, **stale)
+        assert list(problems) == ["algorithm.policy_loss"]
+        assert "no ratio" in problems["algorithm.policy_loss"]
+        assert with_algorithm("reinforce", **stale)
+        assert with_algorithm("rloo", **stale)
+    assert with_algorithm("sft", group_size=1, sections={**FILES, **offset})
+    assert with_algorithm("sft", group_size=1, sections=FILES, max_staleness=1)
+    assert with_algorithm("reinforce", max_staleness=0)
 
 
 def test_what_is_made_for_stale_groups_is_left_alone() -> None:
     for algorithm in ("m2po", "topr", "vespo", "sppo", "rec", "prime", "dppo", "opmd", "asymre"):
-        stale = configured(algorithm, max_staleness=2)
+        stale = with_algorithm(algorithm, max_staleness=2)
         assert not stale.algorithm.for_run(stale).correction.active, algorithm
         assert "designed for them" in stale.algorithm.describe(stale)["correction"]
         assert not build_algorithm(stale.algorithm.for_run(stale)).recompute_old
     for algorithm in ({"kind": "grpo", "gates": ["sequence_drift"]}, {"kind": "grpo", "gates": ["top_entropy"]}):
-        stale = configured(algorithm, max_staleness=2)
+        stale = with_algorithm(algorithm, max_staleness=2)
         assert stale.algorithm.for_run(stale).correction.active == (algorithm["gates"] == ["top_entropy"])
 
 
@@ -216,9 +196,9 @@ def test_old_log_probs_are_asked_of_whoever_reads_them() -> None:
 
 @pytest.mark.parametrize("several", [{"mini_batches": 2}, {"epochs": 2}])
 def test_a_loss_without_a_ratio_takes_one_update_per_step(several: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="2 updates per step"):
-        configured({"kind": "reinforce", **several})
-    assert configured({"kind": "rloo", **several})
+    with refused(ConfigError, "algorithm.policy_loss", "'reinforce'", "2 updates"):
+        with_algorithm({"kind": "reinforce", **several})
+    assert with_algorithm({"kind": "rloo", **several})
 
 
 OWN = """
@@ -251,17 +231,14 @@ MINE = GRPO.replace("here", advantage={"kind": "reinforce"}, aggregate="token-su
 def test_losses_estimators_and_presets_from_a_file_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     said = {"kind": "grpo", "policy_loss": {"kind": "own.py:scaled", "scale": 3.0}, "advantage": "own.py:raw"}
-    algorithm = build_algorithm(configured(said, tmp_path).algorithm)
+    algorithm = build_algorithm(with_algorithm(said, tmp_path).algorithm)
     assert algorithm.objectives[0].policy_loss.keywords == {"scale": 3.0}
     assert algorithm.objectives[0].on_policy == "factor: scale"
-    mine = build_algorithm(configured("own.py:MINE", tmp_path).algorithm)
+    mine = build_algorithm(with_algorithm("own.py:MINE", tmp_path).algorithm)
     assert mine.objectives[0].aggregate == "token-sum"
-    for wrong, hint in (
-        ({"kind": "own.py:scaled", "scal": 1}, "did you mean 'scale'"),
-        ("own.py:bare", "@policy_loss"),
-    ):
-        with pytest.raises(ConfigError, match=hint):
-            configured({"kind": "grpo", "policy_loss": wrong}, tmp_path)
+    for wrong, name in (({"kind": "own.py:scaled", "scal": 1}, "'scale'"), ("own.py:bare", "@policy_loss")):
+        with refused(ConfigError, "algorithm.policy_loss", name):
+            with_algorithm({"kind": "grpo", "policy_loss": wrong}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -281,18 +258,18 @@ def test_a_teacher_is_there_and_somebody_asks_it(algorithm: dict, where: str, te
     said = dict(algorithm)
     if said.get("teacher", {}).get("path") == "TEACHER":
         said["teacher"] = {**said["teacher"], "path": teacher}
-    assert list(refused(said)) == [where]
+    assert list(algorithm_problems(said)) == [where]
 
 
 def test_sampled_tokens_of_a_distillation_are_the_policys_own(teacher: str) -> None:
-    expert = {"buffer": {"kind": "files"}, "group_size": 1}
-    with pytest.raises(ConfigError, match="an expert wrote these"):
-        configured(least("distill", teacher), **expert)
-    configured(least("distill_top_k", teacher), **expert)
-    with pytest.raises(ConfigError, match="no ratio"):
-        configured(least("distill", teacher), max_staleness=1)
-    configured(least("distill_top_k", teacher), max_staleness=1)
-    assert configured(least("distill_top_k", teacher)).algorithm.epochs == 1
+    expert = {"sections": FILES, "group_size": 1}
+    with refused(ConfigError, "algorithm.policy_loss", "'distill'", "distill_top_k"):
+        with_algorithm(least("distill", teacher), **expert)
+    with_algorithm(least("distill_top_k", teacher), **expert)
+    with refused(ConfigError, "algorithm.policy_loss", "no ratio"):
+        with_algorithm(least("distill", teacher), max_staleness=1)
+    with_algorithm(least("distill_top_k", teacher), max_staleness=1)
+    assert with_algorithm(least("distill_top_k", teacher)).algorithm.epochs == 1
 
 
 def test_a_distillation_asks_for_no_reward_unless_it_is_evaluated(teacher: str) -> None:
@@ -320,5 +297,5 @@ def test_a_filter_of_rewards_wants_rewards(teacher: str) -> None:
     said = {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "engine": {"kind": "scripted"}}
     algorithm = {"kind": "grpo", "advantage": "on_policy_distill", "teacher": {"path": teacher}}
     assert config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["overlong"]}})
-    with pytest.raises(ConfigError, match=r"algorithm\.filters"):
+    with refused(ConfigError, "algorithm.filters"):
         config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["zero_variance"]}})

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import algorithm_problems, configured, with_algorithm
+from failing import refused
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, catalogue
 from trivium.config import RunConfig, config_from_mapping
@@ -13,22 +15,8 @@ from trivium.errors import ConfigError
 NAMED = catalogue("corrections")
 
 
-def configured(algorithm: Any, base: Path | None = None, **schedule: int) -> RunConfig:
-    return config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "algorithm": algorithm,
-            "rewards": ["exact"],
-            "engine": {"kind": "scripted"},
-            "schedule": schedule,
-        },
-        base,
-    )
-
-
 def corrected(correction: Any, kind: str = "grpo", base: Path | None = None, **schedule: int) -> RunConfig:
-    return configured({"kind": kind, "correction": correction}, base, **schedule)
+    return with_algorithm({"kind": kind, "correction": correction}, base, **schedule)
 
 
 def built(config: RunConfig) -> GroupAlgorithm:
@@ -40,24 +28,23 @@ def line(config: RunConfig) -> str:
     return plan_run(config, cores=1).stages[0].algorithm["correction"]
 
 
-def refused(correction: Any, **said: Any) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        configured({"kind": "grpo", "correction": correction, **said})
-    return {where.removeprefix("algorithm."): " ".join(rest) for where, *rest in caught.value.problems}
+def problems(correction: Any, **said: Any) -> dict[str, str]:
+    found = algorithm_problems({"kind": "grpo", "correction": correction, **said})
+    return {where.removeprefix("algorithm."): text for where, text in found.items()}
 
 
 # --------------------------------------------------------------------------- by default
 
 
 def test_fresh_groups_are_not_corrected() -> None:
-    config = configured("grpo")
+    config = with_algorithm("grpo")
     assert line(config) == "none (default: groups are fresh)"
     algorithm = built(config)
     assert (algorithm.correction, algorithm.recompute_old, algorithm.needs) == (None, False, frozenset())
 
 
 def test_stale_groups_are_corrected_and_check_says_how() -> None:
-    config = configured("grpo", max_staleness=2)
+    config = with_algorithm("grpo", max_staleness=2)
     assert line(config) == (
         "token importance weights truncated at 2.0, old log-probabilities recomputed "
         "(default: groups may be 2 version(s) old)"
@@ -72,29 +59,21 @@ def test_stale_groups_are_corrected_and_check_says_how() -> None:
 
 
 def test_fresh_groups_of_an_inexact_engine_are_corrected_and_check_says_why() -> None:
-    config = config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "algorithm": "grpo",
-            "rewards": ["exact"],
-            "engine": {"kind": "vllm"},
-        }
-    )
+    config = configured(algorithm="grpo", engine={"kind": "vllm"})
     assert line(config) == (
         "token importance weights truncated at 2.0, old log-probabilities recomputed "
         "(default: engine.kind vllm computes log-probabilities differently)"
     )
     assert built(config).needs == {"old"}
     assert (
-        not config.model_copy(update={"algorithm": configured({"kind": "grpo", "correction": "none"}).algorithm})
+        not config.model_copy(update={"algorithm": with_algorithm({"kind": "grpo", "correction": "none"}).algorithm})
         .algorithm.for_run(config)
         .correction.active
     )
 
 
 def test_a_loss_without_a_ratio_is_weighed_at_every_update_instead() -> None:
-    config = configured("reinforce", max_staleness=2)
+    config = with_algorithm("reinforce", max_staleness=2)
     assert line(config).startswith("token importance weights of the current policy truncated at 2.0 (default:")
     algorithm = built(config)
     assert (algorithm.correction, algorithm.needs) == (None, frozenset())
@@ -104,7 +83,7 @@ def test_a_loss_without_a_ratio_is_weighed_at_every_update_instead() -> None:
 
 
 def test_the_ratio_against_the_engine_is_a_correction_by_itself() -> None:
-    config = configured({"kind": "grpo", "old_log_prob": "rollout"}, max_staleness=2)
+    config = with_algorithm({"kind": "grpo", "old_log_prob": "rollout"}, max_staleness=2)
     assert line(config).startswith("none (default: groups may be 2 version(s) old, and old_log_prob: rollout")
     assert built(config).needs == frozenset()
 
@@ -123,15 +102,7 @@ def test_a_choice_stands_whatever_the_staleness() -> None:
 
 
 def test_each_stage_is_settled_by_its_own_staleness() -> None:
-    config = config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "rewards": ["exact"],
-            "engine": {"kind": "scripted"},
-            "stages": [{"schedule": {"max_staleness": 1}}, {}],
-        }
-    )
+    config = configured(engine={"kind": "scripted"}, stages=[{"schedule": {"max_staleness": 1}}, {}])
     first, second = (stage.algorithm["correction"] for stage in plan_run(config, cores=1).stages)
     assert first.startswith("token importance weights")
     assert second.startswith("none")
@@ -149,8 +120,8 @@ def test_algorithms_that_judge_nothing_have_no_correction() -> None:
         }
     )
     assert plan_run(config, cores=1).stages[0].algorithm == {"kind": "sft"}
-    with pytest.raises(ConfigError, match="'correction'"):
-        configured({"kind": "sft", "correction": "decoupled_token_is"})
+    with refused(ConfigError, "'correction'"):
+        with_algorithm({"kind": "sft", "correction": "decoupled_token_is"})
 
 
 # --------------------------------------------------------------------------- by name, by key
@@ -236,21 +207,21 @@ def test_a_correction_of_the_user_s_own_file(tmp_path: Path) -> None:
     ],
 )
 def test_bounds_that_cannot_be_meant_and_keys_without_effect_are_errors(correction: Any, where: str, hint: str) -> None:
-    problems = refused(correction)
-    assert list(problems) == [where]
-    assert hint in problems[where]
+    found = problems(correction)
+    assert list(found) == [where]
+    assert hint in found[where]
 
 
 def test_the_engine_s_log_probs_cannot_be_corrected_by_themselves() -> None:
-    assert "would be equal" in refused("decoupled_seq_is", old_log_prob="rollout")["old_log_prob"]
+    assert "would be equal" in problems("decoupled_seq_is", old_log_prob="rollout")["old_log_prob"]
 
 
 def test_weights_make_a_loss_without_a_ratio_legal_as_far_as_they_reach() -> None:
     weighed = {"kind": "reinforce", "correction": "decoupled_token_is"}
-    assert configured(weighed, max_staleness=2)
-    with pytest.raises(ConfigError, match="2 updates per step"):
-        configured({**weighed, "epochs": 2}, max_staleness=2)
-    assert configured({"kind": "reinforce", "correction": "bypass_token_is", "epochs": 2}, max_staleness=2)
+    assert with_algorithm(weighed, max_staleness=2)
+    with refused(ConfigError, "algorithm.policy_loss", "2 updates"):
+        with_algorithm({**weighed, "epochs": 2}, max_staleness=2)
+    assert with_algorithm({"kind": "reinforce", "correction": "bypass_token_is", "epochs": 2}, max_staleness=2)
     for idle in ("none", "decoupled_k3_rs"):
-        with pytest.raises(ConfigError, match="no ratio"):
-            configured({"kind": "reinforce", "correction": idle}, max_staleness=2)
+        with refused(ConfigError, "algorithm.policy_loss", "no ratio"):
+            with_algorithm({"kind": "reinforce", "correction": idle}, max_staleness=2)

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from configs import algorithm_problems, with_algorithm
+from failing import refused
 from preferences import preference, scoring
 from training_parts import Parts, make_batch, make_engine, weights, write_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.buffers.files import FileBuffer
-from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.trained_models import ScoreModel, ValueModel
@@ -27,53 +28,36 @@ RENDERER = ChatRenderer(tiny_tokenizer("0123456789+="))
 # --------------------------------------------------------------------------- config
 
 
-def configured(algorithm: object, buffer: object = "memory", base: Path | None = None, **said: object) -> RunConfig:
-    schedule = {name: said.pop(name) for name in ("group_size", "groups_per_step") if name in said}
-    return config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "algorithm": algorithm,
-            "rewards": ["exact"],
-            "engine": {"kind": "scripted"},
-            "buffer": buffer,
-            "schedule": schedule,
-            **said,
-        },
-        base,
-    )
-
-
-def refused(algorithm: object, buffer: object = "memory", **said: object) -> dict[str, str]:
-    """Where -> asked, found and what to do, of every problem."""
-    with pytest.raises(ConfigError) as caught:
-        configured(algorithm, buffer, **said)
-    return {where: " ".join(rest) for where, *rest in caught.value.problems}
+FILES = {"buffer": {"kind": "files"}}
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "kto", "reward_model"])
 def test_pairs_come_from_groups_of_two_or_more_or_from_a_file(kind: str) -> None:
-    assert build_algorithm(configured(kind, group_size=2).algorithm).pairs
-    assert configured(kind, group_size=8)
-    assert configured(kind, "files", group_size=2)
-    assert "the best and the worst of a group" in refused(kind, group_size=1)["schedule.group_size"]
-    assert list(refused(kind, "files", group_size=8)) == ["schedule.group_size"]
+    assert build_algorithm(with_algorithm(kind, group_size=2).algorithm).pairs
+    assert with_algorithm(kind, group_size=8)
+    assert with_algorithm(kind, sections=FILES, group_size=2)
+    assert "the best and the worst of a group" in algorithm_problems(kind, group_size=1)["schedule.group_size"]
+    assert list(algorithm_problems(kind, sections=FILES, group_size=8)) == ["schedule.group_size"]
     if kind == "kto":
-        assert configured({"kind": kind, "label": "good"}, "files", group_size=1)  # rows with a label
-        assert list(refused({"kind": kind, "label": "good"}, "files", group_size=2)) == ["algorithm.label"]
+        assert with_algorithm({"kind": kind, "label": "good"}, sections=FILES, group_size=1)  # rows with a label
+        assert list(algorithm_problems({"kind": kind, "label": "good"}, sections=FILES, group_size=2)) == [
+            "algorithm.label"
+        ]
     else:
-        assert "kto" in refused(kind, "files", group_size=1)["schedule.group_size"]
+        assert "kto" in algorithm_problems(kind, sections=FILES, group_size=1)["schedule.group_size"]
 
 
 def test_options_reach_the_loss() -> None:
     said = {"kind": "dpo", "pair_loss": {"beta": 0.3, "label_smoothing": 0.1}, "epochs": 2, "mini_batches": 4}
-    algorithm = build_algorithm(configured(said).algorithm)
+    algorithm = build_algorithm(with_algorithm(said).algorithm)
     (objective,) = algorithm.objectives
     assert objective.pair_loss.keywords == {"beta": 0.3, "label_smoothing": 0.1}
     assert (algorithm.epochs, algorithm.mini_batches, algorithm.needs) == (2, 4, {"ref"})
-    (judge,) = build_algorithm(configured({"kind": "reward_model", "score_loss": {"margin": 0.5}}).algorithm).objectives
+    (judge,) = build_algorithm(
+        with_algorithm({"kind": "reward_model", "score_loss": {"margin": 0.5}}).algorithm
+    ).objectives
     assert judge.score_loss.keywords == {"margin": 0.5}
-    kto = build_algorithm(configured("kto").algorithm).objectives[0]
+    kto = build_algorithm(with_algorithm("kto").algorithm).objectives[0]
     assert (kto.looks_at, kto.needs) == ({"log_prob"}, {"ref_log_prob", "pair_loss", "pair_gradient"})
     assert objective.looks_at == judge.looks_at == judge.needs == frozenset()
 
@@ -87,13 +71,17 @@ def test_options_reach_the_loss() -> None:
         ({"kind": "reward_model", "score_loss": "trivium.algorithms.preference:dpo"}, {}, "algorithm.score_loss"),
         ({"kind": "dpo", "policy_loss": "ppo"}, {}, "algorithm.policy_loss"),
         ({"kind": "dpo", "mini_batches": 5}, {"groups_per_step": 4}, "algorithm.mini_batches"),
-        ("reward_model", {"evaluation": {"taskset": "train"}}, "evaluation.taskset"),
-        ("dpo", {"buffer": {"kind": "files", "completion": "answer"}, "group_size": 2}, "buffer.completion"),
-        ("sft", {"buffer": {"kind": "files", "rejected": "worse"}, "group_size": 1}, "buffer.rejected"),
+        ("reward_model", {"sections": {"evaluation": {"taskset": "train"}}}, "evaluation.taskset"),
+        (
+            "dpo",
+            {"sections": {"buffer": {"kind": "files", "completion": "answer"}}, "group_size": 2},
+            "buffer.completion",
+        ),
+        ("sft", {"sections": {"buffer": {"kind": "files", "rejected": "worse"}}, "group_size": 1}, "buffer.rejected"),
     ],
 )
 def test_what_would_be_ignored_or_cannot_work_is_an_error(algorithm: object, said: dict, where: str) -> None:
-    assert list(refused(algorithm, **said)) == [where]
+    assert list(algorithm_problems(algorithm, **said)) == [where]
 
 
 OWN = """
@@ -118,10 +106,10 @@ def bare(x):
 def test_a_loss_from_a_file_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     said = {"kind": "dpo", "pair_loss": {"kind": "own.py:hinge", "width": 2.0}}
-    (objective,) = build_algorithm(configured(said, base=tmp_path).algorithm).objectives
+    (objective,) = build_algorithm(with_algorithm(said, tmp_path).algorithm).objectives
     assert objective.pair_loss.keywords == {"width": 2.0}
-    with pytest.raises(ConfigError, match="@pair_loss"):
-        configured({"kind": "dpo", "pair_loss": "own.py:bare"}, base=tmp_path)
+    with refused(ConfigError, "algorithm.pair_loss", "@pair_loss"):
+        with_algorithm({"kind": "dpo", "pair_loss": "own.py:bare"}, tmp_path)
 
 
 # --------------------------------------------------------------------------- files
@@ -201,12 +189,12 @@ async def test_the_columns_of_a_pair_have_names(tmp_path: Path) -> None:
     ],
 )
 async def test_a_reply_that_is_none_is_an_error_that_names_the_column(rejected: object, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)the rejected completion of task .*column 'rejected'"):
+    with refused(DataError, "'rejected'"):
         await rows_of(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": rejected})
 
 
 async def test_groups_of_three_are_not_in_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="groups of 3 from files"):
+    with refused(ConfigError, "groups of 3", "schedule.group_size"):
         await rows_of(tmp_path, {"prompt": "1+1=", "completion": "2"}, group_size=3)
 
 

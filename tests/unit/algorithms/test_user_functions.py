@@ -5,6 +5,7 @@ from typing import Annotated
 
 import pytest
 import torch
+from failing import refused
 from pydantic import Field
 
 from trivium.algorithms import (
@@ -39,10 +40,10 @@ def minimised(loss, gates=()) -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (lambda x: PerToken((-x.advantages * x.log_prob).mean()), r"a tensor \(\)"),
-        (lambda x: PerToken((-x.advantages * x.log_prob).mean(-1, keepdim=True)), r"a tensor \(2, 1\)"),
-        (lambda x: -x.advantages * x.log_prob, "a Tensor"),
-        (lambda x: PerToken(-x.advantages * x.old_log_prob), "does not declare it"),
+        (lambda x: PerToken((-x.advantages * x.log_prob).mean()), "tensor ()"),
+        (lambda x: PerToken((-x.advantages * x.log_prob).mean(-1, keepdim=True)), "tensor (2, 1)"),
+        (lambda x: -x.advantages * x.log_prob, "Tensor"),
+        (lambda x: PerToken(-x.advantages * x.old_log_prob), "old_log_prob"),
     ],
 )
 def test_a_loss_that_averages_or_forgets(given, found: str) -> None:
@@ -51,7 +52,7 @@ def test_a_loss_that_averages_or_forgets(given, found: str) -> None:
         """A loss."""
         return given(x)
 
-    with pytest.raises(DataError, match=found):
+    with refused(DataError, found):
         minimised(mine)
 
 
@@ -67,7 +68,7 @@ def test_a_gate_of_the_wrong_shape_is_named() -> None:
         return torch.ones(len(x.log_prob))
 
     minimised(fine)
-    with pytest.raises(DataError, match="'by_row'"):
+    with refused(DataError, "'by_row'"):
         minimised(fine, [TokenWeight(by_row, by_row.metadata)])
 
 
@@ -78,7 +79,7 @@ def test_an_estimator_of_the_wrong_kind_is_named() -> None:
         return x.token_level_rewards
 
     x = AdvantageInputs(torch.zeros(2, 3), MASK, torch.zeros(2, dtype=torch.int64), torch.arange(2))
-    with pytest.raises(DataError, match="'bare'"):
+    with refused(DataError, "'bare'"):
         Estimator(bare, bare.metadata).advantages(x)
 
 
@@ -89,7 +90,7 @@ def test_an_aggregation_gives_one_number(monkeypatch: pytest.MonkeyPatch) -> Non
         return loss.sum(-1)
 
     monkeypatch.setattr(sys.modules["trivium.algorithms.aggregation"], "token_mean", rows)
-    with pytest.raises(DataError, match="token-mean"):
+    with refused(DataError, "token-mean"):
         aggregated(torch.ones(2, 3), MASK, "token-mean", TOTALS)
 
 
@@ -99,7 +100,7 @@ def test_a_filter_says_yes_or_no() -> None:
         """A filter."""
         len(group.trajectories)
 
-    with pytest.raises(DataError, match="yes or no"):
+    with refused(DataError, "forgetful"):
         Filter("forgetful", forgetful, forgetful.metadata).passes(Group(0, Task("a", ()), (Trajectory(0),)))
 
 
@@ -112,11 +113,11 @@ def test_mistakes_in_a_signature_are_told_where_they_are_made() -> None:
     def untyped(x, *, bound=2.0):
         """A loss."""
 
-    with pytest.raises(ConfigError, match="after a star"):
+    with refused(ConfigError, "by_position", "x, bound"):
         decorate(by_position)
-    with pytest.raises(ConfigError, match="'bound' has no type"):
+    with refused(ConfigError, "'bound'", "no type"):
         decorate(untyped)
-    with pytest.raises(ConfigError, match="did you mean 'advantages'"):
+    with refused(ConfigError, "'advantage'", "'advantages'"):
         policy_loss(on_policy="plain", needs={"advantage"}, **WORDS)(lambda x: x)
 
 

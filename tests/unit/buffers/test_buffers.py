@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from failing import refused
 
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
@@ -118,12 +119,12 @@ def test_media_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
     journal.append(1, with_media(0, media))
     path = tmp_path / "media" / media.sha256
     path.write_bytes(b"two pictures")
-    with pytest.raises(DataError, match=r"bytes do not match its hash(.|\n)*restore the file"):
+    with refused(DataError, media.sha256, "its hash"):
         list(Journal(tmp_path / "stage-0").read(0))
     path.unlink()
-    with pytest.raises(DataError, match=f"{media.sha256}(.|\n)*no such file"):
+    with refused(DataError, media.sha256, "no such"):
         list(Journal(tmp_path / "stage-0").read(0))
-    with pytest.raises(DataError, match="store the media"):  # known by its hash alone
+    with refused(DataError, media.sha256[:12], "its hash"):  # known by its hash alone
         journal.append(1, with_media(1, Media("image/png", b"", None, media.sha256)))
 
 
@@ -136,7 +137,7 @@ def test_a_journal_with_the_bytes_in_its_records_is_still_read(tmp_path: Path) -
 
 
 def test_a_column_that_is_no_json_value_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="column or metric that is not a JSON value"):
+    with refused(DataError, "'t'", "'when'"):
         encode_group(group(0, task=Task("t", (), {"when": object()})))
 
 
@@ -183,9 +184,8 @@ def test_a_record_that_holds_no_group_is_named(tmp_path: Path, payload: bytes) -
     journal, file = Journal(tmp_path), tmp_path / "step-000003.msgpack"
     (tmp_path / "step-abc.msgpack").write_text("of somebody else")
     file.write_bytes(struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
-    with pytest.raises(DataError, match="it holds no group") as caught:
+    with refused(DataError, f"remove {file}", "no group"):
         list(journal.read(0))
-    assert f"remove {file}" in str(caught.value)
 
 
 async def test_the_file_buffer_gives_expert_rows_in_schedule_order(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ async def test_an_expert_row_without_a_reply_is_an_error(tmp_path: Path) -> None
         renderer=RENDERER,
         deadline_s=1,
     )
-    with pytest.raises(DataError, match=r"column 'solution' is None; the columns are \['answer', 'completion'\]"):
+    with refused(DataError, "'solution'", "['answer', 'completion']"):
         await files.take(1, 0)
 
 
@@ -217,13 +217,13 @@ async def test_an_expert_row_without_a_reply_is_an_error(tmp_path: Path) -> None
 
 async def test_a_wait_has_a_deadline_that_names_both_sides(tmp_path: Path) -> None:
     buf = await buffer(tmp_path, deadline_s=0.02)
-    with pytest.raises(SyncError, match=r"the trainer .version 0. waits for 2 groups from the explorers .0 finished"):
+    with refused(SyncError, "trainer", "version 0", "2 groups", "0 finished"):
         await buf.take(2, 0)
     await buf.advance("e", 0)
     assert [await buf.lease("e"), await buf.lease("e")] == [Lease(0), Lease(1)]
-    with pytest.raises(SyncError, match=r"explorer .e. .version 0. waits for the trainer to take groups"):
+    with refused(SyncError, "explorer 'e'", "version 0", "take groups"):
         await buf.lease("e")
-    with pytest.raises(SyncError, match="2 in progress"):
+    with refused(SyncError, "2 in progress"):
         await buf.drain(0)
 
 

@@ -10,22 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import configs
+import episodes
 import numpy as np
 import pytest
+from failing import check_error, refused
 
 from tests.sessions import TASKS, Lengths, Session
 from trivium.buffers.journal import Journal
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.pipeline import Pipeline
-from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError, DataError, RolloutsFailing
+from trivium.config import RunConfig
+from trivium.errors import ConfigError, DataError, RolloutsFailing, first_cause
 from trivium.schedule import Schedule
-from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, Task, Trajectory, Turn
 
 
 def turn(*tokens: int, prompt: Sequence[int] = (1, 2)) -> Turn:
-    size = len(tokens)
-    return Turn(np.array(prompt), np.array(tokens), np.full(size, -0.5), np.zeros(size), StopReason.EOS, str(tokens))
+    return episodes.turn(prompt, tokens, text=str(tokens))
 
 
 def member(index: int, reward: float | dict[str, float], tokens: Sequence[int] = (), **metrics: float) -> Trajectory:
@@ -90,7 +92,7 @@ def test_reward_filter_looks_at_one_component_and_leaves_failures_on_record() ->
     done = after({"kind": "reward_filter", "component": "a", "threshold": 0.5}, given)
     assert indices(done) == [0, 1]
     assert done.greedy is given.greedy
-    with pytest.raises(DataError, match=r"component 'c'[\s\S]*'seven' has \['a', 'b'\]"):
+    with refused(DataError, "'c'", "'seven'", "['a', 'b']"):
         after({"kind": "reward_filter", "component": "c"}, given)
 
 
@@ -151,7 +153,7 @@ def test_reward_shaping(options: dict[str, Any], expected: dict[str, float]) -> 
 def test_what_reward_shaping_does_about_missing_numbers_and_impossible_ones() -> None:
     section = {"kind": "reward_shaping", "metric": "steps"}
     given = group(member(0, 1.0, steps=0.0), member(1, 1.0))
-    with pytest.raises(DataError, match=r"metric 'steps'[\s\S]*task 'seven' has none"):
+    with refused(DataError, "'steps'", "'seven'"):
         after(section, given)
     done = after({**section, "missing": "skip", "op": "div"}, given)
     assert done.trajectories[1] is given.trajectories[1]
@@ -160,7 +162,7 @@ def test_what_reward_shaping_does_about_missing_numbers_and_impossible_ones() ->
     )
     huge = group(member(0, 1e8, steps=1e30))
     assert after({**section, "op": "mul"}, huge).trajectories[0].failure is not None
-    with pytest.raises(DataError, match=r"a component 'exact'[\s\S]*set the operator's name"):
+    with refused(DataError, "'exact'", "name"):
         after({**section, "name": "exact"}, group(member(0, 1.0, steps=1.0)))
 
 
@@ -199,7 +201,7 @@ def test_metrics_are_the_group_s_numbers_on_each_living_member() -> None:
     ]
     strict = after({"kind": "metrics", "numbers": ["pass_rate", "any_right"], "threshold": 1.5}, given)
     assert strict.trajectories[1].metrics == {"pass_rate": 0.0, "any_right": 0.0}
-    with pytest.raises(DataError, match=r"number\(s\) distinct[\s\S]*'seven'"):
+    with refused(DataError, "distinct", "'seven'"):
         after("metrics", group(member(0, 1.0, distinct=1.0)))
 
 
@@ -260,14 +262,14 @@ def test_a_user_s_function_and_class_are_operators_like_any_other(mine: str) -> 
     assert both(rewarded(1.0)).dropped == "odd: its slot is even"
     kept = both(replace(rewarded(1.0), slot=5))
     assert kept.trajectories[0].rewards == {"exact": 1.0, "bonus": 0.5}
-    with pytest.raises(ConfigError, match="no such key here"):
+    with refused(ConfigError, "amout", "amount"):
         configured([{"kind": f"{mine}:Bonus", "amout": 0.5}])
-    with pytest.raises(ConfigError, match="name a function"):
+    with refused(ConfigError, f"{mine}:NUMBER"):
         pipeline(f"{mine}:NUMBER")
 
 
 def test_an_operator_that_raises_ends_the_run_and_is_named(mine: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError) as caught:
         after(f"{mine}:broken", rewarded(1.0))
     assert caught.value.asked == "the operator 'broken' on a group of task 'seven'"
     assert caught.value.found == "it raised IndexError: tuple index out of range"
@@ -289,14 +291,14 @@ def _with(**change: Any) -> Callable[[Group], object]:
     [
         (lambda given: None, "a NoneType"),
         (lambda given: given.trajectories, "a tuple"),
-        (lambda given: replace(given, slot=9), "a group of slot 9"),
+        (lambda given: replace(given, slot=9), "slot 9"),
         (lambda given: replace(given, task=Task("other", ())), "task 'other'"),
-        (lambda given: replace(given, version=0), "another epoch, attempt or version"),
-        (_altered, "whose turns were rewritten"),
+        (lambda given: replace(given, version=0), "attempt or"),
+        (_altered, "were rewritten"),
         (lambda given: replace(given, trajectories=(replace(given.trajectories[0], index=8),)), "not given"),
-        (_with(rewards={"exact": float("nan")}), "nan of type float as the reward 'exact' of member 0"),
-        (_with(rewards={"exact": np.float32(1.0)}), "as the reward 'exact'"),
-        (_with(metrics={"n": "three"}), "'three' of type str as the metric 'n' of member 0"),
+        (_with(rewards={"exact": float("nan")}), "'exact' of member 0"),
+        (_with(rewards={"exact": np.float32(1.0)}), "'exact'"),
+        (_with(metrics={"n": "three"}), "'n' of member 0"),
     ],
 )
 def test_an_answer_that_is_no_version_of_the_group_is_named(
@@ -304,9 +306,8 @@ def test_an_answer_that_is_no_version_of_the_group_is_named(
 ) -> None:
     through = pipeline(f"{mine}:gentle")
     monkeypatch.setattr(through, "_operators", [("gentle", operator)])
-    with pytest.raises(DataError, match="from the operator 'gentle'") as caught:
+    with refused(DataError, "'gentle'", found):
         through(rewarded(1.0, 0.0))
-    assert found in caught.value.found
 
 
 def test_a_pipeline_that_lets_nothing_through_ends_the_run() -> None:
@@ -314,7 +315,7 @@ def test_a_pipeline_that_lets_nothing_through_ends_the_run() -> None:
     poor, rich = rewarded(1.0), rewarded(3.0)
     for given in (poor, poor, rich, poor, poor):
         assert bool(through(given).dropped) == (given is poor)
-    with pytest.raises(RolloutsFailing, match=r"dropped the last 3; task 'seven', because no member has a reward"):
+    with refused(RolloutsFailing, "'seven'", "last 3"):
         through(poor)
 
 
@@ -322,15 +323,7 @@ def test_a_pipeline_that_lets_nothing_through_ends_the_run() -> None:
 
 
 def configured(operators: object, **said: Any) -> RunConfig:
-    return config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}},
-            "rewards": ["exact"],
-            "buffer": {"operators": operators, **said.pop("buffer", {})},
-            **said,
-        }
-    )
+    return configs.configured(buffer={"operators": operators, **said.pop("buffer", {})}, **said)
 
 
 def test_operators_that_drop_are_refused_where_it_is_settled_which_version_plays_a_slot(mine: str) -> None:
@@ -339,7 +332,7 @@ def test_operators_that_drop_are_refused_where_it_is_settled_which_version_plays
     configured([shaping, "dedup", "metrics", f"{mine}:gentle", f"{mine}:Bonus"], **settled)
     configured(["reward_filter", f"{mine}:odd"], schedule={"max_staleness": 1})
     configured(["reward_filter", f"{mine}:odd"], schedule={"deterministic": True})
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         configured(["metrics", "reward_filter", "reward_std_filter", f"{mine}:odd"], **settled)
     assert [problem.where for problem in caught.value.problems] == [f"buffer.operators[{n}]" for n in (1, 2, 3)]
     assert all("may drop groups" in problem.asked for problem in caught.value.problems)
@@ -347,7 +340,7 @@ def test_operators_that_drop_are_refused_where_it_is_settled_which_version_plays
 
 def test_operators_without_explorers_are_refused() -> None:
     rows = {"algorithm": "sft", "schedule": {"group_size": 1}}
-    with pytest.raises(ConfigError, match="this buffer has no explorers"):
+    with refused(ConfigError, "'metrics'", "buffer.kind 'files'"):
         configured(["metrics"], buffer={"kind": "files"}, **rows)
 
 
@@ -422,4 +415,4 @@ def test_a_run_that_drops_everything_ends(tmp_path: Path) -> None:
     done = Session(schedule, tmp_path, lambda number: Lengths(random.Random(number)), operators=(through,))
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(done.live())
-    assert caught.group_contains(RolloutsFailing, match="the experience pipeline dropped the last 20")
+    check_error(first_cause(caught.value), RolloutsFailing, "last 20")

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import tiny_model
+from failing import refused
 
 from tests.sessions import RENDERER, TASKS
 from trivium.buffers.files import FileBuffer
@@ -114,29 +116,29 @@ async def test_a_torn_tail_is_left_out_and_left_alone_and_damage_is_said(
         assert path.read_bytes() == torn
         assert "an incomplete record" in caplog.text
     path.write_bytes(whole[:20] + b"?" + whole[21:])
-    with pytest.raises(DataError, match="differ from those that were written"):
+    with refused(DataError, path, "byte 0", "bytes differ"):
         await recorded(path).restore(None, 0)
     path.write_bytes(b"\x00" * 8)
-    with pytest.raises(DataError, match="holds no group"):
+    with refused(DataError, path, "byte 0", "no group"):
         await recorded(path).restore(None, 0)
     buffer = recorded(path)
     write_groups(path, [group(0), group(1)])
     await buffer.restore(None, 0)
     write_groups(path, [group(7)])
-    with pytest.raises(DataError, match="has changed since it was opened"):
+    with refused(DataError, path, "has changed"):
         await buffer.taken_groups([1])
 
 
 async def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
+    with refused(DataError, tmp_path / "nowhere", "no such"):
         recorded(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no .msgpack files there"):
+    with refused(DataError, tmp_path, ".msgpack"):
         recorded(tmp_path)
     write_groups(tmp_path / "file", [group(0), group(1)])
-    with pytest.raises(DataError, match="has 2 members"):
+    with refused(DataError, "schedule.group_size", "group 0", "2 members"):
         await recorded(tmp_path / "file", group_size=5).take(1, 0)
     state = {"cursor": 2, "recorded": 3}
-    with pytest.raises(RunDirError, match="2 groups are recorded, there were 3"):
+    with refused(RunDirError, "2 groups", "3"):
         await recorded(tmp_path / "file").restore(state, 0)
 
 
@@ -146,16 +148,7 @@ async def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def config(run_dir: Path, **more: Any) -> dict[str, Any]:
     said: dict[str, Any] = {
         "run": {"dir": str(run_dir)},
-        "model": {
-            "kind": "tiny",
-            "alphabet": "0123456789+=",
-            "layers": 1,
-            "hidden": 16,
-            "heads": 2,
-            "kv_heads": 1,
-            "mlp": 16,
-            "max_position": 24,
-        },
+        "model": tiny_model(hidden=16, mlp=16),
         "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
         "rewards": [{"kind": "exact"}],
         "engine": {"sampling": {"max_new_tokens": 3}},
@@ -196,8 +189,8 @@ def test_training_on_what_a_run_recorded_is_that_run_again_resumed_or_not(tmp_pa
 
 def test_a_config_that_nothing_can_come_of_is_refused(tmp_path: Path) -> None:
     buffer = {"kind": "recorded", "path": "x", "operators": [{"kind": "dedup"}], "strategy": {"kind": "replay"}}
-    with pytest.raises(ConfigError) as refused:
+    with refused(ConfigError) as caught:
         config_from_mapping(config(tmp_path, buffer=buffer))
-    assert {problem.where for problem in refused.value.problems} == {"buffer.operators[0]", "buffer.strategy.kind"}
-    with pytest.raises(ConfigError, match=r"buffer\.path"):
+    assert {problem.where for problem in caught.value.problems} == {"buffer.operators[0]", "buffer.strategy.kind"}
+    with refused(ConfigError, "buffer.path"):
         config_from_mapping(config(tmp_path, buffer={"kind": "recorded"}))

@@ -13,8 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import configs
+import episodes
 import numpy as np
 import pytest
+from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +26,13 @@ from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.replay import Replay, _Kept
 from trivium.buffers.slots import admitted
 from trivium.buffers.strategies import Mix, StalenessControl, interleaved
-from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, config_from_mapping, plugin
+from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plugin
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import EXPERT_VERSION, Group, Message, Sample, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, Group, Message, Sample, Task, Trajectory, Turn
 
 TASKS = [Task(f"t{i}", (Message("user", f"{i}="),), {"completion": str(i)}) for i in range(7)]
 EXPERTS = [replace(task, taskset="experts") for task in TASKS[:5]]
@@ -38,8 +41,7 @@ GRPO = build_algorithm(plugin("algorithms", AlgorithmConfig)({"kind": "grpo", "f
 
 
 def turn(version: int, tokens: Sequence[int] = (5, 6)) -> Turn:
-    size = len(tokens)
-    return Turn(np.arange(3), np.array(tokens), np.full(size, -0.5), np.full(size, version), StopReason.EOS, "hi")
+    return episodes.turn(range(3), tokens, version=version, text="hi")
 
 
 def played(schedule: Schedule, slot: int, version: int, attempt: int = 0, useless: bool = False) -> Group:
@@ -419,17 +421,8 @@ def test_interleaving_keeps_both_orders() -> None:
 def configured(strategy: object, algorithm: object = "grpo", **said: Any) -> RunConfig:
     tasks = {"train": {"kind": "arithmetic"}, "experts": {"kind": "arithmetic"}}
     schedule = {"groups_per_step": 4, "group_size": 2, **said.pop("schedule", {})}
-    return config_from_mapping(
-        {
-            "model": {"kind": "tiny"},
-            "tasks": tasks,
-            "algorithm": algorithm,
-            "rewards": ["exact"],
-            "buffer": {"strategy": strategy, **said.pop("buffer", {})},
-            "schedule": schedule,
-            **said,
-        }
-    )
+    buffer = {"strategy": strategy, **said.pop("buffer", {})}
+    return configs.configured(tasks=tasks, algorithm=algorithm, buffer=buffer, schedule=schedule, **said)
 
 
 MIX = {"kind": "mix", "taskset": "experts"}
@@ -502,7 +495,7 @@ def test_configs_that_run() -> None:
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
     strategy: object, algorithm: object, said: dict[str, Any], where: str, found: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         configured(strategy, algorithm, **said)
     problems = [problem for problem in caught.value.problems if problem.where.endswith(where)]
     assert problems, str(caught.value)

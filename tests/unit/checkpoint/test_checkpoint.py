@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from failing import refused
 
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.checkpoint.store import CheckpointStore, export
@@ -35,19 +36,19 @@ async def test_round_trip(tmp_path: Path) -> None:
     assert latest is not None
     assert (latest.step, latest.state["step"]) == (2, 2)
     assert (export(latest, tmp_path / "out") / "weights").read_bytes() == b"x" * 100
-    with pytest.raises(RunDirError, match="not empty"):
+    with refused(RunDirError, tmp_path / "out", "not empty"):
         export(latest, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("manifest", "problem"),
     [
-        (b"\x00\xff junk", "manifest.json is damaged"),
-        (b"[]", "manifest.json is damaged"),
-        (b'{"files": {}, "step": 2}', "lists no files with their hashes"),
-        (b'{"files": {"policy/weights": {}}, "step": 2}', "lists no files with their hashes"),
-        (b'{"files": 5, "step": 2}', "manifest.json is damaged"),
-        (b"[" * 100_000, "manifest.json is damaged"),
+        (b"\x00\xff junk", MANIFEST),
+        (b"[]", MANIFEST),
+        (b'{"files": {}, "step": 2}', "no files"),
+        (b'{"files": {"policy/weights": {}}, "step": 2}', "no files"),
+        (b'{"files": 5, "step": 2}', MANIFEST),
+        (b"[" * 100_000, MANIFEST),
     ],
 )
 async def test_a_damaged_manifest_verifies_nothing_and_is_refused(
@@ -56,9 +57,8 @@ async def test_a_damaged_manifest_verifies_nothing_and_is_refused(
     store = CheckpointStore(tmp_path)
     await saved(store, 1, 2)
     (tmp_path / "step-000002" / MANIFEST).write_bytes(manifest)
-    with pytest.raises(RunDirError, match=problem) as caught:
+    with refused(RunDirError, problem, tmp_path / "step-000002"):
         store.latest()
-    assert str(tmp_path / "step-000002") in str(caught.value)
     shutil.rmtree(tmp_path / "step-000002")  # as the message says
     latest = store.latest()
     assert latest is not None
@@ -71,11 +71,11 @@ async def test_a_checkpoint_under_another_name_or_with_another_file_is_refused(t
     (tmp_path / "step-000001" / ".DS_Store").write_text("hidden")
     assert store.open(1).step == 1
     (tmp_path / "step-000001" / "policy" / "other").write_text("loaded with it")
-    with pytest.raises(RunDirError, match="policy/other does not belong to the checkpoint"):
+    with refused(RunDirError, tmp_path / "step-000001", "policy/other"):
         store.open(1)
     (tmp_path / "step-000001" / "policy" / "other").unlink()
     (tmp_path / "step-000001").rename(tmp_path / "step-000005")
-    with pytest.raises(RunDirError, match="is of step 1"):
+    with refused(RunDirError, tmp_path / "step-000005", "step 1"):
         store.latest()
 
 
@@ -121,14 +121,14 @@ async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> N
         file.write_bytes(b"x" * 99)
     else:
         file.unlink()
-    with pytest.raises(RunDirError, match="weights is missing or was changed"):
+    with refused(RunDirError, "policy/weights"):
         store.latest()
 
 
 async def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     await saved(store, 3)
-    with pytest.raises(RunDirError, match=r"has steps \[3\]"):
+    with refused(RunDirError, "step 4", "[3]"):
         store.open(4)
 
 
@@ -161,7 +161,7 @@ async def test_a_step_whose_replacement_dies_half_way_is_not_complete(
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", dies)
-        with pytest.raises(StorageError, match="killed"):
+        with refused(StorageError, "killed"):
             await saved(store, 2)
     assert store.steps() == [1]
     await saved(store, 2)
@@ -251,7 +251,7 @@ async def test_a_copy_that_fails_is_said_does_not_count_and_is_made_up_for(
     assert "no route to the bucket" in caplog.text
     assert remote in caplog.text
     assert f"step-000001/{MANIFEST}" not in found(remote)  # there it does not
-    with pytest.raises(RunDirError, match="no route to the bucket"):
+    with refused(RunDirError, remote, "no route"):
         await store.copied()
     storage.broken = False
     await saved(store, 2)
@@ -293,7 +293,7 @@ async def test_a_storage_that_hangs_does_not_hang_the_run(tmp_path: Path, monkey
     store = CheckpointStore(tmp_path / "here", remote=url, deadline_s=0.2)
     async with asyncio.timeout(10):
         await saved(store, 1)
-        with pytest.raises(RunDirError, match="TimeoutError"):
+        with refused(RunDirError, url, "TimeoutError"):
             await store.copied()
     mended.set()
 
@@ -326,5 +326,5 @@ async def test_an_attempt_that_was_cancelled_leaves_the_next_one_alone(tmp_path:
 
 @pytest.mark.parametrize("url", ["nowhere://bucket/run", "s3n://"])
 def test_a_url_that_cannot_be_opened_is_refused_before_anything_is_trained(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match="copy checkpoints to"):
+    with refused(ConfigError, url):
         CheckpointStore(tmp_path, remote=url)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from failing import refused
 
 from trivium.config import (
     RunConfig,
@@ -103,7 +104,7 @@ def folder(tmp_path: Path) -> Path:
 def problems_of(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> dict[str, str]:
     """Where -> full text of every problem of the run with this change."""
     (folder / "changed.yaml").write_text("extends: run.yaml\n" + textwrap.dedent(change))
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         load_config(folder / "changed.yaml", overrides)
     assert str(caught.value).count("  - ") == len(caught.value.problems)
     return {problem[0]: str(problem) for problem in caught.value.problems}
@@ -117,21 +118,37 @@ def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> Run
 # --------------------------------------------------------------------------- what is wrong
 
 
-def test_an_unknown_key_is_met_with_the_nearest_name(folder: Path) -> None:
-    found = problems_of(folder, "schedule: {group_sise: 4}")
-    assert list(found) == ["schedule.group_sise"]
-    assert "did you mean 'group_size'?" in found["schedule.group_sise"]
-
-
-def test_an_unknown_section_is_met_with_the_nearest_name(folder: Path) -> None:
-    assert "did you mean 'schedule'?" in problems_of(folder, "shedule: {steps: 1}")["shedule"]
-
-
-@pytest.mark.parametrize("section", ["engine", "algorithm", "buffer", "workflow"])
-def test_an_unknown_kind_is_met_with_the_catalogue(folder: Path, section: str) -> None:
-    found = problems_of(folder, f"{section}: {{kind: nonesuch}}")
-    assert "no such name" in found[section]
-    assert "known: " in found[section]
+@pytest.mark.parametrize(
+    ("change", "where", "name"),
+    [
+        ("schedule: {group_sise: 4}", "schedule.group_sise", "'group_size'"),
+        ("shedule: {steps: 1}", "shedule", "'schedule'"),
+        *((f"{name}: {{kind: nonesuch}}", name, "known: ") for name in ("engine", "algorithm", "buffer", "workflow")),
+        ("rewards: [{kind: parts.py:constant, column: x}]", "rewards[0].column", "known: kind, name, weight"),
+        ("engine: {kind: nowhere.py:Engine}", "engine", "nowhere.py"),
+        ("engine: {sampling: {temperature: 0}}", "engine.sampling.temperature", ""),
+        ("sync: {offset: 1}\nschedule: {max_staleness: 0}", "sync.offset", ""),
+        ("sync: {offset: 1}\nschedule: {max_staleness: 2}", "sync.offset", ""),
+        ("sync: {method: memry}", "sync.method", "memory"),
+        ("evaluation: {taskset: tset}", "evaluation.taskset", "'test'"),
+        ("evaluation: {every: 2}", "evaluation.every", ""),
+        ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k", ""),
+        ("evaluation: {taskset: test, samples: 4, sampling: {temperature: 0}}", "evaluation.samples", ""),
+        ("evaluation: {taskset: test, every: 3}\nsync: {interval: 2, offset: 0}", "evaluation.every", ""),
+        ("tasks: {test: {kind: jsonl, path: nowhere.jsonl}}", "tasks.test.path", "nowhere.jsonl"),
+        ("tasks: {test: {kind: parquet, path: nowhere.parquet}}", "tasks.test.path", "nowhere.parquet"),
+        ("tasks: {test: {kind: datasets, path: nowhere}}", "tasks.test.path", "nowhere"),
+        ("tasks: {test: {kind: python, source: nowhere.py:rows}}", "tasks.test.source", "nowhere.py"),
+        ("tasks: {test: {kind: python, source: parts.py:rows}}", "tasks.test.source", "'rows'"),
+        ("model: {kind: hf, path: nowhere}", "model.path", "nowhere"),
+        ("model: {kind: hf, path: .}", "model.path", ""),
+        *((f"run: {{explorer: {name}}}", "run.explorer", name) for name in ("trainer", "a/b", "a b")),
+    ],
+)
+def test_what_cannot_be_read_or_meant_is_named(folder: Path, change: str, where: str, name: str) -> None:
+    found = problems_of(folder, change)
+    assert list(found) == [where]
+    assert name in found[where]
 
 
 def test_all_problems_are_reported_at_once_also_those_inside_plugins(folder: Path) -> None:
@@ -161,14 +178,9 @@ def test_all_problems_are_reported_at_once_also_those_inside_plugins(folder: Pat
     assert "known: lr" in found["train.optimizer.betas"]
 
 
-def test_a_plain_function_takes_only_the_base_keys_of_a_reward(folder: Path) -> None:
-    found = problems_of(folder, "rewards: [{kind: parts.py:constant, column: x}]")
-    assert "known: kind, name, weight" in found["rewards[0].column"]
-
-
 def test_missing_sections_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("run: {seed: 1}\n")
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         load_config(tmp_path / "empty.yaml")
     assert [problem[0] for problem in caught.value.problems] == ["model", "tasks"]
 
@@ -189,16 +201,12 @@ def test_problems_of_every_stage_are_reported_before_the_first_runs(folder: Path
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "not a mapping"), ("a: [", r'in "/.*/bad\.yaml", line 1'), ("extends: bad.yaml", "extends itself")],
+    [("[1, 2]", "mapping"), ("a: [", "line 1"), ("extends: bad.yaml", "itself")],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with refused(ConfigError, "bad.yaml", says):
         load_config(tmp_path / "bad.yaml")
-
-
-def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
-    assert "no file at" in problems_of(folder, "engine: {kind: nowhere.py:Engine}")["engine"]
 
 
 def test_an_error_in_the_file_of_a_plugin_is_reported_with_its_place(folder: Path) -> None:
@@ -216,9 +224,9 @@ def test_an_error_in_the_file_of_a_plugin_is_reported_with_its_place(folder: Pat
 
 
 def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say_so(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="further checks follow"):
+    with refused(ConfigError, "schedule.stepz", "further checks"):
         load(folder, "schedule: {stepz: 1}\nsync: {method: memry}")
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         load(folder, "sync: {method: memry}")
     assert "further checks" not in str(caught.value)
 
@@ -238,10 +246,6 @@ def test_training_refuses_sampling_of_which_the_engine_does_not_record_what_it_k
     load(folder, f"evaluation: {{taskset: test, sampling: {{{setting}}}}}")  # evaluation has nothing to replay
 
 
-def test_training_refuses_greedy_sampling(folder: Path) -> None:
-    assert set(problems_of(folder, "engine: {sampling: {temperature: 0}}")) == {"engine.sampling.temperature"}
-
-
 @pytest.mark.parametrize(
     ("change", "staleness"),
     [
@@ -257,31 +261,10 @@ def test_offset_is_another_way_to_say_max_staleness(folder: Path, change: str, s
     assert load_config(folder / "changed.yaml").max_staleness == staleness
 
 
-@pytest.mark.parametrize("said", [0, 2])
-def test_offset_and_max_staleness_may_not_contradict_each_other(folder: Path, said: int) -> None:
-    found = problems_of(folder, "sync: {offset: 1}", (f"schedule.max_staleness={said}",))
-    assert set(found) == {"sync.offset"}
-
-
 def test_an_interval_that_would_deadlock_is_refused(folder: Path) -> None:
     found = problems_of(folder, "sync: {interval: 3}", ("schedule.max_staleness=1",))
     assert "at least 2" in found["schedule.max_staleness"]
     assert load(folder, "sync: {interval: 3}", ("schedule.max_staleness=2",)).max_staleness == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ("evaluation: {taskset: tset}", "evaluation.taskset"),
-        ("evaluation: {every: 2}", "evaluation.every"),
-        ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k"),
-        ("evaluation: {taskset: test, samples: 4, sampling: {temperature: 0}}", "evaluation.samples"),
-        ("evaluation: {taskset: test, every: 3}\nsync: {interval: 2, offset: 0}", "evaluation.every"),
-        ("sync: {method: memry}", "sync.method"),
-    ],
-)
-def test_settings_that_contradict_each_other(folder: Path, change: str, where: str) -> None:
-    assert set(problems_of(folder, change)) == {where}
 
 
 def test_a_run_without_a_training_taskset_is_refused(folder: Path) -> None:
@@ -333,22 +316,6 @@ def test_a_users_buffer_that_declares_nothing_has_explorers_everywhere(folder: P
     apart = "run: {mode: train}\nsync: {method: checkpoint}\n"
     assert "only one process can use it" in problems_of(folder, apart + mine)["buffer.kind"]
     load(folder, apart + filled)
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ("tasks: {test: {kind: jsonl, path: nowhere.jsonl}}", "tasks.test.path"),
-        ("tasks: {test: {kind: parquet, path: nowhere.parquet}}", "tasks.test.path"),
-        ("tasks: {test: {kind: datasets, path: nowhere}}", "tasks.test.path"),
-        ("tasks: {test: {kind: python, source: nowhere.py:rows}}", "tasks.test.source"),
-        ("tasks: {test: {kind: python, source: parts.py:rows}}", "tasks.test.source"),
-        ("model: {kind: hf, path: nowhere}", "model.path"),
-        ("model: {kind: hf, path: .}", "model.path"),
-    ],
-)
-def test_what_is_not_there_is_noticed_before_the_run(folder: Path, change: str, where: str) -> None:
-    assert set(problems_of(folder, change)) == {where}
 
 
 @pytest.mark.parametrize(
@@ -424,7 +391,7 @@ def test_overrides_are_read_as_yaml(text: str, meaning: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["a.b", "=1", "a=[1"])
 def test_an_override_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="override"):
+    with refused(ConfigError, repr(text)):
         parse_override(text)
 
 
@@ -569,12 +536,6 @@ def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its
         assert {name for name in here if other[name] != here[name]} == {where.partition("=")[0]}
 
 
-@pytest.mark.parametrize("name", ["trainer", "a/b", "a b"])
-def test_an_explorer_cannot_have_every_name(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"run\.explorer"):
-        load_config(folder / "run.yaml", [f"run.explorer={name}"])
-
-
 def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> None:
     saved = yaml.safe_load(to_yaml(load(folder)))
     changed = load(
@@ -628,16 +589,14 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
 def test_a_file_that_cannot_be_read_is_a_problem_of_the_config(tmp_path: Path, content: str) -> None:
     text, problem = UNREADABLE[content]
     (tmp_path / "config.yaml").write_bytes(text)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, problem):
         load_config(tmp_path / "config.yaml")
-    assert problem in str(caught.value)
-    assert caught.value.do
 
 
 @pytest.mark.parametrize("override", ["a=" + "[" * 700, ".".join("a" * 2000) + "=1", "a=2024-13-45"])
 def test_an_override_that_cannot_be_read_is_one_too(tmp_path: Path, override: str) -> None:
     (tmp_path / "config.yaml").write_text("run: {seed: 1}")
-    with pytest.raises(ConfigError):
+    with refused(ConfigError):
         load_config(tmp_path / "config.yaml", [override])
 
 
@@ -647,7 +606,7 @@ def test_what_no_file_and_no_array_could_hold_is_refused_by_key() -> None:
         "schedule": {"steps": 10**400},
         "stages": [{"run": {"seed": -(2**63) - 1}}],
     }
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         config_from_mapping(data)
     assert [problem.where for problem in caught.value.problems] == [
         "serve.model",
@@ -695,9 +654,8 @@ def test_the_keys_of_an_optional_section_are_known(folder: Path) -> None:
     ],
 )
 def test_an_option_that_is_a_config_value(folder: Path, options: tuple[str, ...], hint: str) -> None:
-    with pytest.raises(ConfigError, match="no such option") as caught:
+    with refused(ConfigError, "no such", hint):
         load(folder, overrides=options)
-    assert hint in caught.value.do
 
 
 # --------------------------------------------------------------------------- places in lists, and no effect
@@ -708,9 +666,9 @@ def test_overrides_reach_into_lists(folder: Path) -> None:
     config = load(folder, stages, ("stages.1.schedule.steps=7", "rewards.1.weight=3"))
     assert [stage.schedule.steps for stage in config.stage_configs()] == [2, 7]
     assert [(reward.label, reward.weight) for reward in config.rewards] == [("Exact", 0.5), ("constant", 3.0)]
-    for wrong in ("stages.2.schedule.steps=7", "rewards.first.weight=1"):
-        with pytest.raises(ConfigError, match="use an index from 0 to 1"):
-            load(folder, stages, (wrong,))
+    for wrong in ("stages.2", "rewards.first"):
+        with refused(ConfigError, wrong, "0 to 1"):
+            load(folder, stages, (f"{wrong}.weight=1",))
 
 
 def test_keys_laid_over_a_kind_keep_the_kind(folder: Path) -> None:
@@ -725,9 +683,9 @@ def test_null_switches_evaluation_off_and_an_empty_section_does_not(folder: Path
     assert off.stage_configs()[0].evaluation.taskset is None
     staged = load(folder, f"{evaluated}\nstages: [{{evaluation: null}}, {{schedule: {{steps: 3}}}}]")
     assert [stage.evaluation.taskset for stage in staged.stage_configs()] == [None, "test"]
-    with pytest.raises(ConfigError, match="evaluation=null"):
+    with refused(ConfigError, "evaluation=null"):
         load(folder, evaluated, ("evaluation={}",))
-    with pytest.raises(ConfigError, match=r"engine\.sampling=null"):
+    with refused(ConfigError, "engine.sampling=null"):
         load(folder, "engine: {sampling: {}}")
     assert "no effect" in problems_of(folder, "evaluation: {}")["evaluation"]
     stage = problems_of(folder, f"{evaluated}\nstages: [{{evaluation: {{}}}}]")

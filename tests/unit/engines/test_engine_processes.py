@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from torch import Tensor
 
 from tests.sessions import RENDERER
@@ -40,7 +41,7 @@ class _Unreadable(Exception):
 @pytest.mark.parametrize(
     ("raised", "expected"),
     [
-        (_Unreadable("heat", "dust"), (EngineFailure, "_Unreadable: heat and dust")),
+        (_Unreadable("heat", "dust"), (EngineFailure, "_Unreadable")),
         (RolloutError("a completion", "a limit of 0", "raise it"), (RolloutError, "a limit of 0")),
     ],
 )
@@ -55,7 +56,7 @@ async def test_an_error_of_any_class_reaches_the_caller(raised: Exception, expec
     pool = ProcessPool(scripted(), [("rank 1", host.address)], b"key", 60.0)
     _, other = pool.replicas
     request: Any = None  # the broken engine does not look at it
-    with pytest.raises(expected[0], match=expected[1]):
+    with refused(*expected):
         await asyncio.wait_for(other.generate(request), 60)
     await pool.close()
 
@@ -70,7 +71,7 @@ async def test_an_engine_that_does_not_load_within_the_deadline_is_named() -> No
     hanging.load = load  # pyright: ignore[reportAttributeAccessIssue]
     addresses = [EngineHost(engine, "127.0.0.1", b"key").address for engine in (scripted(), hanging)]
     pool = ProcessPool(scripted(), [("rank 1", addresses[0]), ("rank 2", addresses[1])], b"key", 2.0)
-    with pytest.raises(EngineFailure, match=r"version 3 in the engine of rank 2\n(.|\n)*within 2 s"):
+    with refused(EngineFailure, "version 3", "rank 2", "2 s"):
         await asyncio.wait_for(pool.load(3, [("v", np.zeros(2)), ("w", np.zeros(2))]), 60)
     await asyncio.wait_for(pool.close(), 60)
 
@@ -92,7 +93,7 @@ async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_
     loading = asyncio.ensure_future(pool.load(1, [("w", np.zeros(8_000_000))]))
     await asyncio.sleep(0)
     waiting.cancel()
-    with pytest.raises(EngineFailure, match="rank 1"):
+    with refused(EngineFailure, "rank 1"):
         await asyncio.wait_for(loading, 60)
     await asyncio.wait_for(pool.close(), 60)
     stopped.set()

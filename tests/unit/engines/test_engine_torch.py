@@ -1,13 +1,14 @@
 """The torch engine against transformers, against itself in other company, and against callers who misbehave."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trivium.engines.torch import layers
@@ -53,15 +54,6 @@ MODELS = {
     "gemma2": lambda: build("gemma2", sliding_window=12),
     "mistral": lambda: build("mistral", sliding_window=9, num_key_value_heads=1),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more, and lose a lot where cores are shared. Engines have threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +383,7 @@ def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
             return step(tokens, positions + (positions > 12), *more)
 
         decoder.step = late
-        with pytest.raises(ConfigError, match="more than rounding in bfloat16 explains"):
+        with refused(ConfigError, type(decoder.model).__name__, "bfloat16"):
             check_decoder(decoder, 256)
 
 
@@ -429,52 +421,14 @@ async def test_a_finished_row_is_refilled_while_others_go_on(models: dict[str, P
         await engine.close()
 
 
-async def test_stop_reasons(models: dict[str, Path]) -> None:
-    def decode(tokens: Sequence[int]) -> str:
-        return "".join(chr(97 + token % 26) for token in tokens)
-
-    engine = engine_for(models["qwen3"], frozenset(range(5)), decode, max_context=48)
+async def test_a_completion_has_its_least_length_and_ends_with_the_context(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], frozenset(range(5)), max_context=48)
     try:
         full = await engine.generate(request(8, 2, max_new_tokens=16, min_new_tokens=16))
         assert (full.stop_reason, len(full.tokens)) == (StopReason.LENGTH, 16)
         assert (full.tokens >= 5).all()
-        text = decode(full.tokens.tolist())
-        stopped = await engine.generate(request(8, 2, max_new_tokens=16, min_new_tokens=16, stop=("#", text[3:6])))
-        assert stopped.stop_reason is StopReason.STOP
-        end = text.index(text[3:6]) + 3
-        assert stopped.tokens.tolist() == full.tokens[:end].tolist()
-        assert stopped.log_prob.tobytes() == full.log_prob[:end].tobytes()
         cut = await engine.generate(request(40, max_new_tokens=100, min_new_tokens=100))
         assert (cut.stop_reason, len(cut.tokens)) == (StopReason.LENGTH, 8)
-        many = await asyncio.gather(*(engine.generate(request(8, i, max_new_tokens=16)) for i in range(20)))
-        for done in many:
-            ended = done.tokens[-1] < 5
-            assert done.stop_reason is (StopReason.EOS if ended else StopReason.LENGTH)
-            assert (done.tokens[:-1] >= 5).all()
-        assert {done.stop_reason for done in many} >= {StopReason.EOS}
-    finally:
-        await engine.close()
-
-
-async def test_load_waits_for_replies_in_flight_and_later_ones_wait_for_it(models: dict[str, Path]) -> None:
-    engine = engine_for(models["qwen3-tied"], frozenset(), max_rows=3)
-    try:
-        before = await engine.generate(request(6))
-        weights = {name: value * 1.5 for name, value in model_at(models["qwen3-tied"]).state_dict().items()}
-        del weights["lm_head.weight"]
-        early = [asyncio.ensure_future(engine.generate(request(6, i))) for i in range(8)]
-        await asyncio.sleep(0)
-        loading = asyncio.ensure_future(engine.load(5, weights.items()))
-        await asyncio.sleep(0)
-        late = [asyncio.ensure_future(engine.generate(request(6, i))) for i in range(8)]
-        await loading
-        assert all(done.done() for done in early)
-        assert engine.version == 5
-        assert all((done.result().policy_version == 0).all() for done in early)
-        after = await asyncio.gather(*late)
-        assert all((done.policy_version == 5).all() for done in after)
-        assert same(early[0].result(), before)
-        assert not np.array_equal(after[0].log_prob, before.log_prob)
     finally:
         await engine.close()
 
@@ -487,10 +441,10 @@ async def test_weights_that_do_not_fit_are_refused_whole(models: dict[str, Path]
         cases = {
             "missing: model.norm.weight": {k: v for k, v in weights.items() if k != "model.norm.weight"},
             "unexpected: model.extra": {**weights, "model.extra": torch.zeros(1)},
-            r"another shape: lm_head.weight \(3,\)": {**weights, "lm_head.weight": torch.zeros(3)},
+            "lm_head.weight (3,)": {**weights, "lm_head.weight": torch.zeros(3)},
         }
         for message, wrong in cases.items():
-            with pytest.raises(SyncError, match=message):
+            with refused(SyncError, message):
                 await engine.load(1, wrong.items())
         assert engine.version == 0
         assert same(await engine.generate(request(6)), before)
@@ -530,9 +484,9 @@ async def test_a_dead_worker_fails_every_call_and_hangs_none(models: dict[str, P
         assert all(isinstance(error, EngineFailure) for error in found)
         assert "log-probabilities of policy version 1" in str(found[0])
         assert found[0].__cause__ is not None
-        with pytest.raises(EngineFailure):
+        with refused(EngineFailure):
             await engine.generate(request(5))
-        with pytest.raises(EngineFailure):
+        with refused(EngineFailure):
             await engine.load(2, weights.items())
         await engine.close()
 
@@ -562,7 +516,7 @@ async def test_close_ends_replies_in_progress(models: dict[str, Path]) -> None:
     await engine.close()
     done = await asyncio.gather(*running)
     assert all(d.stop_reason is StopReason.ABORT for d in done)
-    with pytest.raises(EngineFailure, match="closed"):
+    with refused(EngineFailure, "closed"):
         await engine.generate(request(5))
     await engine.close()
 
@@ -577,7 +531,7 @@ async def test_requests_that_cannot_be_served(models: dict[str, Path]) -> None:
             replace(request(5), prompt_tokens=np.array([3, 40], np.int32)),
             replace(request(5), prompt_tokens=np.empty(0, np.int32)),
         ):
-            with pytest.raises(RolloutError, match="do: "):
+            with refused(RolloutError):
                 await engine.generate(wrong)
         assert len((await engine.generate(request(5))).tokens)
     finally:
@@ -585,12 +539,12 @@ async def test_requests_that_cannot_be_served(models: dict[str, Path]) -> None:
 
 
 def test_configs_that_cannot_run(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant"):
+    with refused(ConfigError, "engine.batch_invariant"):
         engine_for(models["qwen3"], dtype="bfloat16", batch_invariant=True)
-    with pytest.raises(ConfigError, match="max_context"):
+    with refused(ConfigError, "engine.max_context", 10_000):
         engine_for(models["qwen3"], max_context=10_000)
     build("qwen3", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="rotary"):
+    with refused(ConfigError, "rope_type", "engine.batch_invariant"):
         engine_for(tmp_path)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
+from failing import refused
 from training_parts import make_engine, write_model
 
 from trivium.engines.torch.engine import TorchEngine
@@ -14,9 +14,10 @@ from trivium.models.heads.trained_models import tensor_names
 from trivium.policy import EngineFailure
 
 
-def engine_for(model_dir: Path, dtype: str = "float32") -> TorchEngine:
-    config = TorchEngine.Config.model_validate({"dtype": dtype})
-    return TorchEngine(config, model_dir=model_dir, eos_token_ids=frozenset(), decode=lambda _: "", threads=1)
+def engine_for(model_dir: Path) -> TorchEngine:
+    return TorchEngine(
+        TorchEngine.Config(), model_dir=model_dir, eos_token_ids=frozenset(), decode=lambda _: "", threads=1
+    )
 
 
 def test_every_parameter_and_persistent_buffer_is_exported_and_ties_once(tmp_path: Path) -> None:
@@ -35,20 +36,12 @@ def test_every_parameter_and_persistent_buffer_is_exported_and_ties_once(tmp_pat
     assert "derived" not in exported
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_an_engine_shows_what_it_holds(dtype: str, tmp_path: Path) -> None:
-    trained = make_engine(write_model(tmp_path / "model", seed=1))
-    engine = engine_for(write_model(tmp_path / "model"), dtype)
+async def test_an_engine_shows_copies_of_what_it_holds(tmp_path: Path) -> None:
+    engine = engine_for(write_model(tmp_path))
     try:
-        sent = {name: tensor + 0.1 for name, tensor in trained.export_weights()}
-        before = dict(await engine.weights())
-        await engine.load(1, sent.items())
         held = dict(await engine.weights())
-        for name, tensor in sent.items():
-            assert torch.equal(held[name], tensor.to(held[name].dtype)), name
-            assert not torch.equal(held[name], before[name]), name
         assert torch.equal(held["lm_head.weight"], held["model.embed_tokens.weight"])
-        held["lm_head.weight"].zero_()  # copies: the engine's own are out of reach
+        held["lm_head.weight"].zero_()
         assert dict(await engine.weights())["lm_head.weight"].any()
     finally:
         await engine.close()
@@ -60,9 +53,9 @@ async def test_weights_that_contradict_themselves_end_the_engine(tmp_path: Path)
     engine = engine_for(tmp_path)
     sent = dict(trained.export_weights())
     await engine.load(1, [*sent.items(), ("lm_head.weight", sent["model.embed_tokens.weight"])])
-    with pytest.raises(EngineFailure, match=r"holds a model.embed_tokens.weight that differs"):
+    with refused(EngineFailure, "model.embed_tokens.weight"):
         await engine.load(2, [*sent.items(), ("lm_head.weight", sent["model.embed_tokens.weight"] + 1)])
-    with pytest.raises(EngineFailure):
+    with refused(EngineFailure):
         await engine.weights()
     await engine.close()
 
@@ -73,10 +66,10 @@ async def test_what_is_missing_or_too_much_is_named_and_changes_nothing(tmp_path
     try:
         sent = {name: tensor + 1 for name, tensor in trained.export_weights()}
         before = dict(await engine.weights())
-        with pytest.raises(SyncError, match=r"unexpected: model.norm.wait \(1\)"):
+        with refused(SyncError, "model.norm.wait (1)"):
             await engine.load(1, [*sent.items(), ("model.norm.wait", torch.ones(1))])
         del sent["model.norm.weight"]
-        with pytest.raises(SyncError, match=r"missing: model.norm.weight \(1\)"):
+        with refused(SyncError, "model.norm.weight (1)"):
             await engine.load(1, sent.items())
         held = dict(await engine.weights())
         assert all(torch.equal(tensor, held[name]) for name, tensor in before.items())

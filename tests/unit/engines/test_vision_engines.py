@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from algebra import number, objectives
+from failing import refused
 from rank_parts_of_vision import on_ranks
 from training_parts import Parts, Reinforce, SquaredError, make_engine
 from transformers import AutoModelForImageTextToText
@@ -297,8 +298,8 @@ class TestRefusals:
         cut = replace(first.media[0], span=(5, len(first) + 2))
         clip = replace(first.media[0], mime="video/mp4")
         short = replace(first.media[0], span=(first.media[0].span[0], first.media[0].span[1] - 1))  # pyright: ignore[reportOptionalSubscript]
-        for item, found in ((cut, "its tokens are"), (clip, "video/mp4"), (short, "features")):
-            with pytest.raises(DataError, match=found):
+        for item, found in ((cut, "its tokens"), (clip, "video/mp4"), (short, "features")):
+            with refused(DataError, found):
                 engine.score(replace(batch, experiences=(replace(first, media=(item,)),), columns={}), "old")
 
     async def test_an_engine_goes_on_after_a_damaged_image(self, directories: dict[str, Path]) -> None:
@@ -306,7 +307,7 @@ class TestRefusals:
         prompt = renderer_of(directories["qwen2_vl"]).render([CONVERSATIONS[2][0]])
         damaged = Media("image/png", b"not an image", prompt.media[0].span)
         try:
-            with pytest.raises(RolloutError, match="damaged"):
+            with refused(RolloutError, "damaged"):
                 await engine.generate(replace(request_of(prompt), media=(damaged,)))
             assert len((await engine.generate(request_of(prompt))).tokens)
         finally:
@@ -367,5 +368,5 @@ def test_check_says_what_is_trained(tmp_path: Path) -> None:
         ({"vision_tower": "trained"}, "tiny"),
         ({"vision_tower": "trained", "lora": {"rank": 2}}, "tiny_vision"),
     ):
-        with pytest.raises(ConfigError, match="vision_tower"):
+        with refused(ConfigError, "vision_tower"):
             stage(train, kind)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import refused
 from training_parts import write_model
 from vision_parts import tiny
 
@@ -72,12 +73,12 @@ def test_what_is_no_adapter_of_the_model_is_refused_and_nothing_written(tmp_path
     directory, strange = write_model(tmp_path / "model"), write_model(tmp_path / "strange", seed=1)
     files, pushed = WeightFiles(directory, 3), [*pushed_adapter(adapted(directory))]
     for taken, weights, found in (
-        (WeightFiles(directory), pushed, "it was started without"),
+        (WeightFiles(directory), pushed, "engine.adapter_rank"),
         (files, [*pushed_adapter(adapted(directory, rank=4))], "up to 3"),
-        (files, [*pushed_adapter(adapted(strange))], "differs from the one"),
-        (files, pushed[1:], "is not complete"),
+        (files, [*pushed_adapter(adapted(strange))], "differs from"),
+        (files, pushed[1:], "not complete"),
     ):
-        with pytest.raises(SyncError, match=found):
+        with refused(SyncError, found):
             taken.write(weights, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
@@ -91,5 +92,5 @@ def test_weights_are_known_by_the_names_of_the_files_and_by_those_in_the_model(f
     saved = {name for name, _ in named} & files._saved.keys()
     assert len(saved) < len(named) - 5
     assert files.write(named, tmp_path / "weights").is_file()
-    with pytest.raises(SyncError, match=r"1 do not fit, first model\."):
+    with refused(SyncError, "first model."):
         files.write(named[1:], tmp_path / "weights")

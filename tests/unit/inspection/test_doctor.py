@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import refused
 
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
@@ -64,10 +65,9 @@ def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(
 
 
 def test_the_command_ends_with_1_and_says_what_to_change(stuck: Path, tmp_path: Path) -> None:
-    command = Forked("doctor", tmp_path / "out", trivium, "doctor", str(stuck))
-    assert command.wait(120) == 1
+    command = Forked("doctor", tmp_path / "out", trivium, "doctor", str(stuck)).ended(1)
     assert "do: easier tasks" in command.text
-    with pytest.raises(RunDirError):
+    with refused(RunDirError, tmp_path):
         diagnose(tmp_path)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from failing import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -113,7 +114,7 @@ def test_a_task_is_replayed_with_its_own_loss_and_gradient(sums: Path) -> None:
     assert statuses(result)["update"] == "not compared"
     assert result.own["policy"]["train/grad_norm/policy"] > 0
     assert result.own["critic"]["train/grad_norm/value"] > 0
-    with pytest.raises(RunDirError, match="'other'"):
+    with refused(RunDirError, "'other'"):
         replay(sums, 4, task="other")
 
 
@@ -261,9 +262,9 @@ def test_rollouts_that_go_another_way_elsewhere_are_scored_as_recorded(copied: P
 
 
 def test_what_is_missing_is_named(copied: Path, turns: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match="steps 1 to 5"):
+    with refused(RunDirError, "1 to 5"):
         replay(copied, 9)
-    with pytest.raises(RunDirError, match="no such directory"):
+    with refused(RunDirError, tmp_path / "none"):
         replay(tmp_path / "none", 1)
     (copied / STEPS).unlink()
     assert replay(copied, 3).ok  # what is under tokens/ says which groups it took
@@ -272,11 +273,11 @@ def test_what_is_missing_is_named(copied: Path, turns: Path, tmp_path: Path) -> 
     assert old.ok, old.text
     assert "did not record the machine" in old.text
     (copied / "rollouts" / "stage-0" / "step-000002.msgpack").unlink()
-    with pytest.raises(DataError, match="step"):
+    with refused(DataError, "step"):
         replay(copied, 3)
     arrived = Path(shutil.copytree(turns, tmp_path / "arrived"))
     (arrived / STEPS).unlink()
-    with pytest.raises(RunDirError, match=r"run\.keep: tokens"):
+    with refused(RunDirError, "run.keep: tokens"):
         replay(arrived, 4)
 
 
@@ -298,8 +299,9 @@ def test_rewards_of_servers_are_not_asked_again(copied: Path) -> None:
 
 def test_a_bundle_is_replayed_elsewhere(turns: Path, tmp_path: Path) -> None:
     bundle, moved = tmp_path / "bug.zip", tmp_path / "moved"
-    output = Forked("bundle", tmp_path / "out", trivium, "replay", str(turns), "--step", "5", "--bundle", str(bundle))
-    assert output.wait(120) == 0, output.text
+    output = Forked(
+        "bundle", tmp_path / "out", trivium, "replay", str(turns), "--step", "5", "--bundle", str(bundle)
+    ).ended()
     assert "everything compared is equal" in output.text
     turns.rename(moved)
     try:
@@ -312,7 +314,7 @@ def test_a_bundle_is_replayed_elsewhere(turns: Path, tmp_path: Path) -> None:
     finally:
         moved.rename(turns)
     (tmp_path / "no.zip").write_text("x")
-    with pytest.raises(RunDirError, match="bundle"), opened(tmp_path / "no.zip"):
+    with refused(RunDirError, tmp_path / "no.zip"), opened(tmp_path / "no.zip"):
         pass
 
 
@@ -321,7 +323,7 @@ def test_a_zip_file_without_the_step_of_a_bundle_is_refused(tmp_path: Path, abou
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("bundle.json", about)
     with (
-        pytest.raises(RunDirError, match="name a file that `trivium replay --bundle` wrote"),
+        refused(RunDirError, tmp_path / "other.zip", "`trivium replay --bundle`"),
         opened(tmp_path / "other.zip"),
     ):
         pass
@@ -347,8 +349,7 @@ def test_code_of_equal_names_from_two_directories_is_in_the_bundle(copied: Path,
 
 def test_a_difference_ends_the_command_with_1(copied: Path, tmp_path: Path) -> None:
     DAMAGES["reward"](copied)
-    command = Forked("replay", tmp_path / "out", trivium, "replay", str(copied), "--step", "3")
-    assert command.wait(120) == 1
+    command = Forked("replay", tmp_path / "out", trivium, "replay", str(copied), "--step", "3").ended(1)
     assert "the first difference is of the stage reward" in command.text
     write_bundle(copied, 3, None, "", tmp_path / "bug.zip")
     with opened(tmp_path / "bug.zip") as source:

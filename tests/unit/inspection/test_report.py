@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing import refused
 
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
@@ -110,11 +111,10 @@ def test_the_file_shows_the_run_and_nothing_of_it_can_run_or_be_fetched(run_dir:
 
 def test_the_command_writes_it_and_refuses_what_is_no_run(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "report.html"
-    command = Forked("report", tmp_path / "out", trivium, "report", str(run_dir), "-o", str(out))
-    assert command.wait(120) == 0, command.text
+    command = Forked("report", tmp_path / "out", trivium, "report", str(run_dir), "-o", str(out)).ended()
     assert f"wrote {out}" in command.text
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
-    with pytest.raises(RunDirError):
+    with refused(RunDirError, tmp_path):
         report_of(tmp_path)
 
 

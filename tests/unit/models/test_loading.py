@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import refused
 from rank_parts_of_loading import engine_of, on_rank
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
@@ -150,28 +151,26 @@ def damaged(directory: Path) -> dict[str, tuple[Path, str]]:
     path, _ = copy("short")
     content = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(content[:-100])
-    found["short"] = path, "lies beyond its end"
+    found["short"] = path, "beyond"
     path, weights = copy("untied")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     found["untied"] = path, "different values"
     path, _ = copy("nothing")
     (path / "model.safetensors").unlink()
-    found["nothing"] = path, "no model.safetensors"
+    found["nothing"] = path, "model.safetensors"
     path, _ = copy("index")
     (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {norm: "model-1.safetensors"}}))
-    found["index"] = path, "names model-1.safetensors, which is not there"
+    found["index"] = path, "model-1.safetensors"
     return found
 
 
 def test_files_that_do_not_fit_the_model_are_refused(tmp_path: Path, on_ranks: list[dict[str, Any]]) -> None:
     expected = damaged(tmp_path)
     for path, text in expected.values():
-        with pytest.raises(DataError) as error:
+        with refused(DataError, text):
             load_lm(path, dtype=torch.float32)
-        assert text in str(error.value)
-        assert error.value.do
     for errors in (each["refused"] for each in on_ranks):
         assert {name for name, (_, text) in expected.items() if text not in errors[name]} == set()
 
@@ -181,5 +180,5 @@ def test_a_config_of_another_size_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(path)
     config.num_hidden_layers, config.layer_types = 3, None
     config.save_pretrained(path)
-    with pytest.raises(DataError, match=r"no model\.layers\.2\.input_layernorm\.weight \(\d+ tensors are missing\)"):
+    with refused(DataError, "model.layers.2.input_layernorm.weight"):
         load_lm(path, dtype=torch.float32)

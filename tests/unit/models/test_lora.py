@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from rank_processes import run_ranks
 from torch import nn
 from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
@@ -110,10 +111,10 @@ def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_pat
     assert layers(LoraConfig(targets=("q_proj", "v_proj"))) == {"q_proj", "v_proj"}
     assert layers(LoraConfig(exclude=("q_proj",))) == seven - {"q_proj"}
     assert layers(LoraConfig(exclude=r".*\.(q|k)_proj")) == seven - {"q_proj", "k_proj"}
-    for target, found in (("lm_head", "the output layer is among"), ("embed_tokens", "is not a linear layer")):
-        with pytest.raises(TriviumError, match=found):
+    for target, found in (("lm_head", "output layer"), ("embed_tokens", "linear layer")):
+        with refused(TriviumError, found):
             layers(LoraConfig(targets=("q_proj", target)))
-    with pytest.raises(TriviumError, match="not found"):
+    with refused(TriviumError, "nothing"):
         layers(LoraConfig(targets=("nothing",)))
 
 
@@ -172,11 +173,11 @@ def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: P
     assert [problem.where for problem in section.own_problems("train.lora")] == ["train.lora.rank"]
     assert not list(LoraConfig(path=str(adapter)).own_problems("train.lora"))
     wider = write_model(tmp_path / "wider", hidden_size=32)
-    with pytest.raises(TriviumError, match=r"lora_A.weight is missing, unknown, or of another shape"):
+    with refused(TriviumError, adapter, "lora_A.weight"):
         attach(load(wider), LoraConfig(path=str(adapter)), seed=0)
     said = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
-    with pytest.raises(TriviumError, match="its use_dora is True"):
+    with refused(TriviumError, adapter, "use_dora", "True"):
         attach(load(directory), LoraConfig(path=str(adapter)), seed=0)
 
 
@@ -251,12 +252,12 @@ async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(
     try:
         before = dict(await engine.weights())
         for pushed, found in (
-            (list(pushed_adapter(module))[1:], "is not complete"),
-            (list(pushed_adapter(wide)), "the layer is"),
-            (list(pushed_adapter(deep)), "the model has no layer 'model.layers.2"),
-            (list(pushed_adapter(strange)), "differs from the one"),
+            (list(pushed_adapter(module))[1:], "not complete"),
+            (list(pushed_adapter(wide)), "layer is"),
+            (list(pushed_adapter(deep)), "'model.layers.2"),
+            (list(pushed_adapter(strange)), "differs from"),
         ):
-            with pytest.raises(SyncError, match=found):
+            with refused(SyncError, found):
                 await engine.load(1, pushed)
         held = dict(await engine.weights())
         assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
@@ -362,7 +363,7 @@ def test_an_adapter_to_start_from_is_part_of_the_reference(tmp_path: Path) -> No
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trains critic"):
+    with refused(ConfigError, "critic"):
         make_engine(write_model(tmp_path), Parts(objectives=(SquaredError(),)), lora={})
     said = {
         "model": {"kind": "hf", "path": str(tmp_path)},
@@ -371,7 +372,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         "engine": {"kind": "scripted", "replies": ["1"]},
         "train": {"lora": {"push": "adapter", "path": "nowhere", "rank": 3}},
     }
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         config_from_mapping(said)
     wrong = {problem.where: problem.found for problem in caught.value.problems}
     assert wrong["train.lora.push"] == "engine.kind 'scripted' cannot"

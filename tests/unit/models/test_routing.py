@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import configured
+from failing import refused
 from moe_parts import batch_of, group_of, mixture, sampled, turn_of, write_mixture
 from torch.nn.functional import linear
 from training_parts import Parts, Reinforce, make_engine, write_model
 
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_stored, stored_record
 from trivium.buffers.media import MediaFiles
-from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.packed import pack
@@ -149,7 +150,7 @@ def test_every_family_computes_the_same_when_told_its_own_choice(family: str, tm
 
 
 def test_dense_models_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Qwen3Model chooses"):
+    with refused(ConfigError, "Qwen3Model"):
         make_engine(write_model(tmp_path), router_replay="rollout")
 
 
@@ -158,7 +159,7 @@ def test_a_model_that_does_not_pack_is_refused_by_name() -> None:
     language_model = LanguageModel(model, dtype=torch.float32, device=torch.device("cpu"), temperature=1.0)
     language_model.replay_routing()
     packed = replace(pack([PROMPT]), routing=torch.zeros(3, 2, len(PROMPT), dtype=torch.int16))
-    with pytest.raises(ConfigError, match="GptOssModel"):
+    with refused(ConfigError, "GptOssModel"):
         language_model(packed, torch.arange(1, 5))
 
 
@@ -256,10 +257,10 @@ def test_sequences_without_experts_and_those_of_another_model_are_refused(rolled
     batch = batch_of(group)
     engine = make_engine(model_dir, router_replay="rollout")
     bare = Batch((replace(batch.experiences[0], extra={}), *batch.experiences[1:]))
-    with pytest.raises(DataError, match="1 of 4 sequences have none"):
+    with refused(DataError, "train.router_replay", "1 of 4"):
         engine.score(bare, "old")
     wide = replace(batch.experiences[0], extra={"routing": batch.experiences[0].extra["routing"] + np.uint8(9)})
-    with pytest.raises(DataError, match=r"of 8 experts"):
+    with refused(DataError, "8 experts"):
         engine.score(Batch((wide,)), "old")
 
 
@@ -277,14 +278,13 @@ def test_layers_without_experts_are_left_out_of_what_another_engine_returns(tmp_
     packed = routers.packed([recorded], pack([np.arange(6, dtype=np.int32)]).segments)
     assert packed is not None
     assert np.array_equal(packed.numpy(), recorded[:, [0, 2]].transpose(1, 2, 0))
-    with pytest.raises(TriviumError, match="enable_return_routed_experts"):
+    with refused(TriviumError, "engine.options.enable_return_routed_experts"):
         routed(None, request, 3)
 
 
 def test_check_says_what_is_missing() -> None:
-    tiny: dict[str, Any] = {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"]}
-    with pytest.raises(ConfigError) as error:
-        config_from_mapping({**tiny, "train": {"router_replay": "rollout"}, "engine": {"kind": "scripted"}})
+    with refused(ConfigError) as error:
+        configured(train={"router_replay": "rollout"}, engine={"kind": "scripted"})
     assert {problem.found for problem in error.value.problems if problem.where == "train.router_replay"} == {
         "the model has no experts",
         "engine.kind 'scripted' does not record them",

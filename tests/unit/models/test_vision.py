@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from failing import refused
 from packaging.version import Version
 from PIL import Image
 
@@ -172,7 +173,7 @@ def test_pictures_of_one_size_are_different_prompts(qwen: ChatRenderer) -> None:
 
 @pytest.mark.parametrize("content", ["<image>", "<image> <image> <image>"])
 def test_marks_and_images_must_agree(qwen: ChatRenderer, content: str) -> None:
-    with pytest.raises(DataError, match=r"one <image> for each image(.|\n)*2 image\(s\)"):
+    with refused(DataError, "<image>", "2 image(s)"):
         qwen.render([Message("user", content, (png(14, 14), png(14, 14, 1)))])
 
 
@@ -182,12 +183,12 @@ def test_the_text_of_a_placeholder_is_refused(family: str, model_dir) -> None:
     token = images_of(model_dir(family)).token  # type: ignore[union-attr]
     seen = renderer.render([Message("user", "a", (png(14, 14),))])
     for messages in ([Message("user", f"a {token} b")], [Message("system", token), Message("user", "a")]):
-        with pytest.raises(DataError, match="' is in the text, and this model reads it as media"):
+        with refused(DataError, "reads it"):
             renderer.render(messages)
     history = [Message("user", "a"), Message("assistant", "x")]
-    with pytest.raises(DataError, match="reads it as media"):
+    with refused(DataError, "'user'", repr(token)):
         renderer.extend(history, seen, StopReason.EOS, [Message("user", token)])
-    with pytest.raises(DataError, match="reads it as media"):
+    with refused(DataError, "'assistant'", repr(token)):
         renderer.expert([Message("user", "a")], f"see {token}")
     # What the policy itself wrote is not encoded again.
     written = [Message("user", "a"), Message("assistant", token)]
@@ -213,26 +214,26 @@ def bomb() -> Media:
 @pytest.mark.parametrize(
     ("media", "message"),
     [
-        (Media("image/png", b""), "missing or damaged"),
-        (Media("image/png", b"no picture"), "missing or damaged"),
-        (cut_short(png(64, 64)), "missing or damaged"),
+        (Media("image/png", b""), "damaged"),
+        (Media("image/png", b"no picture"), "damaged"),
+        (cut_short(png(64, 64)), "damaged"),
         (bomb(), "9000 x 9000"),
         (png(401, 1), "aspect ratio"),
-        (Media("video/mp4", b"x"), "video is not supported"),
-        (Media("audio/wav", b"x"), "audio is not supported"),
-        (Media("image/svg+xml", b"<svg/>"), "missing or damaged"),
+        (Media("video/mp4", b"x"), "video"),
+        (Media("audio/wav", b"x"), "audio"),
+        (Media("image/svg+xml", b"<svg/>"), "damaged"),
     ],
     ids=["empty", "no image", "cut short", "bomb", "shape", "video", "audio", "svg"],
 )
 def test_what_is_no_usable_image_is_refused(qwen: ChatRenderer, media: Media, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, message):
         qwen.render([Message("user", "?", (media,))])
 
 
 def test_the_largest_image_is_a_setting(model_dir) -> None:
     renderer = renderer_of(model_dir("qwen2_vl"), max_image_pixels=28 * 28)
     renderer.render([Message("user", "?", (png(28, 28),))])
-    with pytest.raises(DataError, match=r"at most 784 pixels(.|\n)*29 x 28(.|\n)*max_image_pixels"):
+    with refused(DataError, "784 pixels", "29 x 28", "workflow.max_image_pixels"):
         renderer.render([Message("user", "?", (png(29, 28),))])
 
 
@@ -254,7 +255,7 @@ def test_images_are_read_in_one_form_where_torchvision_is_installed_too(
 
 
 def test_a_text_model_has_no_images_and_a_processor_without_an_image_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no token for images"):
+    with refused(DataError, "images"):
         Images(object())
 
 
@@ -262,7 +263,7 @@ def test_a_template_for_text_alone_refuses_images(model_dir) -> None:
     directory, template = model_dir("qwen2_vl"), "{% for m in messages %}{{ m.content + '' }}{% endfor %}"
     plain = ChatRenderer(hf_tokenizer(directory), chat_template=template, images=images_of(directory))
     assert plain.decode(plain.render([Message("user", "text")]).tokens) == "text"
-    with pytest.raises(DataError, match="writes text only"):
+    with refused(DataError, "chat template"):
         plain.render([Message("user", "?", (png(14, 14),))])
 
 

@@ -108,7 +108,8 @@ async def holds_shifted(engine: TorchEngine, model_dir: Path) -> bool:
 
 
 def memory_rise() -> Callable[[], int]:
-    """By how many bytes the memory of this process rose at most, from now on."""
+    """By how many bytes the memory of this process rose at most, from now on, without the code of libraries, which a
+    forked process maps as it first runs it."""
 
     def memory(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import refused
 
 from trivium.errors import ConfigError, RoleFailed, TriviumError
 from trivium.models.weights.stream import Named
@@ -55,15 +56,15 @@ def test_calls_have_answers_and_errors(links: tuple[Link, Link]) -> None:
     served = {"divide": lambda a, b: a / b, "refuse": refuse}
     answering(other, lambda call: FAILURES.answer_of(lambda: served[call.method](*call.args)))
     assert [one.call("divide", n, 2).result(PATIENCE_S) for n in (4, 5)] == [2.0, 2.5]
-    with pytest.raises(ConfigError, match="found: none\ndo: name one"):
+    with refused(ConfigError, "name one"):
         one.call("refuse").result(PATIENCE_S)
-    with pytest.raises(RoleFailed, match="other failed: ZeroDivisionError: division by zero"):
+    with refused(RoleFailed, "other failed", "ZeroDivisionError"):
         one.call("divide", 1, 0).result(PATIENCE_S)
 
 
 def test_an_answer_gives_its_value_or_raises_its_error() -> None:
     assert Answer(3).unwrap() == 3
-    with pytest.raises(RoleFailed, match="other failed: ValueError: no"):
+    with refused(RoleFailed, "other failed", "ValueError: no"):
         FAILURES.answer(ValueError("no")).unwrap()
 
 
@@ -78,7 +79,7 @@ def test_what_the_other_process_cannot_read_fails_its_call_alone(links: tuple[Li
     one, other = links
     answering(other, lambda call: Answer(Unreadable() if call.args[0] == "answer" else call.args[0]))
     for argument in (Unreadable(), "answer"):
-        with pytest.raises(TriviumError, match="invalid literal"):
+        with refused(TriviumError, "invalid literal"):
             one.call("echo", argument).result(PATIENCE_S)
     assert one.call("echo", 3).result(PATIENCE_S) == 3
 

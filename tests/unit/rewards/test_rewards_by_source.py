@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import refused
 
 from trivium.config import RewardConfig, plugin
 from trivium.errors import ConfigError, DataError, RewardError
@@ -72,9 +73,8 @@ def test_dapo_says_what_it_read() -> None:
 
 
 def test_an_unknown_source_is_named_with_those_there_are() -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, "'openai/gsm9k'") as caught:
         default_compute_score("openai/gsm9k", "", "")
-    assert "'openai/gsm9k'" in caught.value.asked
     assert all(name in caught.value.found for name in GRADERS)
     assert grader_of("aime_2031") is grader_of("aime")
 
@@ -368,7 +368,7 @@ def test_the_program_in_a_completion() -> None:
     ],
 )
 def test_tests_that_cannot_be_read_are_an_error_and_no_score(tests: Any) -> None:
-    with pytest.raises(DataError):
+    with refused(DataError):
         read_tests(tests)
 
 
@@ -383,7 +383,7 @@ def test_a_run_scores_by_the_tasks_data_source() -> None:
     reward = by_source()
     assert reward("", "#### 5", "openai/gsm8k", reward_model={"ground_truth": "5"}) == 1.0
     assert reward("", "Answer: 4", "math_dapo", answer="5") == -1.0
-    with pytest.raises(DataError, match="neither `reward_model"):
+    with refused(DataError, "'openai/gsm8k'", "`reward_model.ground_truth`", "`answer`"):
         reward("", "", "openai/gsm8k")
 
 
@@ -397,7 +397,7 @@ async def test_the_judge_calls_it() -> None:
     assert isinstance(unknown, RewardError)
     assert "'mine'" in unknown.found
     judge.check_columns(columns)
-    with pytest.raises(DataError, match="lacks data_source"):
+    with refused(DataError, "data_source"):
         judge.check_columns(["answer"])
 
 
@@ -410,7 +410,7 @@ def test_its_limits_are_those_of_the_config(tmp_path: Path) -> None:
     assert reward("", code.format(200), "taco", answer=hungry) == 0.0
     assert default_compute_score("taco", code.format(200), hungry) == 1.0
     assert default_compute_score("taco", code.format(200), hungry, memory_limit_mb=128) == 0.0
-    with pytest.raises(ConfigError, match="there are: memory"):
+    with refused(ConfigError, "everything", "memory"):
         by_source(sandbox_without=("everything",))
     assert GraderLimits(1, 128).sandbox() is GraderLimits(1, 128).sandbox()
 

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from failing import refused
 from pydantic import ValidationError
 
 from trivium.errors import DataError, MissingPackage, RewardError
@@ -128,9 +129,9 @@ def test_math_verify_off_the_main_thread():
     thread.start()
     thread.join()
     assert found == [float(right) for _, _, right in MATH]
-    with pytest.raises(RewardError, match="an `answer` that math-verify can read"):
+    with refused(RewardError, "`answer`", repr("\\boxed{}")):
         reward("", "42", "\\boxed{}")
-    with pytest.raises(RewardError, match="within 2 CPU seconds"):  # would hold this interpreter for ever
+    with refused(RewardError, "2 CPU seconds"):  # would hold this interpreter for ever
         reward("", "\\boxed{9^{9^{9^{9}}}}", "42")
     assert reward("", "\\boxed{42}", "42") == 1.0
 
@@ -148,7 +149,7 @@ def test_reasoning_gym_scores_as_the_dataset_does():
         assert full("", "no idea", column) < 1.0
         assert tag("", f"<answer>x</answer> so <answer> {entry['answer']} </answer>.", column) == 1.0
         assert tag("", entry["answer"], column) == dataset.score_answer(None, dataset[1])
-    with pytest.raises(DataError, match="reasoning_gym"):
+    with refused(DataError, "reasoning_gym"):
         full("", "1", {"dataset": "countdown"})
 
 
@@ -159,19 +160,19 @@ def test_last_tag():
 
 
 def test_a_missing_package_says_what_to_install():
-    with pytest.raises(MissingPackage, match=r"trivium\[math\]"):
+    with refused(MissingPackage, "pip install 'trivium[math]'"):
         require("no_such_module", "math-verify", "math", "score")
 
 
 def test_a_child_that_dies_is_an_error_and_is_replaced():
     exits = Isolated("os:_exit", 5)
     for _ in range(2):
-        with pytest.raises(RewardError, match="ended with code 3"):
+        with refused(RewardError, "code 3"):
             exits(status=3)
 
 
 def test_a_child_that_is_killed_is_not_an_exit_code():
-    with pytest.raises(RewardError, match="was ended by SIGABRT"):
+    with refused(RewardError, "SIGABRT"):
         Isolated("os:abort", 5)()
 
 
@@ -179,10 +180,10 @@ def test_a_signal_that_no_limit_of_the_call_sent_is_named(tmp_path, monkeypatch)
     source = "import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(60)\n"
     (tmp_path / "sets_an_alarm.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardError, match="was ended by SIGALRM on"):
+    with refused(RewardError, "SIGALRM"):
         Isolated("sets_an_alarm:f", 5)()
 
 
 def test_an_exit_in_a_child_is_its_error():
-    with pytest.raises(RewardError, match=r"SystemExit\(\)"):
+    with refused(RewardError, "SystemExit()"):
         Isolated("sys:exit", 5)()

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import configured, problems_of
+from failing import refused
 from reward_parts import judged, picture, task
 from reward_services import computed, json_of, raw, service
 from serving import RENDERER, served
 
 from trivium.clients.http import EndpointError, MalformedResponse, TokenRefused
-from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, RewardError
+from trivium.errors import RewardError
 from trivium.rewards import make_judge
 from trivium.rewards.generative import GenerativeJudge, UnreadableVerdict
 from trivium.types import Media
@@ -73,26 +74,25 @@ async def test_the_score_is_read_from_the_verdict(text: str, section: dict[str, 
 @pytest.mark.parametrize(
     ("value", "section", "kind", "text"),
     [
-        (verdict("I cannot judge this"), {}, UnreadableVerdict, "no match of the pattern: 'I cannot judge this'"),
-        (verdict("<think>Score: 9</think>hm"), {}, UnreadableVerdict, "no match of the pattern"),
-        (verdict("Score: 11"), {}, UnreadableVerdict, "11 is not from 0 to 10"),
-        (verdict("Score: 5", "length"), {}, UnreadableVerdict, "cut off at 512 tokens"),
-        (verdict('{"score": "8"}'), {"json_key": "score"}, UnreadableVerdict, "'8' of type str"),
-        (verdict('{"score": NaN}'), {"json_key": "score"}, UnreadableVerdict, "nan, which is not a finite number"),
-        (verdict('{"mark": 8}'), {"json_key": "score"}, UnreadableVerdict, "no JSON object with 'score'"),
-        (verdict("maybe"), {"pattern": r"\w+", "choices": {"yes": 1}}, UnreadableVerdict, "none of the choices yes"),
+        (verdict("I cannot judge this"), {}, UnreadableVerdict, "'I cannot judge this'"),
+        (verdict("<think>Score: 9</think>hm"), {}, UnreadableVerdict, "pattern"),
+        (verdict("Score: 11"), {}, UnreadableVerdict, "0 to 10"),
+        (verdict("Score: 5", "length"), {}, UnreadableVerdict, "512 tokens"),
+        (verdict('{"score": "8"}'), {"json_key": "score"}, UnreadableVerdict, "'8'"),
+        (verdict('{"score": NaN}'), {"json_key": "score"}, UnreadableVerdict, "nan"),
+        (verdict('{"mark": 8}'), {"json_key": "score"}, UnreadableVerdict, "'score'"),
+        (verdict("maybe"), {"pattern": r"\w+", "choices": {"yes": 1}}, UnreadableVerdict, "choices yes"),
         (verdict(None), {}, MalformedResponse, "content: None"),
-        ({"choices": []}, {}, MalformedResponse, "no choices[0].message.content"),
-        ([], {}, MalformedResponse, "no choices[0].message.content"),
+        ({"choices": []}, {}, MalformedResponse, "choices[0].message.content"),
+        ([], {}, MalformedResponse, "choices[0].message.content"),
     ],
 )
 async def test_a_verdict_without_a_score_is_a_named_error(
     value: Any, section: dict[str, Any], kind: type[EndpointError], text: str
 ) -> None:
     async with service(json_of(value), path=PATH) as here:
-        with pytest.raises(kind) as raised:
+        with refused(kind, text) as raised:
             await score(here.url, **section)
-        assert text in str(raised.value)
         assert raised.value.place == here.url
         assert len(here.requests) == 1
 
@@ -113,7 +113,7 @@ async def test_requests_are_retried_and_refused_as_those_of_every_reward_over_ht
         assert await score(here.url) == 0.5
         assert len(here.requests) == 2
     async with service(raw(401, b""), path=PATH) as here:
-        with pytest.raises(TokenRefused):
+        with refused(TokenRefused):
             await score(here.url)
         assert len(here.requests) == 1
 
@@ -147,7 +147,4 @@ def test_columns_of_the_template_are_asked_for_before_a_run_begins() -> None:
 )
 def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], text: str) -> None:
     judge = {"kind": "generative_judge", "urls": "http://127.0.0.1:1/v1", "model": "j", **section}
-    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
-    with pytest.raises(ConfigError) as raised:
-        config_from_mapping({"model": {"kind": "tiny"}, "tasks": tasks, "rewards": [judge]})
-    assert text in str(raised.value)
+    assert text in " ".join(problems_of(configured, rewards=[judge]).values())

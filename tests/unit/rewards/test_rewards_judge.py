@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from failing import refused
 
 from trivium import concurrency
 from trivium.config import RewardConfig, plugin
@@ -268,7 +269,7 @@ def test_one_reward_that_raises_costs_that_trajectory_its_score_and_keeps_the_ca
 def test_a_missing_column_is_found_before_the_run_and_never_scored(rewards):
     judge = rewards("mine", "everything")
     judge.check_columns({"answer", "x"})
-    with pytest.raises(DataError, match="'mine' lacks answer; columns: solution, x"):
+    with refused(DataError, "'mine'", "answer", "solution, x"):
         judge.check_columns({"x": 1, "solution": 2})
     (error,) = score(judge, task(solution="2"), "2")
     assert isinstance(error, RewardError)
@@ -276,13 +277,13 @@ def test_a_missing_column_is_found_before_the_run_and_never_scored(rewards):
 
 
 def test_rewards_that_cannot_be_called_are_config_errors(rewards):
-    with pytest.raises(ConfigError, match=r"it takes \(response, truth\)"):
+    with refused(ConfigError, "(response, truth)"):
         rewards("backwards")
-    with pytest.raises(ConfigError, match="a int"):
+    with refused(ConfigError, "a int"):
         rewards("number")
-    with pytest.raises(ConfigError, match="mine twice"):
+    with refused(ConfigError, "mine twice"):
         rewards("mine", "mine")
-    with pytest.raises(UnknownName, match="no 'mien'"):
+    with refused(UnknownName, "'mien'"):
         rewards("mien")
 
 
@@ -292,11 +293,10 @@ def test_a_reward_takes_any_of_prompt_completion_and_columns_by_name(rewards):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("ignores", "neither completion nor"), ("both", "both"), ("of_group", r"no prompt\ndo: TRL's")],
+    ("name", "lacks"), [("ignores", "neither completion"), ("both", "both"), ("of_group", "no prompt")]
 )
-def test_a_reward_without_a_parameter_that_it_needs_is_told_which(name, text, rewards):
-    with pytest.raises(ConfigError, match=text):
+def test_a_reward_without_a_parameter_that_it_needs_is_told_which(name, lacks, rewards):
+    with refused(ConfigError, name, lacks):
         rewards(name)
 
 
@@ -349,7 +349,7 @@ def test_a_reward_that_compares_and_does_not_give_one_number_each_fails_all(tmp_
 
 
 def test_a_reward_judges_one_or_all_not_both(rewards):
-    with pytest.raises(ConfigError, match=r"it takes \(prompt, completion, completions\)"):
+    with refused(ConfigError, "(prompt, completion, completions)"):
         rewards("both")
 
 
@@ -392,7 +392,7 @@ async def test_workers_build_classes_await_coroutines_and_say_what_went_wrong(re
         {"kind": f"{tmp_path}/my_rewards.py:Counts", "base": 5, "workers": 1, "weight": 2.0}
     )
     judge = make_judge([config])
-    with pytest.raises(DataError, match="lacks parent"):
+    with refused(DataError, "parent"):
         judge.check_columns({})
     assert await judge.score(task(parent=os.getpid()), *once) == {"Counts": 12.0}
     error = await rewards("raises", workers=1).score(task(), *once)

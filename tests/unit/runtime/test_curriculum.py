@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from failing import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,9 +86,9 @@ def test_the_spread_goes_from_sorted_to_shuffled() -> None:
 
 @pytest.mark.parametrize("level", [None, "hard", True, float("nan"), [1]])
 def test_a_task_without_a_difficulty_is_named(level: object) -> None:
-    with pytest.raises(DataError, match="the difficulty of task 't1'"):
+    with refused(DataError, "'t1'", "'level'"):
         Curriculum.of(tasks([1, level, 2]), "level", True, 0.2)
-    with pytest.raises(DataError, match=r"'difficulty' is None; the columns are \['level'\]"):
+    with refused(DataError, "'difficulty'", "['level']", "schedule.curriculum.column"):
         Curriculum.of(tasks([1]), "difficulty", True, 0.2)
 
 
@@ -109,9 +110,9 @@ def test_a_config_names_the_column(tmp_path: Path) -> None:
     config = configured(tmp_path, curriculum={"column": "level", "spread": 0.0, "easy_first": False})
     which = build_schedule(Stage(config, 0, 0, True, tmp_path, tmp_path))
     assert epoch_of(which, 0) == list(range(9, -1, -1))
-    with pytest.raises(DataError, match="'levle'"):
+    with refused(DataError, "'levle'"):
         build_schedule(Stage(configured(tmp_path, curriculum={"column": "levle"}), 0, 0, True, tmp_path, tmp_path))
-    with pytest.raises(ConfigError, match="the curriculum orders them"):
+    with refused(ConfigError, "schedule.shuffle", "curriculum"):
         configured(tmp_path, curriculum={"column": "level"}, shuffle=False)
-    with pytest.raises(ConfigError, match="column"):
+    with refused(ConfigError, "schedule.curriculum.column"):
         configured(tmp_path, curriculum={})

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from failing import refused
 from typer.testing import CliRunner
 
 from trivium.algorithms.formulas import mentions_option
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
+from trivium.errors import ConfigError
 from trivium.registry import CATALOGUE, resolve
 from trivium.runtime.build import algorithm_of, explain
 
@@ -112,5 +114,5 @@ def test_each_stage_is_explained_on_the_command_line() -> None:
     ],
 )
 def test_an_option_that_the_others_switch_off_is_an_error(algorithm: dict, where: str) -> None:
-    with pytest.raises(Exception, match=re.escape(where)):
+    with refused(ConfigError, where):
         config(kind="grpo", **algorithm)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from failing import refused
 
 from tests.processes import Forked, eventually
 from trivium.errors import TriviumError
@@ -86,8 +87,7 @@ def settings_of_loops_that_overlap(started: Path) -> None:
 def test_the_process_collects_seldom_and_switches_often_only_while_a_loop_runs(
     work: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    process = start(tmp_path, work)
-    assert process.wait(120) == 0, process.text
+    start(tmp_path, work).ended()
 
 
 class Odd(BaseException):
@@ -100,7 +100,7 @@ def test_a_run_that_such_an_error_ends_has_not_finished(error: BaseException) ->
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(raises(error))
 
-    with pytest.raises(TriviumError, match=rf"has finished[\s\S]*{type(error).__name__}\("):
+    with refused(TriviumError, type(error).__name__, "has finished"):
         run_in_loop(main(), 60)
 
 
@@ -110,7 +110,7 @@ def test_a_run_whose_tasks_were_all_cancelled_has_not_finished() -> None:
             task.cancel()
         await asyncio.sleep(60)
 
-    with pytest.raises(TriviumError, match="all of its tasks were cancelled"):
+    with refused(TriviumError, "were cancelled"):
         run_in_loop(main(), 60)
 
 

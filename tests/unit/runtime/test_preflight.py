@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from failing import refused
 from PIL import Image
 
 from trivium.config import config_from_mapping, merged
@@ -301,7 +302,7 @@ def test_ranks_on_other_machines_need_no_gpu_of_this_one(tmp_path: Path, monkeyp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert launch.ready(config).warnings == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="there are 2"):
+    with refused(ConfigError, "2"):
         launch.ready(config)
 
 

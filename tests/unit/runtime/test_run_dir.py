@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from failing import refused
 
 from tests.processes import Forked, eventually
 from trivium.concurrency import ProcessLife
@@ -62,7 +63,7 @@ def test_workers_may_be_there_before_their_run(before: str, tmp_path: Path) -> N
         for _ in range(2):
             with (
                 open_run_dir(config_in(run_dir)),
-                pytest.raises(RunDirError, match="runs in it"),
+                refused(RunDirError, run_dir, "run.dir"),
                 open_run_dir(config_in(run_dir)),  # of this process as well
             ):
                 pass
@@ -71,6 +72,5 @@ def test_workers_may_be_there_before_their_run(before: str, tmp_path: Path) -> N
 def test_a_worker_is_refused_while_another_process_runs_there(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with process(tmp_path, "run", run, run_dir) as other:
-        worker = Forked("worker", tmp_path / "worker.out", join, run_dir, os.getpid())
-        assert worker.wait(60) == 1
+        worker = Forked("worker", tmp_path / "worker.out", join, run_dir, os.getpid()).ended(1, seconds=60)
         assert f"process {other.pid} on host" in worker.text

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from failing import refused
 from reward_parts import MESSAGES, exported, picture, reward_model
 from safetensors.torch import save_file
 from vision_parts import sizes
@@ -167,14 +168,14 @@ async def test_only_clients_with_the_token_are_served(monkeypatch: pytest.Monkey
         assert (await post(url, QUERY, "another")).status_code == 401
         assert (await post(url, QUERY, TOKEN)).status_code == 200
         assert (await asyncio.to_thread(httpx.get, f"{url}/health")).status_code == 200
-        with pytest.raises(TokenRefused):
+        with refused(TokenRefused):
             await client(url).score_batch([sample("4")])
         monkeypatch.setenv("SCORING_TOKEN", TOKEN)
         assert values(await client(url, token_variable="SCORING_TOKEN").score_batch([sample("4")])) == [1.5]
 
 
 def test_a_server_for_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="without a token"):
+    with refused(ConfigError, "0.0.0.0", "token"):
         RewardAddress(host="0.0.0.0").token()
     monkeypatch.setenv("SCORING_TOKEN", TOKEN)
     assert RewardAddress(host="0.0.0.0", token_variable="SCORING_TOKEN").token() == TOKEN
@@ -297,12 +298,12 @@ def test_what_is_served_is_read_from_the_rewards_of_a_config(tmp_path: Path) -> 
     assert [(reward.label, reward.weight) for reward in read_rewards(config)] == [("exact", 2.0)]
     assert read_rewards(config, ["rewards.0.weight=3"])[0].weight == 3.0
     config.write_text("rewards: [{kind: exact, stripp: true}]\n")
-    with pytest.raises(ConfigError, match="strip"):
+    with refused(ConfigError, "strip"):
         read_rewards(config)
     config.write_text("model: {kind: tiny}\n")
-    with pytest.raises(ConfigError, match="rewards"):
+    with refused(ConfigError, "rewards"):
         read_rewards(config)
     (tmp_path / "mine.py").write_text("def mine(prompt, completions):\n    return [0.0 for _ in completions]\n")
     config.write_text("rewards: [mine.py:mine]\n")
-    with pytest.raises(ConfigError, match="compares the completions"):
+    with refused(ConfigError, "compares"):
         scorer_of(read_rewards(config), 1.0, 1)

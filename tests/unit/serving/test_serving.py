@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from failing import refused
 from fastapi import FastAPI
 
 from tests.serving import NAME, Served, served
@@ -530,7 +531,7 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     async with served(tmp_path) as here:
         port = here.client.base_url.port
         assert port is not None
-        with pytest.raises(ListenError, match="choose another serve"):
+        with refused(ListenError, f"127.0.0.1:{port}", "serve.port"):
             async with serve_app(ChatServer(here.gateway, "policy", None).app, "127.0.0.1", port):
                 raise AssertionError
 

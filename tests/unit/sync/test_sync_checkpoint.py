@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import refused
 from sync_parts import Reading
 
 from trivium.board import MemoryBoard
@@ -122,7 +123,7 @@ def test_a_version_that_was_removed_is_gone_and_the_error_says_what_is_there(
     monkeypatch.setattr(ends.synchronizer, "deadline_s", 60.0)
     monkeypatch.setattr(checkpoint, "_POLL_S", 60.0)
     started = time.monotonic()
-    with pytest.raises(VersionGone, match=r"collect version 1\n.*\[2, 3\]"):
+    with refused(VersionGone, "version 1", "[2, 3]"):
         ends.explorer.collect(1)
     assert time.monotonic() - started < 50, "there are newer ones, so it will not appear"
 
@@ -132,7 +133,7 @@ def test_a_version_that_another_machine_does_not_see_yet_is_waited_for(ends: End
     hidden = tmp_path / "elsewhere"
     (ends.directory / "version-000001").rename(hidden)
     started = time.monotonic()
-    with pytest.raises(VersionGone):
+    with refused(VersionGone, "version 1"):
         ends.explorer.collect(1)
     assert time.monotonic() - started >= 0.3  # the deadline of this synchronizer
     hidden.rename(ends.directory / "version-000001")
@@ -171,17 +172,13 @@ def renumber(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "said"),
     [
-        ("weights-00000.safetensors", lambda path: flip(path, -1), "'norm' of version 1"),
-        (
-            "weights-00000.safetensors",
-            cut,
-            r"weights-00000.safetensors(.|\n)*norm lies beyond its end",
-        ),
-        ("weights-00000.safetensors", Path.unlink, "is missing"),
-        ("manifest.json", cut, "not a manifest"),
-        ("manifest.json", lambda path: flip(path, path.read_text().index("embed")), "differs from the manifest"),
-        ("manifest.json", renumber, "differs from the manifest"),
-        ("manifest.json", lambda path: path.write_text("[1, 2]"), "not a manifest"),
+        ("weights-00000.safetensors", lambda path: flip(path, -1), "'norm'"),
+        ("weights-00000.safetensors", cut, "beyond"),
+        ("weights-00000.safetensors", Path.unlink, "missing"),
+        ("manifest.json", cut, "a manifest"),
+        ("manifest.json", lambda path: flip(path, path.read_text().index("embed")), "differs from"),
+        ("manifest.json", renumber, "differs from"),
+        ("manifest.json", lambda path: path.write_text("[1, 2]"), "a manifest"),
     ],
     ids=["a bit", "a torn file", "a file less", "a torn manifest", "a bit of the manifest", "another's", "no manifest"],
 )
@@ -189,7 +186,7 @@ def test_damage_is_named(file: str, damage: Callable[[Path], object], said: str,
     ends.publish(1)
     assert ends.holds(1)
     damage(ends.directory / "version-000001" / file)
-    with pytest.raises(SyncError, match=said) as caught:
+    with refused(SyncError, "version 1", file, said) as caught:
         list(ends.explorer.collect(1))
     assert not isinstance(caught.value, VersionGone)
 
@@ -213,7 +210,7 @@ def test_a_version_with_the_hashes_of_earlier_commits_is_read_and_verified(ends:
     path.write_text(json.dumps({**content, "hash": of_all}))
     assert ends.holds(1)
     flip(ends.directory / "version-000001" / "weights-00000.safetensors", -1)
-    with pytest.raises(SyncError, match="'norm' of version 1"):
+    with refused(SyncError, "'norm'", "version 1"):
         list(ends.explorer.collect(1))
 
 
@@ -226,23 +223,13 @@ def test_what_an_earlier_life_left_is_never_delivered(ends: Ends, tmp_path: Path
     resumed.publish(5)
     assert folders(resumed.directory) == ["mine.txt", "version-000005"]
     assert resumed.holds(5)
-    with pytest.raises(VersionGone):
+    with refused(VersionGone, "version 7"):
         resumed.explorer.collect(7)
 
 
-def test_saved_versions_come_back_and_others_go(tmp_path: Path) -> None:
-    first = Ends(tmp_path, keep=3)
-    first.publish(4, 5, 6)
-    first.trainer.save(tmp_path / "saved", [4, 5])
-    first.publish(7)
-    resumed = Ends(tmp_path, keep=3)
-    resumed.trainer.restore(tmp_path / "saved")
-    assert resumed.trainer.versions == resumed.explorer.versions == (4, 5)
-    resumed.publish(6)
-    assert all(resumed.holds(version) for version in (4, 5, 6))
-    nothing = Ends(tmp_path)
-    nothing.trainer.restore(tmp_path / "nowhere")
-    assert nothing.trainer.versions == nothing.explorer.versions == ()
+def test_nothing_is_restored_from_nowhere(ends: Ends, tmp_path: Path) -> None:
+    ends.trainer.restore(tmp_path / "nowhere")
+    assert ends.trainer.versions == ends.explorer.versions == ()
 
 
 class Slow(FileChannel):
@@ -257,8 +244,8 @@ class Slow(FileChannel):
         return super().collect(version)
 
 
-async def follow(ends: Ends, meanwhile: tuple[int, ...]) -> list[int]:
-    """The versions that an explorer adopts that is late for version 1."""
+async def follow(ends: Ends, meanwhile: tuple[int, ...], end: type[SyncError] = SyncError) -> list[int]:
+    """The versions that an explorer adopts that is late for version 1, until this error ends it."""
     nobody: Any = None
     no_tasks: Any = ()
     engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
@@ -270,11 +257,8 @@ async def follow(ends: Ends, meanwhile: tuple[int, ...]) -> list[int]:
     channel = Slow(keep=2, directory=ends.directory, synchronizer=ends.synchronizer, role="explorer-0")
     channel.meanwhile, channel.ends = meanwhile, ends
     await ends.synchronizer.join("explorer-0")
-    with pytest.raises(SyncError) as caught:
+    with refused(end, "next version" if end is SyncError else "version 1"):
         await follow_weights(explorer, buffer, schedule, ends.synchronizer, channel)
-    if isinstance(caught.value, VersionGone):
-        raise caught.value
-    assert "waits for the trainer's next version" in caught.value.asked
     return engine.loaded
 
 
@@ -291,8 +275,7 @@ async def test_an_explorer_that_is_in_time_takes_what_it_was_told(ends: Ends) ->
 async def test_there_is_nothing_to_ask_for_where_the_newest_itself_is_gone(ends: Ends) -> None:
     (ends.directory / "version-000001").mkdir(parents=True)
     ends.synchronizer.publish(1)
-    with pytest.raises(VersionGone):
-        await follow(ends, ())
+    assert await follow(ends, (), VersionGone) == []
 
 
 def test_the_manifest_says_what_each_tensor_is(ends: Ends) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import refused
 from sync_parts import Reading
 
 from trivium.board import MemoryBoard
@@ -91,12 +92,10 @@ async def test_damage_is_refused_as_often_as_it_happens_and_the_trainer_gives_up
     offering = run.offer(0)
     for _ in range(collective.MAX_EXCHANGES):
         await synchronizer.next_version("ann", None, newest=True)
-        with pytest.raises(SyncError, match="collect 'embed' of version 0") as caught:
+        with refused(SyncError, "'embed'", "version 0") as caught:
             await collected(channel, 0)
         assert not isinstance(caught.value, VersionGone)
-    with pytest.raises(
-        SyncError, match=f"{collective.MAX_EXCHANGES} exchanges were aborted, .* ann: its bytes changed"
-    ):
+    with refused(SyncError, "version 0", f"{collective.MAX_EXCHANGES} exchanges", "ann", "bytes changed"):
         await offering
 
 
@@ -107,7 +106,7 @@ async def test_an_exchange_is_entered_once() -> None:
     await synchronizer.next_version("ann", None, newest=True)
     await collected(channel, 0)
     assert await offering
-    with pytest.raises(VersionGone, match="the trainer is at exchange 1, without this explorer"):
+    with refused(VersionGone, "'ann'", "version 0", "exchange 1"):
         await collected(channel, 0)
 
 
@@ -116,7 +115,7 @@ async def test_one_that_the_trainer_took_for_dead_is_told_so() -> None:
     synchronizer, channel = await run.explorer("ann")
     await run.explorer("bob")
     synchronizer.mark_dead("ann", "no heartbeat for 10 s")
-    with pytest.raises(SyncError, match=r"explorer 'ann'(.|\n)*counted it as dead: no heartbeat for 10 s"):
+    with refused(SyncError, "'ann'", "version 0", "no heartbeat", "sync.heartbeat_s"):
         await collected(channel, 0)
 
 
@@ -134,7 +133,7 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
     assert not entering.done()
     run.synchronizer.mark_dead("bob", "killed")
     async with asyncio.timeout(60):
-        with pytest.raises(VersionGone, match=r"exchange 1 of the trainer and ann, bob(.|\n)*'bob' has ended: killed"):
+        with refused(VersionGone, "exchange 1", "ann", "'bob'", "killed"):
             await entering
         await ann.next_version("ann", None, newest=True)
         assert dict(await collected(channel, 0)).keys() == dict(WEIGHTS).keys()
@@ -149,7 +148,7 @@ async def test_an_address_that_somebody_cannot_reach_is_named(monkeypatch: pytes
     for _ in range(collective.MAX_EXCHANGES):
         await ann.next_version("ann", None, newest=True)
         assert await ann.ready_to_nccl_sync("ann", 0) is not None  # and never comes
-    with pytest.raises(SyncError, match=r"not all of the trainer and ann came to \S+:\d+ within 0 s"):
+    with refused(SyncError, "version 0", "ann", "GLOO_SOCKET_IFNAME"):
         await offering
 
 
@@ -162,9 +161,9 @@ async def test_a_run_that_is_over_keeps_nobody_in_an_exchange() -> None:
     assert exchange is not None
     synchronizer.mark_dead(TRAINER, "killed")
     async with asyncio.timeout(60):
-        with pytest.raises(RoleFailed, match="trainer failed: killed"):
+        with refused(RoleFailed, "trainer failed", "killed"):
             await offering
-        with pytest.raises(RoleFailed, match="trainer failed: killed"):
+        with refused(RoleFailed, "trainer failed", "killed"):
             await collected(channel, 0)
 
 
@@ -174,7 +173,7 @@ def test_addresses_are_those_of_the_interface_that_is_named(monkeypatch: pytest.
     assert process_group.endpoint("127.0.0.1:80") == ("127.0.0.1", 80)
     assert process_group.endpoint("node-7:80") == ("node-7", 80)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
-    with pytest.raises(SyncError, match="GLOO_SOCKET_IFNAME=nowhere"):
+    with refused(SyncError, "GLOO_SOCKET_IFNAME=nowhere"):
         process_group.own_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.7")  # loopback to loopback: the route of torchrun's master
@@ -252,14 +251,14 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
     go_on.set()
-    with pytest.raises(SyncError, match="counted it as dead: killed"):
+    with refused(SyncError, "dead: killed"):
         await entering
     for delivered in (False, True):
         await late.next_version("cy", None, newest=True)
         if delivered:
             assert len(await collected(late_channel, 0)) == 9
         else:
-            with pytest.raises(VersionGone, match="it continues with bucket 1"):
+            with refused(VersionGone, "bucket 1"):
                 await collected(late_channel, 0)
         assert await offering is delivered
         offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
@@ -289,9 +288,9 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
     go_on.set()
-    with pytest.raises(SyncError, match="counted it as dead: killed"):
+    with refused(SyncError, "dead: killed"):
         await lost
-    with pytest.raises(VersionGone, match="it continues with bucket 2, and this process lacks an earlier one"):
+    with refused(VersionGone, "bucket 2"):
         await collected(late_channel, 0)
     assert {key: float(tensor[0]) for key, tensor in (await first).items()} == {f"layer.{i}": i for i in range(9)}
     assert await offering is True
@@ -319,7 +318,7 @@ async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monk
         with pytest.raises(FloatingPointError, match="a rank died"):
             await offering
         run.synchronizer.mark_dead(TRAINER, "a rank died")
-        with pytest.raises(RoleFailed, match="trainer failed: a rank died"):
+        with refused(RoleFailed, "trainer failed", "a rank"):
             await entering
 
 
@@ -369,7 +368,7 @@ async def test_a_trainer_that_offers_another_version_says_what_became_of_the_res
     with pytest.raises(FloatingPointError):
         await offering
     again = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 1, Reading(5)))
-    with pytest.raises(VersionGone, match=r"the rest of version 0, after \d bucket"):
+    with refused(VersionGone, "version 0", "bucket(s)"):
         await entering
     assert len(await collected(channel, 1)) == 5
     assert await again is True
@@ -450,7 +449,7 @@ async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(mon
         run.synchronizer.mark_dead("ann", "killed")
         async with asyncio.timeout(30):  # `over` is not set: the connecting thread is not waited for
             for waiting in (entering, offering):
-                with pytest.raises(RoleFailed, match="ann failed: killed"):
+                with refused(RoleFailed, "ann failed", "killed"):
                     await waiting
     finally:
         over.set()

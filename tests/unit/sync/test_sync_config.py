@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import configured
 
-from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
 
 
 def problems(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, str]:
     """Where something is wrong, and what was found there."""
-    base = {
-        "model": {"kind": "tiny", "alphabet": "0123456789+="},
-        "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"],
-        "engine": {"sampling": {"max_new_tokens": 4}},
-    }
     try:
-        config_from_mapping({**base, **sections}, tmp_path)
+        configured(tmp_path, **sections)
     except ConfigError as error:
         return {problem.where: problem.found for problem in error.problems}
     return {}

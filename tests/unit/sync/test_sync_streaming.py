@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from sync_parts import adopt, channel_end, engine_of, explore, holds_shifted, host, shifted, train
 from training_parts import write_model
 
@@ -100,13 +101,13 @@ async def test_a_trainer_that_dies_half_way_is_named_and_its_half_answers_nothin
     before = await engine.generate(asked())
     trainer = Forked("trainer", tmp_path / "trainer.out", train, url, model_dir, 9, 2000)
     try:
-        with pytest.raises(RoleFailed, match=r"trainer failed: its store at .* closed while it sent version 1"):
+        with refused(RoleFailed, "trainer failed", "version 1"):
             await asyncio.wait_for(adopt(url, engine), 120)
     finally:
         trainer.kill()
     assert engine.version == 0
     for ask in (engine.generate(asked()), engine.weights()):
-        with pytest.raises(EngineFailure, match="it holds a part of version 1 over another one"):
+        with refused(EngineFailure, "version 1"):
             await ask
     await engine.load(1, shifted(model_dir))
     after = await engine.generate(asked())
@@ -138,9 +139,9 @@ async def test_before_the_first_tensor_the_old_version_still_answers(tmp_path: P
         await engine.load(1, ending(shifted(tmp_path / "model"), 0))
     assert same(await engine.generate(asked()), before)
     wrong = shifted(tmp_path / "model")
-    with pytest.raises(SyncError, match="missing: "):
+    with refused(SyncError, "missing"):
         await engine.load(1, Described(tuple(each for each in wrong.tensors if "norm" not in each.name), wrong))
-    with pytest.raises(SyncError, match="which the description of the version does not list"):
+    with refused(SyncError, "version 1"):
         await engine.load(1, Described(wrong.tensors, ((f"{name}s", tensor) for name, tensor in wrong)))
     assert same(await engine.generate(asked()), before)
     assert engine.version == 0
@@ -152,12 +153,12 @@ async def test_an_update_in_flight_that_fails_ends_what_is_in_flight(tmp_path: P
         await asyncio.sleep(0.001)
     with pytest.raises(ConnectionResetError):
         await engine.load(1, ending(shifted(tmp_path / "model"), 2), in_flight="update")
-    with pytest.raises(EngineFailure, match="the network is gone"):
+    with refused(EngineFailure, "ConnectionResetError"):
         await going
     never = shifted(tmp_path / "model")
-    with pytest.raises(SyncError, match="tensors are missing"):
+    with refused(SyncError, "missing"):
         await engine.load(2, Described(never.tensors, list(never)[:3]))
-    with pytest.raises(EngineFailure, match="a part of version 2"):
+    with refused(EngineFailure, "version 2"):
         await engine.generate(asked())
     await engine.load(3, shifted(tmp_path / "model"), in_flight="update")
     assert len((await engine.generate(asked())).tokens) == 4

@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from configs import configured, problems_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sessions import TASKS, Lengths, Session
 from trivium.board import MemoryBoard, Values
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, VersionGone
+from trivium.errors import VersionGone
 from trivium.evaluate import RemoteEvaluator
 from trivium.loops import train_loop
 from trivium.run_role import live_explorers
@@ -318,13 +318,4 @@ class hand_fed:
 
 @pytest.mark.parametrize("style", [BY_TRAINER, BY_EXPLORER])
 def test_a_deterministic_run_keeps_to_the_schedule(style: SyncStyle) -> None:
-    said = {
-        "model": {"kind": "tiny", "alphabet": "0123456789"},
-        "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"],
-        "schedule": {"deterministic": True},
-        "sync": {"style": style},
-    }
-    with pytest.raises(ConfigError, match="would depend on timing") as caught:
-        config_from_mapping(said)
-    assert [problem[0] for problem in caught.value.problems] == ["sync.style"]
+    assert list(problems_of(configured, schedule={"deterministic": True}, sync={"style": style})) == ["sync.style"]

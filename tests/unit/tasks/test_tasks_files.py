@@ -12,6 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from failing import refused
 
 from trivium.config import build, plugin
 from trivium.errors import DataError, MissingPackage
@@ -82,7 +83,7 @@ def test_gsm8k_rows() -> None:
 
 def test_answer_regex_that_misses_names_the_row(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 1"}, {"prompt": "q", "answer": "none"})
-    with pytest.raises(DataError, match=r"a\.jsonl:2 .*#### [\s\S]*no match in 'none'"):
+    with refused(DataError, "a.jsonl:2", "'none'", "####"):
         source("jsonl", path, answer_regex="#### (.*)$")
 
 
@@ -142,7 +143,7 @@ def test_duplicate_ids_are_made_unique_and_counted(tmp_path: Path) -> None:
 def test_skip_and_limit(rows: Path) -> None:
     tasks = source("jsonl", rows, prompt="question", skip=1, limit=1)
     assert [task.prompt[0].content for task in tasks] == ["2+2?"]
-    with pytest.raises(DataError, match="no rows after skipping 9"):
+    with refused(DataError, "'train'", "skipping 9"):
         source("jsonl", rows, prompt="question", skip=9)
 
 
@@ -153,35 +154,37 @@ def test_bom_blank_lines_and_line_separators_inside_strings(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "fields", "message"),
+    ("content", "fields", "names"),
     [
-        (b"", {}, "no rows"),
-        (b'{"prompt": "a"}\n{"prompt": \n', {}, r"JSON at .*a\.jsonl:2"),
-        (b'{"prompt": "\xff"}\n', {}, r"JSON at .*a\.jsonl:1"),
-        (b"[1, 2]\n", {}, r"a row at .*a\.jsonl:1\nfound: a list, on one line or over the whole file\ndo: .*jq"),
-        (b'[\n{"prompt": "1"}\n]\n', {}, r"a row at .*a\.jsonl:1\nfound: a list, on one line or over the whole file"),
-        ('{"prompt": "caf\u00e9"}\n'.encode("latin-1"), {}, r"found: byte b'\\xe9' of .* is not UTF-8\ndo: .*iconv"),
-        (b'{"promt": "a"}\n', {}, "column 'prompt' at .*:1, for the prompt[\\s\\S]*did you mean 'promt'"),
-        (b'{"prompt": "a"}\n', {"id": "key"}, "column 'key'"),
-        (b'{"prompt": "a", "key": 1.5}\n', {"id": "key"}, r"an id in column 'key'[\s\S]*1\.5"),
-        (b'{"prompt": "a"}\n', {"answer": "solution"}, "column 'solution' .* for the answer"),
-        (b'{"prompt": "a"}\n', {"answer_regex": "x"}, "column 'answer' .* for the answer"),
-        (b'{"prompt": "a"}\n', {"completion": "reply"}, "column 'reply' .* for the expert's completion"),
-        (b'{"prompt": "a"}\n', {"template": "{question}"}, "KeyError: 'question'"),
-        (b'{"prompt": 3}\n', {}, "give text or a list"),
-        (b'{"prompt": []}\n', {}, "give text or a list"),
-        (b'{"prompt": [{"role": "user", "content": "a", "name": "n"}]}\n', {}, "message 0[\\s\\S]*exactly"),
-        (b'{"prompt": [{"role": "bot", "content": "a"}]}\n', {}, "the role one of system"),
-        (b'{"prompt": [{"role": "assistant", "content": "a"}]}\n', {}, "set completion: prompt"),
-        (b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}\n', {}, "last message is from 'user'"),
-        (b'{"prompt": "a", "x": NaN}\n', {}, "a JSON value at .*:1, 'x'\nfound: float nan"),
-        (b'{"prompt": "a", "answer": "1", "answer_column": 0, "s": "2"}\n', {"answer": "s"}, "rename 'answer_column'"),
+        (b"", {}, ("no rows",)),
+        (b'{"prompt": "a"}\n{"prompt": \n', {}, ("JSON", "a.jsonl:2")),
+        (b'{"prompt": "\xff"}\n', {}, ("JSON", "a.jsonl:1")),
+        (b"[1, 2]\n", {}, ("a.jsonl:1", "a list", "jq")),
+        (b'[\n{"prompt": "1"}\n]\n', {}, ("a.jsonl:1", "a list")),
+        ('{"prompt": "caf\u00e9"}\n'.encode("latin-1"), {}, ("'\\xe9'", "UTF-8", "iconv")),
+        (b'{"promt": "a"}\n', {}, ("'prompt'", "a.jsonl:1", "'promt'")),
+        (b'{"prompt": "a"}\n', {"id": "key"}, ("'key'",)),
+        (b'{"prompt": "a", "key": 1.5}\n', {"id": "key"}, ("'key'", "1.5")),
+        (b'{"prompt": "a"}\n', {"answer": "solution"}, ("'solution'", "the answer")),
+        (b'{"prompt": "a"}\n', {"answer_regex": "x"}, ("'answer'", "the answer")),
+        (b'{"prompt": "a"}\n', {"completion": "reply"}, ("'reply'", "expert's")),
+        (b'{"prompt": "a"}\n', {"template": "{question}"}, ("KeyError", "'question'")),
+        (b'{"prompt": 3}\n', {}, ("'prompt'", "a list")),
+        (b'{"prompt": []}\n', {}, ("'prompt'", "a list")),
+        (b'{"prompt": [{"role": "user", "content": "a", "name": "n"}]}\n', {}, ("message 0", "name")),
+        (b'{"prompt": [{"role": "bot", "content": "a"}]}\n', {}, ("role", "bot")),
+        (b'{"prompt": [{"role": "assistant", "content": "a"}]}\n', {}, ("completion: prompt",)),
+        (b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}\n', {}, ("'completion'", "'user'")),
+        (b'{"prompt": "a", "x": NaN}\n', {}, ("a.jsonl:1", "'x'", "nan")),
+        (b'{"prompt": "a", "answer": "1", "answer_column": 0, "s": "2"}\n', {"answer": "s"}, ("'answer_column'",)),
     ],
 )
-def test_bad_rows_are_refused_by_name(tmp_path: Path, content: bytes, fields: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_refused_by_name(
+    tmp_path: Path, content: bytes, fields: dict[str, Any], names: tuple[str, ...]
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with refused(DataError, *names) as caught:
         source("jsonl", path, **fields)
     assert caught.value.asked
     assert caught.value.found
@@ -204,28 +207,21 @@ def test_bad_settings_are_refused_before_anything_is_read(fields: dict[str, Any]
         JsonlTasks.Config(kind="jsonl", path="nowhere.jsonl", **fields)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("jsonl", "no such file\n.*tasks.train.path"),
-        ("parquet", "no such file\n.*tasks.train.path"),
-        ("datasets", "tasks.train.path: the dataset folder .*nowhere\nfound: no such directory\n"),
-    ],
-)
-def test_a_missing_path_is_named(tmp_path: Path, kind: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
+    with refused(DataError, "tasks.train.path", tmp_path / "nowhere"):
         source(kind, tmp_path / "nowhere")
 
 
 def test_parquet_names_row_and_column_of_a_value_without_json_form(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "raw": [None, b"bytes"]}), path)
-    with pytest.raises(DataError, match=r"row 1, 'raw'\nfound: bytes"):
+    with refused(DataError, "row 1", "'raw'", "bytes"):
         source("parquet", path)
 
 
 def test_a_file_that_is_not_parquet(rows: Path) -> None:
-    with pytest.raises(DataError, match="write the file again"):
+    with refused(DataError, rows):
         source("parquet", rows)
 
 
@@ -235,7 +231,7 @@ def test_a_missing_package_says_what_to_install(
 ) -> None:
     for module in (package, f"{package}.parquet"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(MissingPackage, match=rf"{package}[\s\S]*trivium\[data\]"):
+    with refused(MissingPackage, package, "trivium[data]"):
         source(kind, rows)
 
 
@@ -244,13 +240,13 @@ def test_datasets_saved_to_disk_with_and_without_splits(tmp_path: Path) -> None:
     two = datasets.Dataset.from_list([{"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}])
     one.save_to_disk(tmp_path / "one")
     assert source("datasets", tmp_path / "one")[0].columns == {"answer": "1"}
-    with pytest.raises(DataError, match="leave `split` out"):
+    with refused(DataError, "`split`", tmp_path / "one"):
         source("datasets", tmp_path / "one", split="train")
     datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
     assert len(source("datasets", tmp_path / "both", split="test")) == 2
-    with pytest.raises(DataError, match=r"one split[\s\S]*known: test, train"):
+    with refused(DataError, "test, train"):
         source("datasets", tmp_path / "both")
-    with pytest.raises(DataError, match="did you mean 'test'"):
+    with refused(DataError, "'tst'", "'test'"):
         source("datasets", tmp_path / "both", split="tst")
 
 
@@ -262,7 +258,7 @@ def test_datasets_reads_a_folder_of_files_offline(tmp_path: Path, monkeypatch: p
     tasks = source("datasets", folder)
     assert [task.prompt[0].content for task in tasks] == ["a", "b"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="one that holds data files"):
+    with refused(DataError, tmp_path / "empty"):
         source("datasets", tmp_path / "empty")
 
 
@@ -275,5 +271,5 @@ def test_a_folder_of_files_may_have_several_configurations(tmp_path: Path, monke
     for name in ("main", "other"):
         (folder / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
     assert source("datasets", folder, subset="other")[0].prompt[0].content == "other"
-    with pytest.raises(DataError, match="main"):
+    with refused(DataError, "main"):
         source("datasets", folder)

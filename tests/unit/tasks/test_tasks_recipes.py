@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing import refused
 
 from trivium.config import RunConfig, build, load_config
 from trivium.errors import ConfigError
@@ -66,6 +67,6 @@ def test_workflows_are_made(config: RunConfig) -> None:
 
 
 def test_gsm8k_asks_for_its_rows() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         load_config(RECIPES / "gsm8k.yaml")
     assert [problem[0] for problem in caught.value.problems] == ["tasks.train.path", "tasks.test.path"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failing import refused
 
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, DataError
@@ -143,13 +144,13 @@ def test_a_template_that_rewrites_earlier_messages_is_an_error_that_shows_where(
     chat = renderer(MOVING)
     talk = [Message("system", "S"), user("a")]
     tokens = chat.render(talk)
-    with pytest.raises(DataError, match=r"from character 8 it reads 'a<.*' but the policy has seen 'S\|a<"):
+    with refused(DataError, "character 8", "'S|a<"):
         chat.extend([*talk, assistant("b")], tokens, StopReason.EOS, [user("c")])
 
 
 def test_a_template_that_drops_the_reply_is_an_error():
     chat = renderer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match="renders the last completion 0 times"):
+    with refused(DataError, "0 times"):
         chat.extend([user("a"), assistant("b")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 
@@ -162,7 +163,7 @@ def test_a_message_that_holds_the_marker_does_not_mislead():
 
 def test_history_must_end_with_the_reply():
     chat = renderer()
-    with pytest.raises(DataError, match=r"its last message is not the assistant's"):
+    with refused(DataError, "assistant's"):
         chat.extend([user("a")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 
@@ -217,7 +218,7 @@ def test_what_ends_a_turn_comes_from_template_tokenizer_and_generation_config(tm
 def test_a_tokenizer_without_template_says_what_to_do():
     tokenizer = tiny_tokenizer("bytes")
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"chat_template\.jinja"):
+    with refused(DataError, "chat_template.jinja"):
         ChatRenderer(tokenizer)
     assert written(ChatRenderer(tokenizer, chat_template=PLAIN).render([user("1+1=")])) == "1+1="
 
@@ -225,18 +226,18 @@ def test_a_tokenizer_without_template_says_what_to_do():
 def test_without_any_end_of_turn_there_is_no_renderer():
     tokenizer = tiny_tokenizer("bytes")
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="the end of a turn"):
+    with refused(DataError, "tokenizer.eos_token"):
         ChatRenderer(tokenizer, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     assert renderer().eos_token_ids == ChatRenderer(tokenizer).eos_token_ids
 
 
 def test_what_cannot_be_rendered_is_said_in_three_parts():
     chat = renderer()
-    with pytest.raises(DataError, match="reads text only"):
+    with refused(DataError, "text only", "`media`"):
         chat.render([Message("user", "look", (Media("image/png", b""),))])
-    with pytest.raises(DataError, match="unknown role critic"):
+    with refused(DataError, "critic"):
         chat.render([Message("critic", "no")])
-    with pytest.raises(DataError, match="at least one token"):
+    with refused(DataError, "one token"):
         renderer(PLAIN).render([user("")])
 
 
@@ -289,7 +290,7 @@ def test_variables_of_a_chat_template_without_effect_are_refused(
     (path / "chat_template.jinja").write_text(TEMPLATE)
     model = {"kind": "hf", "path": str(path), "template_variables": {"enable_thinking": False}}
     tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
-    with pytest.raises(ConfigError) as raised:
+    with refused(ConfigError) as raised:
         config_from_mapping(merged({"model": model, "tasks": tasks, "rewards": ["exact"]}, change))
     assert any(problem.where.startswith(where) for problem in raised.value.problems), raised.value
     sent = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}

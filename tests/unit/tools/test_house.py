@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from call_chain import longest_chain
 from house import (
-    config_fields,
     duplicate_shapes,
     figures,
     functions,
     lines_by_package,
-    repeated_basenames,
-    repeated_names,
-    table_text,
 )
 from import_graph import Module, import_cycles, import_graph, package
 
@@ -52,16 +46,6 @@ def test_every_kind_of_import_is_an_edge(text: str, target: str, kind: str, tmp_
     assert import_graph(modules)["trivium.a"] == {target}
 
 
-def test_a_package_and_its_submodules_are_nodes_of_their_own(tmp_path: Path) -> None:
-    modules = made(
-        tmp_path, {"p/__init__.py": "from . import c\nfrom .d import X", "p/c.py": "from .d import X", "p/d.py": ""}
-    )
-    graph = import_graph(modules)
-    assert graph["trivium.p"] == {"trivium.p.c", "trivium.p.d"}
-    assert graph["trivium.p.c"] == {"trivium.p.d"}
-    assert import_cycles(graph) == []
-
-
 def test_cycles_are_components_and_count_type_only_and_function_level_imports(tmp_path: Path) -> None:
     modules = made(
         tmp_path,
@@ -80,19 +64,6 @@ def test_cycles_are_components_and_count_type_only_and_function_level_imports(tm
     ]
 
 
-def test_config_fields_are_those_of_sections(tmp_path: Path) -> None:
-    modules = made(
-        tmp_path,
-        {
-            "schema.py": "class Config(BaseModel):\n    model_config = 1\n    _secret: int = 0\n"
-            "class Plugin(Config):\n    kind: str\nclass Other:\n    speed: int = 1",
-            "p/a.py": "class A:\n    width: int\n    class Config(Plugin):\n        names: ClassVar[int] = 1\n"
-            "        lr: float = 1.0\nclass Adam(schema.Plugin):\n    betas: int = 2",
-        },
-    )
-    assert sorted(config_fields(modules)) == ["Adam.betas", "Config.lr", "Plugin.kind"]
-
-
 def test_duplicates_are_equal_but_for_names_constants_and_annotations(tmp_path: Path) -> None:
     one = "def f(a: int):\n 'Doc.'\n x = a.b\n y = 1\n for z in x:\n  y += z\n  g(y)\n return y"
     other = one.replace("f(a: int)", "method(self)").replace("a.b", "self.c").replace("'Doc.'", "''").replace("1", "7")
@@ -103,19 +74,6 @@ def test_duplicates_are_equal_but_for_names_constants_and_annotations(tmp_path: 
     assert duplicate_shapes(named) == [["trivium.a.f", "trivium.b.method"]]
 
 
-def test_names_are_repeated_where_two_modules_have_or_define_them(tmp_path: Path) -> None:
-    modules = made(
-        tmp_path,
-        {
-            "a.py": "class Worker: ...\ndef _f(): ...",
-            "p/a.py": "def _f(): ...",
-            "q/b.py": "class A:\n    class Worker: ...\nclass Worker: ...",
-        },
-    )
-    assert repeated_basenames(modules) == {"a": ["trivium.a", "trivium.p.a"]}
-    assert repeated_names(modules) == {"Worker": ["trivium.a", "trivium.q.b"]}
-
-
 def test_the_table_counts_lines_types_and_comments(tmp_path: Path) -> None:
     skip = "x = 1  # fmt: " + "skip"
     long = "def long(a: dict[str, Any], *b: Any) -> Any:\n" + "    a\n" * 61
@@ -124,34 +82,10 @@ def test_the_table_counts_lines_types_and_comments(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_a.py").write_text(f"{skip}\n'# fmt: skip in a string'\n")
     table, details = figures(tmp_path)
     assert lines_by_package(modules) == {"(root)": 63, "p": 501}
-    assert table == {
-        "modules at the package root": 2,
-        "modules": 4,
-        "product lines": 564,
-        "  (root)": 63,
-        "  p": 501,
-        "test lines": 2,
-        "longest function": "trivium.a.long (62)",
-        "functions over 60 lines": 1,
-        "modules over 500 lines": 1,
-        "import cycles": 0,
-        "modules in import cycles": 0,
-        "config fields": 0,
-        "duplicate shapes of 6 statements or more (pairs)": 0,
-        "module basenames used twice": 0,
-        "names defined twice": 0,
-        "functions with a parameter or result that is Any": 1,
-        "parameters and results that mention Any": 3,
-        "parameters and results that are Any": 2,
-        "fmt: skip, product": 1,
-        "fmt: skip, tests": 1,
-    }
+    assert (table["product lines"], table["test lines"], table["fmt: skip, tests"]) == (564, 2, 1)
+    assert table["longest function"] == "trivium.a.long (62)"
+    assert (table["parameters and results that mention Any"], table["parameters and results that are Any"]) == (3, 2)
     assert details["modules over 500 lines"] == {"trivium.p.b": 501}
-    assert table_text({"before": {"one": 1}, "after": {"one": 2, "two": 3}}).splitlines() == [
-        "     before  after",
-        "one  1       2",
-        "two  -       3",
-    ]
 
 
 def test_a_chain_goes_on_with_the_call_that_started_the_actors_method() -> None:
@@ -167,28 +101,3 @@ def test_a_chain_goes_on_with_the_call_that_started_the_actors_method() -> None:
     ]
     with pytest.raises(LookupError, match="no recorded call started it"):
         longest_chain([command, step])
-
-
-def test_a_chain_follows_tasks_and_threads() -> None:
-    """In a process of its own: `install` patches asyncio and threading."""
-    code = """
-import asyncio, call_chain
-from concurrent.futures import ThreadPoolExecutor
-call_chain.install()
-exec(compile('''
-def step(): print(*call_chain.current_chain())
-def submit(): ThreadPoolExecutor().submit(lambda: step()).result()
-async def train(): await asyncio.to_thread(submit)
-async def half():
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(train())
-def run(): asyncio.run(half())
-''', 'm.py', 'exec'), made_up := {'__name__': 'trivium.m', 'asyncio': asyncio, 'call_chain': call_chain,
-                                  'ThreadPoolExecutor': ThreadPoolExecutor})
-made_up['run']()
-"""
-    tools = Path(__file__).parents[3] / "tools"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tools, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout.split() == [f"trivium.m.{name}" for name in ("run", "half", "train", "submit", "step")]

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from episodes import group, turn
+from failing import refused
 from safetensors.torch import load_file
 from training_parts import MODELS, make_engine, write_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -18,17 +19,12 @@ from trivium.algorithms.presets import PPO
 from trivium.errors import ConfigError
 from trivium.loops import train_step
 from trivium.training.engine import TorchTrainEngine
-from trivium.types import Group, StopReason, Task, Trajectory, Turn
+from trivium.types import Group, Trajectory
 
 
 def played(slot: int) -> Group:
-    def turn(index: int) -> Turn:
-        tokens = np.arange(5 + index, 9 + slot, dtype=np.int32)
-        log_prob, version = np.full(len(tokens), -2.0, np.float32), np.zeros(len(tokens), np.int32)
-        return Turn(np.array([1, 2], np.int32), tokens, log_prob, version, StopReason.EOS, "")
-
-    members = tuple(Trajectory(index, (turn(index),), {"exact": float(index)}) for index in (0, 1))
-    return Group(slot, Task(f"task-{slot}", ()), members)
+    turns = [turn([1, 2], range(5 + index, 9 + slot), -2.0) for index in (0, 1)]
+    return group(slot, *(Trajectory(index, (turns[index],), {"exact": float(index)}) for index in (0, 1)))
 
 
 GROUPS = [played(slot) for slot in range(3)]
@@ -156,5 +152,5 @@ def test_a_critic_starts_from_its_own_model(model_dir: Path, tmp_path: Path) -> 
 
 def test_a_critic_whose_model_lacks_tokens_is_refused(model_dir: Path, tmp_path: Path) -> None:
     smaller = write_model(tmp_path / "smaller", vocab_size=MODELS["qwen3"].vocab_size - 1)
-    with pytest.raises(ConfigError, match="critic_path"):
+    with refused(ConfigError, "train.critic_path", smaller):
         make_engine(model_dir, ppo(0), critic_path=str(smaller))

@@ -13,12 +13,12 @@ import numpy as np
 import prefix_parts
 import pytest
 import torch
+from configs import configured, tiny_model
 from emulated_gpu import EmulatedGpu, emulated_gpu
 from moe_parts import batch_of, group_of, sampled, turn_of, write_mixture
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
 from vision_parts import CONVERSATIONS, rolled_out, tiny
 
-from trivium.config.reading import config_from_mapping
 from trivium.engines.torch.batch import Batch, Ticket
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.selfcheck import check_decoder
@@ -176,10 +176,8 @@ def test_sampling_goes_on_where_kernels_are_to_be_deterministic(
 
 def test_a_driver_without_the_gpus_of_its_ranks_describes_the_machine(tmp_path: Path) -> None:
     """Ray hides all GPUs from an actor that has none of its own."""
-    tiny = {"kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "mlp": 16}
-    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
-    mapping: dict[str, Any] = {"run": {"dir": str(tmp_path)}, "model": tiny, "tasks": tasks, "rewards": ["exact"]}
-    described = described_machine(config_from_mapping({**mapping, "train": {"device": "cuda"}}), 1)
+    config = configured(run={"dir": str(tmp_path)}, model=tiny_model(), train={"device": "cuda"})
+    described = described_machine(config, 1)
     assert described["device"] == "cuda"
     assert ("gpu" in described) == torch.cuda.is_available()
 

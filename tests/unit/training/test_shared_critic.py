@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from failing import refused
 from rank_parts_of_heads import (
     AGGREGATE,
     CLIP,
@@ -213,13 +214,12 @@ def test_a_whole_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused(change: dict[str, Any], where: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, where):
         config_from_mapping({**PPO, "run": {"dir": str(tmp_path)}, **change})
-    assert where in [problem.where for problem in caught.value.problems]
 
 
 def test_a_head_of_several_outputs_is_no_critic(model_dir: Path) -> None:
-    with pytest.raises(TriviumError, match="has 2"):
+    with refused(TriviumError, "has 2"):
         ActorCritic(
             model_dir,
             dtype=torch.float32,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing import refused
 
 from tests.rank_processes import run_ranks
 from trivium.errors import RoleFailed
@@ -40,7 +41,7 @@ def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
     os.kill(life.pid, signal.SIGSTOP)
     began = time.monotonic()
     try:
-        with pytest.raises(RoleFailed) as failed:
+        with refused(RoleFailed) as failed:
             group.run_on_all_ranks("take", bytes(num_bytes))
     finally:
         os.kill(life.pid, signal.SIGCONT)

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from failing import refused
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM
 
@@ -163,9 +164,7 @@ class TestLongest:
 
         monkeypatch.setattr(Learner, "_backward", full)
         engine._learners["policy"]._is_untried = True
-        with pytest.raises(
-            TriviumError, match=r"the largest possible in this run\n.*CUDA out of memory\n.*lower train"
-        ):
+        with refused(TriviumError, "CUDA", "train.max_tokens_per_micro_batch"):
             engine.update("policy", batch, Reinforce())
 
 
@@ -263,13 +262,13 @@ class TestUpdate:
         engine = make_engine(model_dir)
         engine.version = 6
         before = weights(engine)
-        with pytest.raises(TriviumError, match="policy in train step 7"):
+        with refused(TriviumError, "policy", "step 7"):
             engine.update("policy", batch, Reinforce(factor=factor))
         assert_same(before, weights(engine))
         assert step(engine, batch)["train/grad_norm/policy"] < float("inf")  # nothing of it is left
 
     def test_a_missing_column_is_named(self, model_dir):
-        with pytest.raises(DataError, match="advantages"):
+        with refused(DataError, "advantages"):
             make_engine(model_dir).update("policy", make_batch(), Reinforce())
 
     def test_media_are_refused(self, model_dir, batch):
@@ -283,7 +282,7 @@ class TestUpdate:
             0,
             media=(Media("image/png", b""),),
         )
-        with pytest.raises(DataError, match="images"):
+        with refused(DataError, "images"):
             make_engine(model_dir).score(Batch((seen,)), "old")
 
     def test_a_sequence_beyond_the_model_s_positions_is_named(self, tmp_path):
@@ -293,10 +292,10 @@ class TestUpdate:
             engine = make_engine(write_model(tmp_path / name, name, **limit), PPO)
             before = all_weights(engine)
             for objective in PPO.objectives:
-                with pytest.raises(DataError, match=r"group 'g1' has 6 tokens.* built for 5"):
+                with refused(DataError, "'g1'", "6 tokens", "max_position_embeddings"):
                     engine.update(objective.role, batch, objective)
             for what in ("old", "ref", "values"):
-                with pytest.raises(DataError, match=r"group 'g1' has 6 tokens.* built for 5"):
+                with refused(DataError, "'g1'", "6 tokens", "max_position_embeddings"):
                     engine.score(batch, what)
             assert_same(before, all_weights(engine))
             assert step(engine, batch.select([0, 1, 3]))["train/tokens"] > 0
@@ -312,7 +311,7 @@ class TestUpdate:
             assert metrics["train/loss/policy"] == pytest.approx(total / len(batch) / limit, rel=1e-5)
 
     def test_unknown_unit(self, model_dir, batch):
-        with pytest.raises(DataError, match="batch"):
+        with refused(DataError, "batch"):
             make_engine(model_dir).update("policy", batch, Reinforce(unit="batch"))
 
 
@@ -320,9 +319,9 @@ class TestScores:
     def test_only_what_is_asked_for_is_held(self, model_dir, batch):
         engine = make_engine(model_dir)
         for what in ("ref", "values", "teacher", "teacher_top"):
-            with pytest.raises(TriviumError, match="policy"):
+            with refused(TriviumError, "policy"):
                 engine.score(batch, what)
-        with pytest.raises(TriviumError, match="no such score"):
+        with refused(TriviumError, "'nonsense'", "old"):
             engine.score(batch, "nonsense")
 
     def test_the_reference_stays(self, model_dir, batch):
@@ -402,7 +401,7 @@ class TestReproducible:
         assert step(first, batch) == step(second, batch)
 
     def test_no_checkpoint(self, model_dir, tmp_path):
-        with pytest.raises(RunDirError, match=r"no engine\.json"):
+        with refused(RunDirError, "engine.json"):
             make_engine(model_dir).load(tmp_path)
 
 
@@ -458,7 +457,7 @@ class TestWeights:
     def test_no_gpu(self, model_dir):
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")
-        with pytest.raises(ConfigError, match="no usable GPU"):
+        with refused(ConfigError, "train.device", "'cuda'"):
             make_engine(model_dir, device="cuda")
 
 
