@@ -28,7 +28,6 @@ from tests.e2e.ray_hosted import (
     scripted_that_fails,
     scripted_that_never_loads,
 )
-from tests.failing import refused
 from tests.processes import survivors
 from trivium import errors
 from trivium.board import SharedBoard
