@@ -40,6 +40,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "workflows": {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",
         "multi_turn": "trivium.workflows.multi_turn:MultiTurn",
+        "tools": "trivium.workflows.tool_functions:ToolFunctions",
     },
     "environments": {},
     "tools": {},

@@ -25,6 +25,7 @@ from trivium.protocols.learning import (
 from trivium.protocols.rollout import (
     ClosedEnvironment,
     Environment,
+    FinishedEnvironment,
     ReadableEngine,
     Renderer,
     RestingEngine,
@@ -52,6 +53,7 @@ __all__ = [
     "EngineSettings",
     "Environment",
     "FileMonitor",
+    "FinishedEnvironment",
     "MeasuringEngine",
     "MeteredEngine",
     "Monitor",

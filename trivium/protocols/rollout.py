@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from trivium.protocols.weight_channel import Weights
     from trivium.types import Completion, IntArray, Message, Prompt, Request, StopReason, Task
 
-    Step = tuple[Sequence[Message], float, bool]
+    Finish = tuple[float | None, Mapping[str, float]]
+    Step = tuple[Sequence[Message], float | None, bool]
 
 
 class TaskSource(Protocol):
@@ -110,7 +111,10 @@ class Environment(Protocol):
         ...
 
     def step(self, completion: str) -> Step | Awaitable[Step]:
-        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode has ended."""
+        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode has ended.
+
+        A reward of None is no reward: reward functions score the trajectory if no step has one.
+        """
         ...
 
 
@@ -120,6 +124,18 @@ class ClosedEnvironment(Protocol):
 
     def close(self) -> Awaitable[None] | None:
         """Ends the environment, after its last step or a failure."""
+        ...
+
+
+@runtime_checkable
+class FinishedEnvironment(Protocol):
+    """An environment with a reward for the whole trajectory, or with metrics. Optional."""
+
+    def finish(self) -> Finish | Awaitable[Finish]:
+        """`(reward, metrics)`, called once after the last step, however the trajectory ended.
+
+        The reward is added to those of the steps; None is none. The metrics are logged under `workflow/`.
+        """
         ...
 
 

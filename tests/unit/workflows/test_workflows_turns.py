@@ -30,7 +30,8 @@ from trivium.types import (
     Trajectory,
     experiences_of,
 )
-from trivium.workflows.multi_turn import EnvironmentFailure, MultiTurn
+from trivium.workflows.episodes import EnvironmentFailure
+from trivium.workflows.multi_turn import MultiTurn
 
 GUESS = Path(__file__).parents[3] / "recipes" / "guess.py"
 RENDERER = ChatRenderer(tiny_tokenizer())
@@ -282,6 +283,48 @@ def test_an_environment_that_cannot_be_made_is_found_before_the_run(
     (problem,) = config.problems(RunConfig.model_construct(), "workflow")
     assert problem[0] == "workflow.environment"
     assert name in str(problem)
+
+
+class Slow(Asynchronous):
+    """Waits in the named method."""
+
+    closed = 0
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        if self.where == "reset":
+            await asyncio.sleep(60)
+        return await super().reset(task)
+
+    async def step(self, completion: str) -> tuple[list[Message], float, bool]:
+        if self.where == "step":
+            await asyncio.sleep(60)
+        return await super().step(completion)
+
+    async def close(self) -> None:
+        type(self).closed += 1
+        if self.where == "close":
+            raise OSError("the server is gone")
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close", "never"])
+async def test_a_slow_environment_fails_its_rollout_and_an_error_of_close_does_not(where: str) -> None:
+    episodes = here(
+        "Slow", environment_args={"where": where}, connect_deadline_s=0.1, call_deadline_s=0.1, max_environments=1
+    )
+    slow = resolve("environments", f"{__file__}:Slow")
+    before = slow.closed
+    for _ in range(2):  # a failed episode leaves its place to the next
+        if where in ("reset", "step"):
+            with pytest.raises(EnvironmentFailure) as caught:
+                await episodes.run(TASK, policy("a", "b", "c"))
+            assert caught.value.asked.startswith(f"Slow.{where}")
+            assert "0.1 s" in caught.value.found
+        else:
+            assert await episodes.run(TASK, policy("a", "b", "c")) == {"environment": 1.5}
+    assert slow.closed == before + 2
 
 
 # --- the example world

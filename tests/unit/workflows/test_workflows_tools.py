@@ -1,0 +1,161 @@
+"""Functions as tools: what the policy is told, which calls run, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from typing import Any, Literal
+
+import pytest
+from workflow_parts import policy, shown, workflow
+
+from trivium.config import RunConfig, plugin
+from trivium.errors import ConfigError
+from trivium.text.tools import TOOLS
+from trivium.types import Message, Task
+from trivium.workflows.episodes import EnvironmentFailure
+from trivium.workflows.functions import described_function
+
+TASK = Task("t", (Message("user", "sum?"),))
+
+
+def add(a: int, b: int = 1, kind: Literal["sum", "difference"] = "sum") -> int:
+    """Adds two
+    numbers.
+
+    Args:
+        a (int): the first
+            number
+        b: the second
+
+    Returns:
+        The sum.
+    """
+    return a + b if kind == "sum" else a - b
+
+
+async def look(word: str) -> dict[str, str]:
+    """Looks up a word."""
+    await asyncio.sleep(0)
+    if word == "none":
+        raise KeyError("no such word")
+    return {"word": word, "in": f"process {os.getpid()}"}
+
+
+def hang(seconds: float) -> str:
+    time.sleep(seconds)
+    return "late"
+
+
+def crash() -> None:
+    os._exit(3)
+
+
+def positional(*words: str) -> str:
+    return " ".join(words)
+
+
+def unheard(thing: asyncio.Event) -> str:
+    return str(thing)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def tools(*names: str, **fields: Any) -> Any:
+    return workflow("tools", tools=[f"{__file__}:{name}" for name in names], **fields)
+
+
+async def results(tooled: Any, *completions: str, task: Task = TASK) -> tuple[list[str], Any]:
+    """The results of the tools that the policy saw, in order, and the policy."""
+    player = policy(*completions)
+    assert await tooled.run(task, player) is None
+    return [text.partition("<|end|>")[0] for text in shown(player)[-1].split("<|tool|>")[1:]], player
+
+
+def test_the_signature_and_the_docstring_describe_a_function() -> None:
+    tool = described_function(add)
+    assert (tool.name, tool.description) == ("add", "Adds two numbers.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "the first number"},
+            "b": {"type": "integer", "default": 1, "description": "the second"},
+            "kind": {"type": "string", "enum": ["sum", "difference"], "default": "sum"},
+        },
+        "required": ["a"],
+    }
+
+
+async def test_calls_run_side_by_side_and_their_results_come_in_order() -> None:
+    both = call("hang", seconds=0.3) + call("hang", seconds=0.2)
+    began = time.monotonic()
+    found, player = await results(tools("hang", "add"), both, call("add", a=2, b=3), "5")
+    assert time.monotonic() - began < 5
+    assert found == ["late", "late", "5"]
+    assert player.metrics == {"env_done": 1.0, "tool_calls": 3.0, "tool_errors": 0.0}
+    assert player.turns[-1].text == "5"
+
+
+@pytest.mark.parametrize(
+    ("completion", "error"),
+    [
+        (call("look", word="none"), "KeyError: 'no such word'"),
+        (call("add"), "invalid arguments: a: Field required"),
+        (call("add", a="x"), "invalid arguments: a: Input should be a valid integer"),
+        (call("add", a=1, c=2), "invalid arguments: c: Extra inputs are not permitted"),
+    ],
+)
+async def test_an_error_of_a_tool_is_its_result(completion: str, error: str) -> None:
+    (found,), player = await results(tools("look", "add"), completion, "ok")
+    assert found.startswith(f"error: {error}")
+    assert player.metrics["tool_errors"] == 1
+
+
+async def test_a_late_tool_is_an_error_for_the_policy_and_in_a_process_so_is_a_crash() -> None:
+    late = call("hang", seconds=60)
+    (found,), _ = await results(tools("hang", call_deadline_s=0.2), late, "ok")
+    assert found == "error: TimeoutError: no answer within 0.2 s"
+    apart = tools("hang", "crash", "look", workers=1, call_deadline_s=3.0)
+    found, _ = await results(apart, call("look", word="w"), late + call("crash"), "ok")
+    assert json.loads(found[0])["word"] == "w"
+    assert str(os.getpid()) not in found[0]
+    assert "no answer within 3" in found[1]
+    assert "ended with code 3" in found[2]
+
+
+async def test_calls_beyond_the_limit_get_an_error_and_one_more_completion() -> None:
+    adds = call("add", a=1)
+    found, player = await results(tools("add", max_calls=2), adds, adds + adds, adds, "unreached")
+    assert found == ["2", "2", "error: the limit of 2 calls is reached"]
+    assert len(player.turns) == 3
+    assert player.metrics["tool_calls"] == 3
+
+
+async def test_a_row_chooses_among_the_tools_and_a_long_result_is_cut() -> None:
+    some = Task("t", TASK.prompt, {"tools": ["look"]})
+    tooled = tools("add", "look", max_result_chars=4)
+    player = policy(call("look", word="w"), call("add", a=1), "ok")
+    await tooled.run(some, player)
+    first = shown(player)[0]
+    assert "look" in first
+    assert "Adds two" not in first
+    assert len(player.turns) == 2, "a call of a tool that the row did not choose is text"
+    assert '<|tool|>{"wo... (' in shown(player)[1]
+    for columns, prompt in (({"tools": ["lock"]}, TASK.prompt), ({}, (Message(TOOLS, "[]"), *TASK.prompt))):
+        with pytest.raises(EnvironmentFailure) as caught:
+            await tooled.run(Task("t", prompt, columns), policy("a"))
+        assert caught.value.__cause__ is not None
+
+
+def test_a_function_that_cannot_be_described_is_found_before_the_run() -> None:
+    config = plugin("workflows")(
+        {"kind": "tools", "tools": [f"{__file__}:{name}" for name in ("positional", "unheard", "TASK", "add")]}
+    )
+    problems = list(config.problems(RunConfig.model_construct(), "workflow"))
+    assert [problem.where for problem in problems] == [f"workflow.tools[{n}]" for n in range(3)]
+    with pytest.raises(ConfigError, match="add, add"):
+        tools("add", "add")

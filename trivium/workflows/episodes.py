@@ -1,0 +1,184 @@
+"""Drives an environment: alternates policy and environment until the episode ends.
+
+reset(task) -> messages -> completion -> step(completion) -> messages, reward, done -> completion -> ...
+
+The workflows of this package differ in the environments that they make. This module holds what they share: deadlines,
+the number of environments that are open at the same time, the record of rewards, and the end of an environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from pydantic import Field
+
+from trivium.concurrency import Threads, Turns, wait_for
+from trivium.config import WorkflowConfig, free
+from trivium.errors import RolloutError, described, text_of
+from trivium.policy import Policy, PromptTooLong, finite_number
+from trivium.protocols import ClosedEnvironment, Environment, FinishedEnvironment
+from trivium.types import Message, Task
+
+_log = logging.getLogger("trivium")
+
+
+class EnvironmentFailure(RolloutError):
+    """An environment raised, missed a deadline, or returned something that is not a step."""
+
+
+class EpisodeConfig(WorkflowConfig):
+    """Base of the sections of workflows with environments: limits on time and number."""
+
+    connect_deadline_s: float = free(60.0, gt=0)
+    """How long the beginning of an episode may take: making the environment, connecting to its server, and its first
+    observation. A rollout whose environment takes longer fails."""
+    call_deadline_s: float | None = free(None, gt=0)
+    """How long the environment may take for each later call. Unset: until the deadline of the rollout."""
+    max_environments: int = free(256, ge=1)
+    """Environments that are open at the same time. Further rollouts wait, within their own deadline."""
+    threads: int = free(32, ge=1)
+    """How many environments without `async` methods may compute at the same time."""
+
+
+class TurnsConfig(EpisodeConfig):
+    """Base of the sections of workflows whose episodes have a number of turns."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Turns after which an episode ends even if the environment is not done."""
+
+
+class Episodes(ABC):
+    """A workflow that makes an environment for each trajectory. The reward is the sum over its steps.
+
+    Each turn is credited with the reward of its step and with the state before it: two turns have the same state if
+    the environment's latest messages were the same. If no step has a reward, the workflow gives none.
+
+    Methods of the environment that are not `async` run in threads of their own, so a slow one holds up neither the
+    other rollouts nor the models. A deadline ends the waiting for such a thread, not the thread.
+
+    An environment that fails or misses a deadline fails its trajectory: it is recorded and counted, never scored as 0.
+    The environment is closed on every path. An error of `close` is logged, since the trajectory is complete without it.
+    """
+
+    def __init__(self, config: EpisodeConfig, name: str, max_turns: int, step_s: float | None = None) -> None:
+        """`name` names the environment in errors; `step_s` bounds each step."""
+        self.config, self._name, self._max_turns, self._step_s = config, name, max_turns, step_s
+        self._end_s = config.call_deadline_s or config.connect_deadline_s
+        self._threads = Threads(config.threads, f"the environment {name}")
+        self._places = Turns(config.max_environments)
+
+    @abstractmethod
+    def make(self) -> Environment:
+        """Makes an environment for one trajectory. It may block: it runs in a thread."""
+
+    async def run(self, task: Task, policy: Policy) -> dict[str, float] | None:
+        """Runs one episode. The reward `environment` is the sum over its steps. The metric `env_done` is whether the
+        environment ended the episode."""
+        async with self._places:
+            made = await self._ask(f"{self._name}()", task, self.make, self.config.connect_deadline_s)
+            world = cast(Environment, made)
+            try:
+                return await self._episode(task, policy, world)
+            finally:
+                await self._close(task, world)
+
+    async def _episode(self, task: Task, policy: Policy, world: Environment) -> dict[str, float] | None:
+        first = await self._ask(f"{self._name}.reset", task, world.reset, self.config.connect_deadline_s, task)
+        seen = self._messages(first, task)
+        conversation, rewards, done = seen, list[float](), False
+        for _ in range(self._max_turns):
+            if not conversation or conversation[-1].role == "assistant":
+                asked = f"{self._name} with a message for the policy to answer"
+                raise self._failure(asked, task, "no message to answer")
+            try:
+                turn = await policy.generate(conversation)
+            except PromptTooLong:
+                if not policy.turns:
+                    raise  # the task itself is too long; later on, a full context ends the episode like `max_turns`
+                break
+            step = await self._ask(f"{self._name}.step", task, world.step, self._step_s, turn.text)
+            messages, reward, done = self._step(step, task)
+            policy.credit(turn, reward=reward or 0.0, state=_state(seen))
+            conversation, seen = (*conversation, Message("assistant", turn.text), *messages), messages
+            rewards += [] if reward is None else [reward]
+            if done:
+                break
+        policy.metrics["env_done"] = float(done)
+        if isinstance(world, FinishedEnvironment):
+            finish = await self._ask(f"{self._name}.finish", task, world.finish, self._end_s)
+            reward, metrics = cast("tuple[float | None, Mapping[str, float]]", finish)
+            policy.metrics |= metrics
+            rewards += [] if reward is None else [reward]
+        return {"environment": float(sum(rewards))} if rewards else None
+
+    async def _close(self, task: Task, world: Environment) -> None:
+        if not isinstance(world, ClosedEnvironment):
+            return
+        try:
+            await self._ask(f"{self._name}.close", task, world.close, self._end_s)
+        except EnvironmentFailure as error:
+            _log.warning("an environment could not be closed; its rollout is kept: %s", error.found)
+            _log.info("the traceback of that failure", exc_info=error)
+
+    async def _ask(
+        self, asked: str, task: Task, function: Callable[..., object], seconds: float | None, /, *arguments: object
+    ) -> object:
+        """Calls a method of the environment, plain or `async`. Its errors become EnvironmentFailure."""
+        try:
+            if seconds is None:
+                return await self._called(function, arguments)
+            return await wait_for(seconds, self._called(function, arguments))
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and error.__cause__ is None and not error.args
+            found = f"{type(error).__name__}: {text_of(error)}"
+            if late and seconds is not None:
+                found = f"no answer within {seconds:g} s"
+            raise self._failure(asked, task, found) from error
+
+    async def _called(self, function: Callable[..., object], arguments: Sequence[object]) -> object:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        result = await self._threads.run(partial(function, *arguments))
+        return await result if inspect.isawaitable(result) else result
+
+    def _step(self, step: object, task: Task) -> tuple[tuple[Message, ...], float | None, bool]:
+        """Checks the `(messages, reward, done)` of an environment."""
+        asked = f"{self._name}.step"
+        if not isinstance(step, tuple) or len(step) != 3:
+            raise self._failure(asked, task, f"{described(step)} instead of (messages, reward, done)")
+        messages, reward, done = cast("tuple[object, object, object]", step)
+        try:
+            if isinstance(reward, bool):
+                raise ValueError(described(reward))  # probably `done`, at the wrong position
+            earned = None if reward is None else finite_number(reward)
+        except ValueError as error:
+            raise self._failure(asked, task, f"as the reward {error}") from None
+        if not isinstance(done, bool | np.bool_):
+            raise self._failure(asked, task, f"done {described(done)} instead of true or false")
+        return self._messages(messages, task), earned, bool(done)
+
+    def _messages(self, messages: object, task: Task) -> tuple[Message, ...]:
+        """Checks the messages of an environment."""
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+            found = f"{described(messages)} instead of a sequence of trivium.types.Message"
+            raise self._failure(f"messages of {self._name}", task, found)
+        return tuple(cast("Sequence[Message]", messages))
+
+    def _failure(self, asked: str, task: Task, found: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "fix the environment or the task")
+
+
+def _state(seen: Sequence[Message]) -> str:
+    """The name of a state, which is equal for equal messages."""
+    shown: list[Any] = [[m.role, m.content, [item.sha256 for item in m.media]] for m in seen]
+    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
