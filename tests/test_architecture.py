@@ -36,7 +36,7 @@ PACKAGES = {
     "sync",
     "monitors",
 }
-SHARED_PACKAGES = {"models", "clients", "processes"}
+SHARED_PACKAGES = {"models", "clients", "processes", "text"}
 """What other packages may import."""
 MAX_ROOT_MODULES = 20
 
@@ -96,6 +96,7 @@ SAME_BASENAME = {
     "data_section": "how a front door translates what says where the data are",
     "engine": "an engine: torch's, vLLM's, an endpoint's, and the one that trains",
     "engines": "rollout engines: the package, and their replicas on Ray",
+    "functions": "functions of the user: rewards, and tools",
     "forms": "requests to an engine outside this process, and its answers",
     "files": "the implementation of a protocol that keeps everything in files",
     "keys_of_data": "the keys of a front door's config that are about data",
@@ -109,6 +110,7 @@ SAME_BASENAME = {
     "rewards": "rewards: the core's, and a front door's adapters of its users'",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
+    "tools": "tools: the calls in a completion, and the environment that runs them",
     "worker": "what runs in a worker process of vLLM, and verl's class for its users' workers",
     "section": "the config section that a package reads",
     "sections": "config sections: of the run, and of the algorithms",

@@ -48,7 +48,7 @@ TITLES = {
     "Interfaces": {"protocols"},
     "Bases of config sections": {"config"},
     "Rollouts": {"policy", "randomness", "engines", "text", "tasks"},
-    "Rewards": {"rewards"},
+    "Rewards": {"rewards", "processes"},
     "Training": {"loops", "training", "sync", "metrics"},
     "A run directory": {"buffers", "inspection"},
     "Errors": {"errors"},

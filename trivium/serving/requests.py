@@ -244,7 +244,7 @@ def read_sampling(body: Mapping[str, Any], trained: Sampling, *, evaluation: boo
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
     if len(names) == 2 and body[names[0]] != body[names[1]]:
         raise bad_request(names[0], "one limit", f"{names[0]} and {names[1]} differ", "send max_completion_tokens")
-    asked = replace(
+    sampling = replace(
         trained,
         max_new_tokens=trained.max_new_tokens if not names else read_count(body, names[0], 1, 10**9),
         temperature=read_number(body, "temperature", trained.temperature, 0.0, 100.0),
@@ -256,29 +256,29 @@ def read_sampling(body: Mapping[str, Any], trained: Sampling, *, evaluation: boo
         extra=(),
     )
     if not evaluation:
-        return _for_training(asked, trained, names)
-    if asked.top_p == 0:
+        return _for_training(sampling, trained, names)
+    if sampling.top_p == 0:
         raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
-    if 0 < asked.temperature < MIN_TEMPERATURE:
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
         minimum = f"temperature 0, or at least {MIN_TEMPERATURE}"
-        raise bad_request("temperature", minimum, f"{asked.temperature}", "use 0 for greedy sampling")
-    return asked
+        raise bad_request("temperature", minimum, f"{sampling.temperature}", "use 0 for greedy sampling")
+    return sampling
 
 
-def _for_training(asked: Sampling, trained: Sampling, names: Sequence[str]) -> Sampling:
+def _for_training(sampling: Sampling, trained: Sampling, names: Sequence[str]) -> Sampling:
     """The sampling parameters of the config with the length and the stop strings of a request; `names` has the
     parameter that sets the length. Raises RequestError if others differ."""
     for name, field in _TRAINED.items():
-        value, own = getattr(asked, field), getattr(trained, field)
+        value, own = getattr(sampling, field), getattr(trained, field)
         if value != own:
             found = f"this run samples at {own}, and the trainer computes with that"
             do = f"leave it out, set engine.sampling.{field}, or mark the request `evaluation: true`"
             raise bad_request(name, f"{name} {value} in training", found, do)
-    if asked.max_new_tokens > trained.max_new_tokens:
+    if sampling.max_new_tokens > trained.max_new_tokens:
         found = f"this run trains completions of {trained.max_new_tokens}"
         do = "ask for fewer, or raise engine.sampling.max_new_tokens"
-        raise bad_request(names[0], f"{names[0]} {asked.max_new_tokens} in training", found, do)
-    return replace(trained, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
+        raise bad_request(names[0], f"{names[0]} {sampling.max_new_tokens} in training", found, do)
+    return replace(trained, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
 
 
 def read_stop(body: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:

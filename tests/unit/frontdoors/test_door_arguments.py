@@ -26,7 +26,7 @@ CHANGES_NOTHING = {
     "trinity/objects/started_calls.py throw": "tb: the error has its traceback",
     "trinity/config/registries.py register_module": "lazy: modules of plugins are imported with their folder",
     "trinity/workflow_adapter.py problems": "run: the workflow is found without it",
-    "trinity/objects/workflows/workflow_model.py generate": "kwargs: texts are refused",
+    "trinity/objects/workflow_model.py generate": "kwargs: texts are refused",
     "trinity/reward_functions.py __call__": "prompt: the arguments of a reward",
     "trinity/reward_functions.py __init__": "config: a reward without options",
     "trinity/monitor_views.py __init__": "resume_step: a class of the user appends",
