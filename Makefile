@@ -31,11 +31,12 @@ OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-vllm lint format types docs site house words clean
+.PHONY: help demo test test-all test-vllm lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
-	@echo "make test    all tests"
+	@echo "make test    the tests, without those that take more than about ten seconds each"
+	@echo "make test-all    all tests, as the CI runs them"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
@@ -47,7 +48,8 @@ help:
 demo: $(FOR_DEMO)
 	$(BIN)/trivium demo $(DEMO_ARGS)
 
-test: $(FOR_DEV)
+test: PYTEST_ARGS += -m "not slow"
+test test-all: $(FOR_DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-vllm: $(FOR_VLLM)

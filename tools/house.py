@@ -173,7 +173,7 @@ def measured(tree: Path, seconds: float | None, *, frames: bool) -> tuple[Figure
     for way in WAYS:
         depth = depth_of(details["frames"][way]) if frames else "make house HOUSE_ARGS=--frames"
         table[f"frames to optimizer.step, {way}"] = depth
-    table["test time in seconds"] = "--test-seconds N, of make test" if seconds is None else f"{seconds:.0f}"
+    table["test time in seconds"] = "--test-seconds N, of make test-all" if seconds is None else f"{seconds:.0f}"
     return table, details
 
 
@@ -208,7 +208,7 @@ def main() -> None:
         "--compare", type=Path, metavar="OTHER_TREE", help="another checkout, shown as the state before"
     )
     parser.add_argument(
-        "--test-seconds", type=float, nargs="+", default=[], metavar="N", help="how long `make test` took, by column"
+        "--test-seconds", type=float, nargs="+", default=[], metavar="N", help="how long `make test-all` took, by column"
     )
     arguments = parser.parse_args()
     here = Path(__file__).parents[1]
