@@ -30,12 +30,12 @@ LONG = (
     "e2e/test_shells.py",
     "oracle/test_ranks.py",
     "e2e/test_kill.py",
-    "unit/test_engine_torch.py",
+    "unit/engines/test_engine_torch.py",
     "e2e/test_first_hour.py",
     "e2e/test_recipes.py",
-    "unit/test_vision_engines.py",
+    "unit/engines/test_vision_engines.py",
     "e2e/test_torchrun.py",
-    "unit/test_saving.py",
+    "unit/training/test_saving.py",
 )
 """The longest first: 15 to 60 CPU seconds each, the first two 100 with what uses the same Ray instance."""
 
