@@ -394,8 +394,9 @@ def frozen_sentences(modules: list[Module]) -> list[str]:
         for module in modules
         if not DOOR_TESTS.match(module.name)
         for node in module.nodes
-        if isinstance(node, ast.Call) and node.args and {*map(_name, _parts(node.args[0]))} & TRIVIUM_ERRORS
-        for text in map(_literal, [*node.args[1:], *(each.value for each in node.keywords if each.arg == "match")])
+        if isinstance(node, ast.Call) and {_name(kind) for arg in node.args for kind in _parts(arg)} & TRIVIUM_ERRORS
+        if _name(node.func) in ("raises", "refused", "check_error", "group_contains")
+        for text in map(_literal, [*node.args, *(each.value for each in node.keywords if each.arg == "match")])
         if re.search(r"(?:^|\s)([A-Za-z']+:? ){2}[A-Za-z']+(?![^\s:,.)])", text)
     ]
 
@@ -575,6 +576,7 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (frozen_sentences, {"a.py": "raises(DataError, match='no such key here')"}, "a:1"),
     (frozen_sentences, {"a.py": "raises((OSError, RoleFailed), match=rf'{x} failed: it was gone')"}, "a:1"),
     (frozen_sentences, {"a.py": "refused(ConfigError, 'train.lr', 'it is too large')"}, "a:1"),
+    (frozen_sentences, {"a.py": "check_error(caught[0], ConfigError, 'it is too large')"}, "a:1"),
 ]
 
 GOOD: list[tuple[Rule, dict[str, str]]] = [

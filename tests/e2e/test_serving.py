@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from failing import refused
+from failing import check_error, refused
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 
 from tests.processes import Forked, commands
@@ -132,8 +132,7 @@ def test_what_stops_the_training_stops_the_server_and_is_said(tmp_path: Path) ->
     (error,) = raised
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, RolloutsFailing)
-    assert "no browser" in str(error)
+    check_error(error, RolloutsFailing, "no browser")
 
 
 def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from failing import refused
+from failing import check_error, refused
 
 from trivium.config import RewardConfig, plugin
 from trivium.errors import ConfigError, DataError, RewardError
@@ -394,8 +394,7 @@ async def test_the_judge_calls_it() -> None:
     columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "5"}}
     assert await judge.score(Task("t", (Message("user", "?"),), columns), trajectory) == {"by_source": 0.5}
     unknown = await judge.score(Task("t", (), {**columns, "data_source": "mine"}), trajectory)
-    assert isinstance(unknown, RewardError)
-    assert "'mine'" in unknown.found
+    check_error(unknown, RewardError, "'mine'")
     judge.check_columns(columns)
     with refused(DataError, "data_source"):
         judge.check_columns(["answer"])

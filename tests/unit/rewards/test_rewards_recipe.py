@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from failing import refused
+from failing import check_error, refused
 
 from trivium.config import RunConfig, load_config
 from trivium.config.machine import Machine
@@ -85,9 +85,7 @@ def test_a_label_without_a_recipe_is_an_error_unless_there_is_a_default(tmp_path
     judge = make_judge(config_with(tmp_path).rewards)
     for columns, found in (({"source": "code"}, "'code'"), ({"source": 3}, "3"), ({}, "no column 'source'")):
         error = score(judge, rollout("2"), answer="2", **columns)
-        assert isinstance(error, RewardError)
-        assert found in error.found
-        assert "math, chat, order" in error.found
+        check_error(error, RewardError, found, "math, chat, order")
         with refused(DataError, "math, chat, order"):
             judge.check_columns({"answer": "2", **columns})
         assert found in judge.lacking({"answer": "2", **columns})
