@@ -190,6 +190,17 @@ def _chosen(room: str, variant: Variant, metadata: type[FunctionMetadata]) -> tu
 # --------------------------------------------------------------------------- a step
 
 
+HOLES = torch.tensor(
+    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
+).bool()
+"""A mask with holes, an empty row, and a row of a single token."""
+
+
+def numbers(seed: int, scale: float = 1.0) -> Tensor:
+    """Random numbers for the tokens of `HOLES`."""
+    return scale * torch.randn(HOLES.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Step:
     """One mini-batch: every column that a registered function reads, (B, L) each, and the model's answers."""

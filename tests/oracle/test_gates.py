@@ -6,20 +6,14 @@ from statistics import fmean
 
 import pytest
 import torch
-from algebra import Step, make_step, policy_objective, run, shut
+from algebra import HOLES as MASK
+from algebra import Step, make_step, numbers, policy_objective, run, shut
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, catalogue, policy_inputs
 from trivium.algorithms.objective import Term
 
 GATES = catalogue("gates")
-MASK = torch.tensor(
-    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
-).bool()  # holes, an empty row, a single token
-
-
-def numbers(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def term(room: str, kind: str, coef: float) -> Term:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from algebra import HOLES as MASK
+from algebra import numbers
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, PolicyObjective, catalogue, policy_inputs
@@ -16,9 +18,6 @@ from trivium.models.heads.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")
 ENTROPIES = catalogue("entropies")
-MASK = torch.tensor(
-    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
-).bool()  # holes, an empty row, a single token
 EXPERTS = (1, 4)
 
 
@@ -45,10 +44,6 @@ def equation(name: str, **options: Any) -> Callable[[Callable[..., Slow]], Calla
         return slow
 
     return register
-
-
-def numbers(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def inputs(seed: int, experts: Sequence[int] = (), step: int = 0) -> PolicyInputs:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from algebra import HOLES as MASK
+from algebra import numbers
 from torch import Tensor
 
 from trivium.algorithms import PerToken, PolicyInputs, catalogue, policy_inputs
@@ -13,13 +15,6 @@ from trivium.algorithms.policy_losses.covariance import highest_covariance, some
 from trivium.algorithms.policy_losses.trust import heaviest
 
 LOSSES = catalogue("policy_losses")
-MASK = torch.tensor(
-    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
-).bool()  # holes, an empty row, a single token
-
-
-def numbers(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def inputs(seed: int, **changed: Tensor) -> PolicyInputs:
