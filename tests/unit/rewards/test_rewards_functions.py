@@ -1,4 +1,4 @@
-"""The rewards that ship. Expected GSM8K values are those of the graders that published results come from."""
+"""The rewards that ship. The golden tests compare the answers that graders read with those of the originals."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from trivium.errors import DataError, MissingPackage, RewardError
 from trivium.processes.isolated import Isolated, require
-from trivium.rewards.functions import Exact, Format, Gsm8k, MathVerify, ReasoningGym, Regex, gsm8k_answer, last_tag
+from trivium.rewards.functions import Exact, Format, Gsm8k, MathVerify, ReasoningGym, Regex, last_tag
 
 
 def test_exact():
@@ -62,41 +62,6 @@ def test_format(completion, score):
     assert Format(Format.Config())("", completion) == score
 
 
-GSM8K = [
-    # text, strict, flexible
-    ("The answer is #### 42", "42", "42"),
-    ("#### -17", "-17", "-17"),
-    ("#### 1,234", "1234", "1234"),
-    ("#### 3.5", "3.5", "3.5"),
-    ("#### 13.", "13", "13"),
-    ("#### 1\n#### 2", "2", "2"),
-    ("no number here", None, None),
-    ("#### $18", None, "18"),
-    ("####18", None, "18"),
-    ("#### 18 dollars", "18", "18"),
-    ("-3 then 4", None, "4"),
-    ("7 ####", None, "7"),
-    ("", None, None),
-    ("#### 0", "0", "0"),
-    ("a1b2c3", None, "3"),
-    ("#### x", None, None),
-    ("first #### 9 then more text 10", "9", "10"),
-    ("x" * 400 + "#### 5", "5", "5"),
-    ("#### 5" + "y" * 400, None, None),
-    ("#### 12\xa0", "12", "12"),
-    ("#### \u221212", None, "12"),
-    ("<think>#### 3</think> #### 4", "4", "4"),
-    ("I do not know...", None, None),
-    ("Hello, world.", None, None),
-]
-
-
-@pytest.mark.parametrize(("text", "strict", "flexible"), GSM8K)
-def test_gsm8k_answer(text, strict, flexible):
-    assert gsm8k_answer(text) == strict
-    assert gsm8k_answer(text, "flexible") == flexible
-
-
 def test_gsm8k_scores():
     strict = Gsm8k(Gsm8k.Config(format_score=0.1))
     flexible = Gsm8k(Gsm8k.Config(method="flexible", format_score=0.1))
@@ -105,30 +70,18 @@ def test_gsm8k_scores():
     assert strict("", "#### 9999", solution) == strict("", solution, solution) == 1.0
     assert strict("", "#### 41", "42") == flexible("", "41", "42") == 0.1
     assert strict("", "42", "42") == flexible("", "nothing", "0") == 0.0
-
-
-MATH = [
-    # completion, answer, right
-    ("\\boxed{\\frac{1}{2}}", "0.5", True),
-    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", True),
-    ("\\boxed{x+1}", "1+x", True),
-    ("\\boxed{1,000}", "1000", True),
-    ("The answer is 42", "42", True),
-    ("\\boxed{42} hmm, no: \\boxed{41}", "42", False),
-    ("\\boxed{3.14}", "\\pi", False),
-    ("\\boxed{-7}", "$7$", False),
-    ("", "\\boxed{42}", False),
-]
+    assert strict("", "#### 13.", "13") == 1.0
 
 
 def test_math_verify_off_the_main_thread():
     pytest.importorskip("math_verify")
     reward = MathVerify(MathVerify.Config(cpu_limit_s=2))
     found: list[float] = []
-    thread = threading.Thread(target=lambda: found.extend(reward("", text, gold) for text, gold, _ in MATH))
+    texts = ("\\boxed{\\sqrt{8}}", "\\boxed{3}")
+    thread = threading.Thread(target=lambda: found.extend(reward("", text, "2\\sqrt{2}") for text in texts))
     thread.start()
     thread.join()
-    assert found == [float(right) for _, _, right in MATH]
+    assert found == [1.0, 0.0]
     with refused(RewardError, "`answer`", repr("\\boxed{}")):
         reward("", "42", "\\boxed{}")
     with refused(RewardError, "2 CPU seconds"):  # would hold this interpreter for ever
