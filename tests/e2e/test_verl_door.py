@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.e2e import verl_user
 from tests.e2e.ppo_workers import NotingActor, NotingCritic
+from tests.failing import refused
 from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.heads.value_head import VALUE_HEAD
@@ -238,7 +239,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     assert all(row["step"] == 3 and {"input", "output", "gts", "score"} <= row.keys() for row in dumped["rollout 3"])
     assert len(dumped["rollout 3"]) == 16
     (taken_up / "run" / "taken_up.txt").unlink()
-    with pytest.raises(RunDirError, match="checkpoints up to step 3"):
+    with refused(RunDirError, "step 3"):
         trainer._adopt_checkpoint()
 
 
@@ -268,7 +269,7 @@ def test_there_is_no_second_loop(
         **roles(ActorRollout=ActorRolloutRefWorker, RewardModel=RewardModelWorker),
         **pools(1, "ActorRollout", "RewardModel"),
     )
-    with pytest.raises(TriviumError, match="there are no workers"):
+    with refused(TriviumError, "fit()", "init_workers()"):
         trainer.fit()
     trainer.init_workers()
     try:
@@ -548,7 +549,7 @@ class Unheard(RayPPOTrainer):
 
 
 def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unheard\._update_actor(.|\n)*derive from ActorRolloutRefWorker"):
+    with refused(ConfigError, "Unheard._update_actor", "ActorRolloutRefWorker"):
         example.make_trainer("grpo", tmp_path, steps=1, kind=Unheard)
     trainer = example.make_trainer("grpo", tmp_path, steps=1)
     for name, message in (
@@ -564,25 +565,21 @@ def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path
     assert trainer.global_steps == 0
 
 
-REFUSED = [
-    ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, {}, "Megatron is not supported"),
-    ({"critic": {"strategy": "megatron"}}, {}, "Megatron is not supported"),
-    ({}, {"role_worker_mapping": {Role.ActorRollout: ActorRolloutRefWorker}}, "a worker class for Critic"),
-    ({}, {"role_worker_mapping": {Role.Critic: CriticWorker}}, "0 of ActorRollout and ActorRolloutRef"),
-    ({}, {"role_worker_mapping": {Role.Actor: ActorRolloutRefWorker}}, "the role Actor"),
-    ({"algorithm": {"use_kl_in_reward": True}}, {}, "a worker class for RefPolicy"),
-    ({"reward_model": {"enable": True}}, {}, "a worker class for RewardModel"),
-    ({"data": {"train_batch_size": 99}}, {}, "a batch of 99"),
-    ({"data": {"max_prompt_length": 3}}, {}, "first row 0 with"),
-    ({}, {"device_name": "npu"}, "built for cpu and cuda"),
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[TriviumError], str]] = [
+    ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, {}, ConfigError, "actor_rollout_ref.actor.strategy"),
+    ({"critic": {"strategy": "megatron"}}, {}, ConfigError, "critic.strategy"),
+    ({}, {"role_worker_mapping": {Role.ActorRollout: ActorRolloutRefWorker}}, ConfigError, "Critic"),
+    ({"data": {"train_batch_size": 99}}, {}, DataError, "99"),
+    ({"data": {"max_prompt_length": 3}}, {}, DataError, "data.max_prompt_length"),
+    ({}, {"device_name": "npu"}, ConfigError, "'npu'"),
 ]
 
 
-@pytest.mark.parametrize(("config", "beside", "message"), REFUSED)
+@pytest.mark.parametrize(("config", "beside", "kind", "name"), REFUSED)
 def test_what_is_unsupported_is_refused_before_anything_starts(
-    example: Any, tmp_path: Path, config: dict[str, Any], beside: dict[str, Any], message: str
+    example: Any, tmp_path: Path, config: dict[str, Any], beside: dict[str, Any], kind: type[TriviumError], name: str
 ) -> None:
-    with pytest.raises(TriviumError, match=message):
+    with refused(kind, name):
         example.make_trainer(
             "ppo", tmp_path, steps=1, config=merged(example.config("ppo", tmp_path, 1), config), **beside
         )
@@ -591,7 +588,7 @@ def test_what_is_unsupported_is_refused_before_anything_starts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error(example: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no GPU that torch can use"):
+    with refused(ConfigError, "device_name", "'cuda'"):
         example.make_trainer("ppo", tmp_path, steps=1, device_name="cuda")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
+from tests.failing import refused
 from tests.processes import survivors
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
@@ -111,19 +112,19 @@ def test_what_is_split_is_gathered_exactly(rows: int, parts: int) -> None:
 def test_padding_that_cannot_be_found_again_is_an_error() -> None:
     pieces = split(list(range(5)), 2)
     assert gathered([piece.made(piece.value * 2) for piece in split([1, 2, 3, 4], 2)]) == [1, 2, 1, 2, 3, 4, 3, 4]
-    with pytest.raises(DataError, match="results without the 1 rows of padding\nfound: 2 rows came of 3"):
+    with refused(DataError, "1 rows of padding", "2 rows", 3):
         gathered([piece.made(piece.value[:2]) for piece in pieces])
-    with pytest.raises(DataError, match=r"found: \[1, 2\] rows came of each"):
+    with refused(DataError, "[1, 2] rows"):
         gathered([pieces[0].made(pieces[0].value), pieces[1].made(pieces[1].value * 2)])
-    with pytest.raises(DataError, match="a float has no rows"):
+    with refused(DataError, "float", "Dispatch.DP_COMPUTE_METRIC"):
         gathered([piece.made(1.0) for piece in pieces])
     assert gathered([piece.made(None) for piece in pieces]) is None
 
 
 def test_only_rules_that_can_be_followed_are_registered() -> None:
-    with pytest.raises(ConfigError, match="neither a rule nor the two functions"):
+    with refused(ConfigError, "Dispatch.ONE_TO_ALL", "'dispatch_fn'", "'collect_fn'"):
         register({"dispatch_fn": len})
-    with pytest.raises(ConfigError, match=r"the rule DP_COMPUTE_PROTO with Execute.RANK_ZERO"):
+    with refused(ConfigError, "DP_COMPUTE_PROTO", "Execute.RANK_ZERO"):
         register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
 
     class Louder(Counting):
@@ -153,9 +154,7 @@ def test_every_rule_gives_and_collects_what_it_says(three: Any) -> None:
     assert three.dealt(["a", "b", "c"]) == ["a", "b", "c"]
     assert three.dealt("abc") == ["abc"] * 3
     assert three.own([10, 20, 30]) == [10, 21, 32]
-    with pytest.raises(
-        DataError, match=r"own as lists with an entry for each of 3 ranks\nfound: their lengths are \[2"
-    ):
+    with refused(DataError, "own", "3 ranks", "[2]"):
         three.own([1, 2])
     assert three.total([1, 2, 3, 4, 5, 6]) == [3.0, 7.0, 11.0]
     assert three.alone(4) == (0, 4)
@@ -165,9 +164,9 @@ def test_every_rule_gives_and_collects_what_it_says(three: Any) -> None:
     assert three.execute_all_async("dealt", [1, 2, 3]).get() == [1, 2, 3]
     assert three.execute_rank_zero_sync("alone", 5) == (0, 5)
     assert three.execute_rank_async(2, "first").get() == 2
-    with pytest.raises(AttributeError, match=r"actor has no registered method 'nothing'; registered: .*who"):
+    with pytest.raises(AttributeError, match=r"actor .*'nothing'.*who"):
         three.nothing()
-    with pytest.raises(AttributeError, match="the workers of actor have no method 'nothing'"):
+    with pytest.raises(AttributeError, match=r"actor .*'nothing'"):
         three.execute_all_sync("nothing")
 
 
@@ -180,11 +179,11 @@ def test_rows_go_to_ranks_and_come_back_in_order(three: Any) -> None:
     assert three.twice([1, 2, 3, 4]) == [1, 1, 2, 2, 3, 3, 4, 4]
     assert three.even(list(range(9))) == [0, 2, 4, 6, 8]
     assert same(three.through(batch(4), more=torch.arange(4)), torch.arange(4))
-    with pytest.raises(DataError, match="0 has 2 rows, more has 3 rows"):
+    with refused(DataError, "2 rows", "more has 3 rows"):
         three.through([1, 2], more=[1, 2, 3])
-    with pytest.raises(DataError, match=r"results without the 1 rows of padding"):
+    with refused(DataError, "1 rows of padding"):
         three.even([0, 2, 3, 4, 5])
-    with pytest.raises(DataError, match="a int has no rows"):
+    with refused(DataError, "int", "Dispatch.DP_COMPUTE_METRIC"):
         three.through([1, 2, 3], more=4)
 
 
@@ -227,7 +226,7 @@ def test_a_future_is_what_it_stands_for(three: Any, four: Any, tmp_path: Path) -
     assert three.same([future, 1])[1][0].get(60.0).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert slow.get() == [0, 1, 2]
     assert slow.done()
-    with pytest.raises(RoleFailed, match="actor-rank-0, actor-rank-1, actor-rank-2 failed: no answer after 0 s"):
+    with refused(RoleFailed, "actor-rank-0", "actor-rank-1", "actor-rank-2", "0 s"):
         three.slow(0.5).get(timeout_s=0.1)
     assert asyncio.run(awaited(three)) == [0, 1, 2]
 
@@ -242,7 +241,7 @@ def test_ranks_that_share_a_share_are_given_the_same_and_one_answers(four: Any) 
     assert critic.through(list(range(5))) == list(range(5))
     assert critic.sizes() == [[3]] * 4
     assert critic.total([1, 2, 4, 8]) == [3.0, 12.0]
-    with pytest.raises(TriviumError, match="batches were split already"):
+    with refused(TriviumError, "rank 0", "data rank 0"):
         critic.execute_all_sync("set_data_rank", 0, 1)
 
 
@@ -252,11 +251,11 @@ def test_roles_share_a_process_and_its_process_group(four: Any) -> None:
     assert critic.summed(1.0) == [10.0] * 4
     assert rollout.group_of() == [4] * 4
     assert [pid for _, pid in rollout.at_once()] == [each["pid"] for each in critic.who()]
-    with pytest.raises(AttributeError, match=r"critic\+rollout has no registered method 'generate'"):
+    with pytest.raises(AttributeError, match=r"critic\+rollout .*'generate'"):
         critic.generate([])
-    with pytest.raises(AttributeError, match="none, before spawn"):
+    with pytest.raises(AttributeError, match=r"spawn\(\)"):
         four.who()
-    with pytest.raises(ConfigError, match="the role 'ref' of"):
+    with refused(ConfigError, "'ref'", "critic", "rollout"):
         four.spawn(["ref"])
 
 
@@ -279,19 +278,19 @@ def test_a_rollout_engine_answers_while_its_process_trains(four: Any, tmp_path: 
 
 
 def test_an_error_comes_home_whole_and_names_the_rank(three: Any, run_dir: Path) -> None:
-    with pytest.raises(DataError, match="asked: a\nfound: b\ndo: c"):
+    with refused(DataError, "asked: a\nfound: b\ndo: c"):
         three.fail(DataError("a", "b", "c"))
-    with pytest.raises(RoleFailed, match="actor-rank-1 failed: ValueError: of the user's own"):
+    with refused(RoleFailed, "actor-rank-1", "ValueError: of the user's own"):
         three.fail(ValueError("of the user's own"))
     assert "in fail" in (run_dir / "log.txt").read_text(), "the traceback"
     failing = three.added(["no", "numbers", "here"])
-    with pytest.raises(RoleFailed, match=r"actor-rank-\d failed: TypeError"):
+    with refused(RoleFailed, "TypeError"):
         three.through(failing)
     assert three.first() == 0, "the group works on"
 
 
 def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path) -> None:
-    with pytest.raises(RoleFailed, match="broken-rank-1 failed: ValueError: no weights on this machine"):
+    with refused(RoleFailed, "broken-rank-1", "ValueError: no weights on this machine"):
         RayWorkerGroup(ResourcePool([2], cpus=0.1), RayClassWithInitArgs(Broken), run_dir=run_dir)
     pids = [
         int(line.split()[5])
@@ -300,7 +299,7 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
     ]
     assert len(pids) == 2
     assert not survivors(pids)
-    with pytest.raises(ConfigError, match="it is no Worker"):
+    with refused(ConfigError, "Worker"):
         RayClassWithInitArgs(dict)
 
 
@@ -309,25 +308,25 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: A
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir) as group:
         reserved, pids = pool.placements[0].group, [each["pid"] for each in group.who()]
         stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
-        with pytest.raises(RoleFailed, match="no answer after 2 s"):
+        with refused(RoleFailed, "2 s"):
             stuck[0].get(timeout_s=2.0)  # by then they are in the middle of it
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()
         for future in stuck:
-            with pytest.raises(ActorDied, match="ref-rank-1 failed: "):
+            with refused(ActorDied, "ref-rank-1"):
                 future.get()
-        with pytest.raises(ActorDied, match="ref-rank-1"):
+        with refused(ActorDied, "ref-rank-1"):
             asyncio.run(awaited(group))
-        with pytest.raises(ActorDied, match="ref-rank-1"):
+        with refused(ActorDied, "ref-rank-1"):
             group.first()
-        with pytest.raises(ActorDied, match="ref-rank-1"):
+        with refused(ActorDied, "ref-rank-1"):
             three.length(stuck[1])
-        with pytest.raises(ActorDied, match="ref-rank-1"):
+        with refused(ActorDied, "ref-rank-1"):
             asyncio.run(group.watch())
         group.shutdown()
         assert time.monotonic() - killed < 30
         assert not survivors(pids)
-        with pytest.raises(TriviumError, match="the group was shut down"):
+        with refused(TriviumError, "ref-rank-0"):
             group.first()
         group.shutdown()  # once more changes nothing
         assert pool.placements == ()
@@ -361,19 +360,17 @@ def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:
     started = time.monotonic()
     manager = ResourcePoolManager({"a": [3], "b": [1, 2]}, {Role.Actor: "a", Role.Critic: "b"})
     assert manager.get_n_gpus() == 6
-    with pytest.raises(TriviumError, match=r"create_resource_pool\(\) first"):
+    with refused(TriviumError, "create_resource_pool()"):
         manager.get_resource_pool(Role.Actor)
-    with pytest.raises(
-        ConfigError, match=r"the pool 'b': \[1, 2\] processes with 1 CPU each\nfound: 2 CPUs missing: .* has 4, of"
-    ):
+    with refused(ConfigError, "'b'", "[1, 2]", "2 CPUs", 4):
         manager.create_resource_pool()
-    with pytest.raises(ConfigError, match="3 GPUs missing: the cluster has 0"):
+    with refused(ConfigError, "3 GPUs", 0):
         ResourcePoolManager({"a": [3]}, {Role.Actor: "a"}, device_name="cuda").create_resource_pool()
-    with pytest.raises(ConfigError, match="mapped are Actor, Critic"):
+    with refused(ConfigError, "RefPolicy", "Actor, Critic"):
         manager.get_resource_pool(Role.RefPolicy)
-    with pytest.raises(ConfigError, match="the pools are a"):
+    with refused(ConfigError, "Critic", "resource_pool_spec"):
         ResourcePoolManager({"a": [1]}, {Role.Critic: "b"})
-    with pytest.raises(ConfigError, match=r"the pool 'pool' with \[0\] processes"):
+    with refused(ConfigError, "'pool'", "[0]"):
         ResourcePool([0])
     assert time.monotonic() - started < 20
 
@@ -386,11 +383,11 @@ def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
     assert pool is manager.get_resource_pool(Role.Actor)
     assert [placement.bundle for placement in pool.placements] == [0, 0]
     late = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=0.5)
-    with pytest.raises(ConfigError, match=r"'late': .*\nfound: [\d.]+ CPUs missing: [\d.]+ are free after 0 s"):
+    with refused(ConfigError, "'late'", "CPUs"):
         late.create_resource_pool()
     assert pool.admit() == (0.5, 0.0)
     assert pool.admit() == (0.5, 0.0)
-    with pytest.raises(ConfigError, match="it has 2, its maximum"):
+    with refused(ConfigError, 2):
         pool.admit()
     manager.release()
     roomy = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=30)
@@ -420,6 +417,6 @@ def test_methods_of_a_group_are_not_hidden_by_those_of_a_worker(run_dir: Path) -
         def shutdown(self) -> None: ...
 
     pool = ResourcePool([1], cpus=0.1)
-    with pytest.raises(ConfigError, match="the methods shutdown of Clashing"):
+    with refused(ConfigError, "shutdown", "Clashing"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Clashing), run_dir=run_dir)
     assert pool.placements == (), "nothing was started"

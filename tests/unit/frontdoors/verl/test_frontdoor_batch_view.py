@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.failing import refused
 from trivium.errors import DataError
 from trivium.frontdoors.verl import BatchView, compute_reward, living, score_groups, scored_rows
+from trivium.frontdoors.verl.objects.batches.protocol import RowsError
 from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory, Turn
 
 PAD = 0
@@ -122,7 +124,7 @@ def test_nobody_played_and_nothing_said() -> None:
 
 
 def test_rows_of_different_number_are_refused() -> None:
-    with pytest.raises(DataError, match="one entry per row"):
+    with refused(RowsError, "uid"):
         BatchView.from_dict({"responses": torch.zeros(2, 3)}, {"uid": ["a"]})
     assert BatchView.from_dict({"responses": torch.zeros(2, 3)}, {"x": [[1], [2, 3]]}).non_tensor_batch["x"][1] == [
         2,
@@ -143,27 +145,27 @@ def test_rewards_become_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "message"),
+    ("rewards", "name"),
     [
-        ({(0, 3): 1.0}, "sample 0 on its 3 response tokens"),
-        ({(2, -1): 1.0}, "sample 2 on its 2 response tokens"),
-        ({(1, 4): np.nan}, "finite reward of sample 1"),
-        ({(1, 1): np.inf}, "finite reward of sample 1"),
+        ({(0, 3): 1.0}, "sample 0"),
+        ({(2, -1): 1.0}, "sample 2"),
+        ({(1, 4): np.nan}, "sample 1"),
+        ({(1, 1): np.inf}, "sample 1"),
     ],
 )
-def test_rewards_that_cannot_be(rewards: dict[tuple[int, int], float], message: str) -> None:
+def test_rewards_that_cannot_be(rewards: dict[tuple[int, int], float], name: str) -> None:
     tensor = torch.zeros(3, 5)
     for place, reward in rewards.items():
         tensor[place] = reward
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, name):
         scored_rows(tensor, BatchView.of(groups(), PAD))
 
 
 def test_shapes_and_extras_that_do_not_fit() -> None:
     view = BatchView.of(groups(), PAD)
-    with pytest.raises(DataError, match=r"shape \(3, 5\)"):
+    with refused(DataError, "(3, 5)", "(3, 4)"):
         scored_rows(torch.zeros(3, 4), view)
-    with pytest.raises(DataError, match="'acc' about 3 samples"):
+    with refused(DataError, "'acc'"):
         scored_rows(torch.zeros(3, 5), view, {"acc": [1]})
 
 

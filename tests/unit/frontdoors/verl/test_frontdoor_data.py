@@ -24,6 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from tests.failing import refused
 from trivium.errors import DataError
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler
@@ -133,18 +134,18 @@ class Endless:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "message"),
+    ("sampler", "name"),
     [
-        (Endless(), "without a length"),
-        (BatchSampler(SequentialSampler(ROWS), 2, drop_last=True), "pass the sampler inside it"),
-        (torch.rand(8), "0."),
+        (Endless(), "__len__"),
+        (BatchSampler(SequentialSampler(ROWS), 2, drop_last=True), "data.train_batch_size"),
+        (torch.rand(8), "train_sampler"),
         ([0, 1, 2, 99], "99"),
-        ([[0, 1], [2, 3], [4, 5], [6, 7]], r"\[0, 1\]"),
-        ([0, 1, 2], "an epoch has 3"),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], "[0, 1]"),
+        ([0, 1, 2], "3"),
     ],
 )
-def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, name: str) -> None:
+    with refused(DataError, name):
         data(sampler=sampler)  # not when the first batch is drawn
 
 
@@ -216,12 +217,12 @@ def test_a_sampler_that_learned_and_forgets_does_not_resume() -> None:
     source = data(sampler=Forgetful(range(8)))
     source.visit(0, 0)
     source.orders.update(None)
-    with pytest.raises(DataError, match="no state_dict and load_state_dict"):
+    with refused(DataError, "Forgetful", "state_dict", "load_state_dict"):
         data(sampler=Forgetful(range(8))).orders.restore(source.orders.state())
 
 
 def test_the_collate_of_torch_is_refused_before_anything_starts() -> None:
-    with pytest.raises(DataError, match=r"collate_fn|the rows"):
+    with refused(DataError, "collate_fn"):
         data(collate_fn=default_collate)
     flat = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
     assert data(flat, collate_fn=default_collate).visit(0, 5).prompt == (Message("user", "5+1="),)
@@ -247,15 +248,15 @@ def test_collate_makes_the_rows_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("collate", "message"),
+    ("collate", "name"),
     [
-        (lambda rows: {"prompt": [rows[0]["prompt"]]}, "another shape"),
-        (lambda rows: {"text": [r["prompt"] for r in rows]}, "the columns are text"),
-        (lambda rows: {"prompt": "all of them"}, "another shape"),
+        (lambda rows: {"prompt": [rows[0]["prompt"]]}, "'prompt'"),
+        (lambda rows: {"text": [r["prompt"] for r in rows]}, "data.prompt_key"),
+        (lambda rows: {"prompt": "all of them"}, "'prompt'"),
     ],
 )
-def test_a_collate_that_loses_rows_or_prompts_is_refused(collate: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_a_collate_that_loses_rows_or_prompts_is_refused(collate: Any, name: str) -> None:
+    with refused(DataError, name):
         data(collate_fn=collate).visit(0, 0)
 
 
@@ -270,7 +271,7 @@ class Torch(Dataset[dict[str, Any]]):
 def test_a_torch_dataset_and_tensors_in_its_rows() -> None:
     task = data(rows_of(Torch(), "train_dataset"), batch=5).visit(0, 2)
     assert (task.prompt[0].content, task.columns) == ("2+1=", {"index": 2})
-    with pytest.raises(DataError, match="no length or no index"):
+    with refused(DataError, "train_dataset", "__getitem__"):
         rows_of(iter(ROWS), "train_dataset")
 
 
@@ -280,10 +281,10 @@ def test_files_one_after_the_other(tmp_path: Path) -> None:
     rows = read_files([str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")], "data.train_files")
     assert rows == ROWS
     assert data(rows).digest == data().digest != data(ROWS[:-1]).digest
-    with pytest.raises(DataError, match=r"data\.val_files"):
+    with refused(DataError, "c.parquet", "data.val_files"):
         read_files(str(tmp_path / "c.parquet"), "data.val_files")
     (tmp_path / "d.csv").write_text("prompt\n")
-    with pytest.raises(DataError, match=r"\.parquet or \.jsonl"):
+    with refused(DataError, "d.csv", ".parquet", ".jsonl"):
         read_files(str(tmp_path / "d.csv"), "data.val_files")
 
 
@@ -294,9 +295,11 @@ def test_some_rows() -> None:
     assert chosen == some_rows(ROWS, 5, shuffle=True, seed=0) != ROWS[:5]
 
 
-@pytest.mark.parametrize("media", [{"videos": ["a.mp4"]}, {"multi_modal_data": {"video": ["a.mp4"]}}])
-def test_videos_are_refused(media: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="videos and sound are not supported"):
+@pytest.mark.parametrize(
+    ("name", "media"), [("videos", {"videos": ["a.mp4"]}), ("video", {"multi_modal_data": {"video": ["a.mp4"]}})]
+)
+def test_videos_are_refused(name: str, media: dict[str, Any]) -> None:
+    with refused(DataError, f"'{name}'"):
         data([*ROWS, row(11) | media])
     assert data([*ROWS, row(11) | {"videos": []}]).epoch_length == 8
 
@@ -346,7 +349,7 @@ def test_prompts_with_images_are_counted_and_never_cut(tmp_path: Path) -> None:
     assert len(kept.rows) == 1
     prompt = made.visit(0, 1).prompt
     assert len(CutRenderer(renderer, 30, "left").render(prompt)) == 16 + 5
-    with pytest.raises(PromptTooLong, match=r"21 tokens with 1 image"):
+    with refused(PromptTooLong, 21, "data.max_prompt_length"):
         CutRenderer(renderer, 20, "left").render(prompt)
 
 
@@ -360,14 +363,14 @@ def fitted(sampler: Any = None, **more: Any) -> Data:
 
 
 def test_prompts_that_are_too_long() -> None:
-    with pytest.raises(DataError, match=r"1 of 9 rows of the rows are longer, first row 8 with 45"):
+    with refused(DataError, "data.max_prompt_length", "row 8", 45):
         fitted()
     assert len(fitted(filtered=True).rows) == 8
     assert len(fitted(truncation="left").rows) == 9
     assert len(fitted(longest=45).rows) == 9
-    with pytest.raises(DataError, match="the sampler counts them"):
+    with refused(DataError, "data.filter_overlong_prompts", "train_sampler"):
         fitted(filtered=True, sampler=range(9))
-    with pytest.raises(DataError, match="no such way"):
+    with refused(DataError, "data.truncation", "'up'"):
         fitted(truncation="up")
 
 

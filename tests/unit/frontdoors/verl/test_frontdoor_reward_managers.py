@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.failing import refused
 from trivium.concurrency import left_behind
 from trivium.errors import ConfigError, DataError, RewardError, TriviumError, UnknownName
 from trivium.frontdoors import verl
@@ -167,17 +168,17 @@ def test_the_default_scorer(tokenizer: Any) -> None:
     rewards, extra = told(NaiveRewardManager(tokenizer, 0), data)
     assert rewards.sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert extra == {"score": [None, None, 1.0], "acc": [None, None, True], "pred": [None, None, "2"]}
-    with pytest.raises(RewardError, match="'nowhere'"):
+    with refused(RewardError, "'nowhere'"):
         NaiveRewardManager(tokenizer, 0)(view(tokenizer, "2", sources=["nowhere"]))
 
 
 def test_another_column_says_where_tasks_come_from(tokenizer: Any) -> None:
     data = view(tokenizer, "#### 2", sources=["unknown"], origin=["openai/gsm8k"])
     assert told(NaiveRewardManager(tokenizer, 0, reward_fn_key="origin"), data)[0].sum() == 1.0
-    with pytest.raises(DataError, match=r"sample 0 with 'elsewhere'"):
+    with refused(DataError, "sample 0", "'elsewhere'"):
         NaiveRewardManager(tokenizer, 0, reward_fn_key="elsewhere")(data)
     lacking = view(tokenizer, "#### 2", reward_model=[{"style": "model"}])
-    with pytest.raises(DataError, match="ground_truth"):
+    with refused(DataError, "ground_truth"):
         NaiveRewardManager(tokenizer, 0)(lacking)
 
 
@@ -221,25 +222,23 @@ def test_what_counts_as_a_number(tokenizer: Any, text: str, wanted: float) -> No
 
 BAD = {
     "raise": "KeyError: 'missing'",
-    "exit": r"it raised SystemExit\(0\)",
-    "nan": "nan, which is not a finite number",
-    "inf": "-inf, which is not",
-    "none": "None of type NoneType",
-    "text": "'1' of type str",
-    "list": r"\[1.0\] of type list",
-    "dict": "{'acc': 1.0} of type dict",
+    "exit": "SystemExit(0)",
+    "nan": "nan",
+    "inf": "-inf",
+    "none": "NoneType",
+    "text": "str",
+    "list": "list",
+    "dict": "dict",
     "huge": "too large",
-    "bad": "nan, which is not",
+    "bad": "nan",
 }
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_a_sample_without_a_score_is_reported_once_by_name(tokenizer: Any, text: str) -> None:
     manager = NaiveRewardManager(tokenizer, 0, moody)
-    with pytest.raises(RewardError, match=BAD[text]) as caught:
+    with refused(RewardError, "sample 1", "train/1/0", "'openai/gsm8k'", "'2'", BAD[text], "on_error") as caught:
         compute_reward(view(tokenizer, "fine", text, "after"), manager)
-    assert caught.value.asked == "a score of sample 1 of train/1/0 (data source 'openai/gsm8k', ground truth '2')"
-    assert "on_error" in caught.value.do
     assert ["fine", text] == CALLS  # once, and nothing after it
     if text == "raise":
         assert isinstance(caught.value.__cause__, KeyError)
@@ -259,7 +258,7 @@ def test_failures_may_be_a_reward_and_are_counted(tokenizer: Any, caplog: pytest
 
 @pytest.mark.parametrize("policy", [{"on_error": "ignore"}, {"on_error": math.nan}, {"deadline_s": 0}])
 def test_policies_that_there_are_not(tokenizer: Any, policy: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(policy))):
+    with refused(ConfigError, next(iter(policy))):
         NaiveRewardManager(tokenizer, 0, moody, **policy)
 
 
@@ -268,9 +267,8 @@ def test_policies_that_there_are_not(tokenizer: Any, policy: dict[str, Any]) -> 
 
 def test_a_scorer_that_hangs_is_given_up_at_its_deadline(tokenizer: Any) -> None:
     began = time.monotonic()
-    with pytest.raises(RewardError, match="sample 1 of train/1/0") as caught:
+    with refused(RewardError, "sample 1", "train/1/0", "1.5 s"):
         NaiveRewardManager(tokenizer, 0, moody, deadline_s=1.5)(view(tokenizer, "fine", "hang"))
-    assert "no answer within 1.5 s" in caught.value.found
     assert time.monotonic() - began < 60
 
 
@@ -346,7 +344,7 @@ def test_scorers_that_wait_do_so_side_by_side(tokenizer: Any) -> None:
     manager = NaiveRewardManager(tokenizer, 0, waits, deadline_s=5.0)
     assert told(manager, view(tokenizer, *"abcde"))[0].sum(-1).tolist() == [97.0, 98.0, 99.0, 100.0, 101.0]
     assert most == 5
-    with pytest.raises(RewardError, match="sample 0"):
+    with refused(RewardError, "sample 0"):
         NaiveRewardManager(tokenizer, 0, waits, deadline_s=0.2)(view(tokenizer, "f"))
 
 
@@ -391,7 +389,7 @@ def test_without_a_buffer_nothing_is_taken_off(tokenizer: Any, config: Any) -> N
     ],
 )
 def test_buffers_that_cannot_be(tokenizer: Any, longest: int | None, config: Any) -> None:
-    with pytest.raises(ConfigError, match="overlong buffer"):
+    with refused(ConfigError, "overlong_buffer_cfg.len", "max_resp_len", "penalty_factor"):
         DAPORewardManager(tokenizer, 0, max_resp_len=longest, overlong_buffer_cfg=config)
 
 
@@ -435,15 +433,15 @@ def test_a_batch_is_one_call(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
+    ("texts", "names"),
     [
-        (("ab", "raise"), "(?s)scores of 2 samples, the first being sample 0 .*OSError: no judge"),
-        (("ab", "short"), "1 results for 2 samples"),
-        (("ab", "a"), "inf, which is not a finite number"),
+        (("ab", "raise"), ("2 samples", "sample 0", "OSError: no judge")),
+        (("ab", "short"), ("1 results", "2 samples")),
+        (("ab", "a"), ("sample 1", "inf")),
     ],
 )
-def test_a_batch_that_fails(tokenizer: Any, texts: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RewardError, match=message):
+def test_a_batch_that_fails(tokenizer: Any, texts: tuple[str, ...], names: tuple[str, ...]) -> None:
+    with refused(RewardError, *names):
         BatchRewardManager(tokenizer, 0, batch)(view(tokenizer, *texts))
     assert CALLS == [2]
     rewards, extra = told(BatchRewardManager(tokenizer, 0, batch, on_error=-1.0), view(tokenizer, *texts))
@@ -459,7 +457,7 @@ def test_a_manager_that_raises_is_called_once(tokenizer: Any) -> None:
         CALLS.append(return_dict)
         raise ValueError("broken")
 
-    with pytest.raises(RewardError, match="rewards of 2 samples from manager") as caught:
+    with refused(RewardError, "2 samples", "manager", "ValueError: broken") as caught:
         compute_reward(view(tokenizer, "a", "b"), manager)
     assert CALLS == [True]
     assert isinstance(caught.value.__cause__, ValueError)
@@ -474,7 +472,7 @@ def test_managers_of_other_kinds(tokenizer: Any) -> None:
         ones,
         {"return_dict": True},
     )
-    with pytest.raises(RewardError, match="a reward tensor"):
+    with refused(RewardError, "(B, R)", "list"):
         compute_reward(data, lambda data: [1.0, 1.0])
 
 
@@ -548,16 +546,16 @@ def test_a_scorer_and_a_manager_of_the_users_own(tokenizer: Any, user_file: str)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "kind", "name"),
     [
-        ({"reward_model": {"reward_manager": "niave"}}, "did you mean 'naive'"),
-        ({"reward_model": {"reward_kwargs": {"max_len": 3}}}, "unexpected keyword argument 'max_len'"),
-        ({"custom_reward_function": {"path": "nowhere.py"}}, "no file at"),
-        ({"reward_manager": {"source": "importlib", "name": "M"}}, "module.path"),
+        ({"reward_model": {"reward_manager": "niave"}}, UnknownName, "'naive'"),
+        ({"reward_model": {"reward_kwargs": {"max_len": 3}}}, ConfigError, "'max_len'"),
+        ({"custom_reward_function": {"path": "nowhere.py"}}, ConfigError, "nowhere.py"),
+        ({"reward_manager": {"source": "importlib", "name": "M"}}, ConfigError, "reward_manager.module.path"),
     ],
 )
-def test_configs_that_cannot_be(tokenizer: Any, config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_configs_that_cannot_be(tokenizer: Any, config: Any, kind: type[ConfigError], name: str) -> None:
+    with refused(kind, name):
         load_reward_manager(config, tokenizer, 0)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.failing import refused
 from trivium.algorithms import build_algorithm
 from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
@@ -55,17 +56,17 @@ def plain_config(model: str, tmp_path: Path) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"checkpoint": {"asynchronous": True}}, "checkpoint.asynchronous with RayPPOTrainer"),
-    ({"schedule": {"max_staleness": 1, "deterministic": True}}, "schedule.deterministic with schedule.max_staleness"),
+    ({"checkpoint": {"asynchronous": True}}, "checkpoint.asynchronous"),
+    ({"schedule": {"max_staleness": 1, "deterministic": True}}, "schedule.deterministic"),
 ]
 
 
-@pytest.mark.parametrize(("more", "message"), REFUSED)
-def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("more", "name"), REFUSED)
+def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], name: str) -> None:
     plain = plain_config(model, tmp_path)
     roles = {Role.ActorRollout: ActorRolloutRefWorker}
     assert RayPPOTrainer(config_from_mapping(plain), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, name):
         RayPPOTrainer(config_from_mapping(merged(plain, more)), hf_tokenizer(model), roles, None)
     assert not (tmp_path / "run").exists()
 
@@ -154,9 +155,9 @@ def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_p
 
     made = setup(hf_processor(path))
     assert len(made.renderer.render([Message("user", "<image>?", (read_image(uri, ""),))])) == 22
-    with pytest.raises(ConfigError, match=r"the processor of the model(.|\n)*reads images differently"):
+    with refused(ConfigError, path):
         setup(hf_processor(vision(28)))
-    with pytest.raises(DataError, match="reads text only"):
+    with refused(DataError, "`media`"):
         setup(None)
 
 
@@ -185,20 +186,20 @@ def rows_of_pairs(*lengths: int) -> list[dict[str, Any]]:
 
 
 SAMPLERS: list[tuple[dict[str, Any], str]] = [
-    ({"dataloader_num_workers": 8}, "dataloader_num_workers: 0"),
-    ({"sampler": {"class_name": "NotASampler", "class_path": f"pkg://{__name__}"}}, "derive from AbstractSampler"),
+    ({"dataloader_num_workers": 8}, "data.dataloader_num_workers"),
+    ({"sampler": {"class_name": "NotASampler", "class_path": f"pkg://{__name__}"}}, "AbstractSampler"),
     ({"sampler": {"class_name": None}}, "data.sampler.class_name"),
 ]
 
 
-@pytest.mark.parametrize(("more", "message"), SAMPLERS)
+@pytest.mark.parametrize(("more", "name"), SAMPLERS)
 def test_a_sampler_of_the_config_that_cannot_work_is_refused(
-    model: str, tmp_path: Path, more: dict[str, Any], message: str
+    model: str, tmp_path: Path, more: dict[str, Any], name: str
 ) -> None:
     sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
     data = merged({**sampler, "dataloader_num_workers": 0, "filter_overlong_prompts": True}, more)
     config = verl_config(model, tmp_path, **data)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, name):
         RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows_of_pairs(1, 1)))
 
 
@@ -226,5 +227,5 @@ def test_a_step_of_which_nothing_is_left_has_a_row_all_the_same(tmp_path: Path) 
 
 @pytest.mark.parametrize("metrics", [None, {"mine/text": "good"}])
 def test_an_override_that_measures_no_numbers_is_named(metrics: Any) -> None:
-    with pytest.raises(DataError, match="_validate"):
+    with refused(DataError, "_validate"):
         numbers(metrics, "_validate")

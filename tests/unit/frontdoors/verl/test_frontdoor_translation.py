@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.failing import refused
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
@@ -86,7 +87,7 @@ def test_vllm_stays_awake_where_that_is_asked_for(model: str, key: str) -> None:
 
 
 def problems_of(config: Any) -> dict[str, str]:
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         config_of(config)
     return {problem.where: str(problem) for problem in error.value.problems}
 
@@ -311,96 +312,64 @@ def test_whatever_holds_the_keys(model: str) -> None:
     assert config_of(given) == config_of(plain)
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not supported"),
-    ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not supported"),
-    ({ROLLOUT + "name": "tgi"}, "actor_rollout_ref.rollout.name", "set rollout.name: torch or vllm"),
-    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
-    (
-        {ROLLOUT + "agent__default_agent_loop": "mine"},
-        "actor_rollout_ref.rollout.agent.default_agent_loop",
-        "write it as a workflow",
-    ),
-    ({"distillation": {"enabled": True}}, "distillation.teacher_models", "0 teachers"),
+REFUSED_VALUES: dict[str, Any] = {
+    "actor_rollout_ref.actor.strategy": "megatron",
+    "critic.strategy": "megatron",
+    "actor_rollout_ref.rollout.name": "tgi",
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "mine",
+    "actor_rollout_ref.rollout.response_length": 9,
+    "actor_rollout_ref.rollout.prompt_length": 9,
+    "actor_rollout_ref.rollout.use_fire_sampling": True,
+    "actor_rollout_ref.rollout.quantization_config_file": "q",
+    "actor_rollout_ref.rollout.mtp": {"enable": True},
+    "actor_rollout_ref.hybrid_engine": False,
+    "algorithm.use_pf_ppo": True,
+    "trainer.logger": ["nothing"],
+    "actor_rollout_ref.model.lora": {"rank": 8},
+    "actor_rollout_ref.actor.ppo_epoch": 2,
+    "epochs": 3,
+    "trainer.resume_mode": "maybe",
+    "trainer.val_only": True,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 3,
+    "critic.enable": False,
+    "critic.ppo_mini_batch_size": 3,
+    "critic.ulysses_sequence_parallel_size": 2,
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": "bf16",
+    "actor_rollout_ref.actor.router_replay.mode": "R2",
+    "data.gen_batch_size": 16,
+    "reward_model.rollout.dtype": "float16",
+    "reward_model.max_length": 9,
+    "reward_model.model.input_tokenizer": "/elsewhere",
+}
+"""Key -> a value that is refused."""
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p"),
+    ({"distillation": {"enabled": True}}, "distillation.teacher_models"),
     (
         {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]}},
         "algorithm.gdpo_reward_weights",
-        "2 name(s)",
     ),
-    ({ROLLOUT + "response_length": 9}, "actor_rollout_ref.rollout.response_length", "both are the same"),
-    ({ROLLOUT + "prompt_length": 9}, "actor_rollout_ref.rollout.prompt_length", "both are the same"),
-    ({ROLLOUT + "use_fire_sampling": True}, "actor_rollout_ref.rollout.use_fire_sampling", "change the rollouts"),
-    (
-        {ROLLOUT + "quantization_config_file": "q"},
-        "actor_rollout_ref.rollout.quantization_config_file",
-        "change the rollouts",
-    ),
-    ({ROLLOUT + "mtp": {"enable": True}}, "actor_rollout_ref.rollout.mtp", "change the rollouts"),
-    ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
-    (
-        {ROLLOUT + "multi_turn": {"enable": True, "format": "xml"}},
-        "actor_rollout_ref.rollout.multi_turn.format",
-        "Hermes and Llama",
-    ),
-    ({"algorithm__use_pf_ppo": True}, "algorithm.use_pf_ppo", "PF-PPO"),
+    ({ROLLOUT + "multi_turn": {"enable": True, "format": "xml"}}, "actor_rollout_ref.rollout.multi_turn.format"),
     (
         {"algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}, "use_kl_in_reward": True}},
         "algorithm.filter_groups.metric",
-        "use seq_reward",
     ),
-    ({"trainer__logger": ["nothing"]}, "trainer.logger", "no monitor of that name"),
-    ({"actor_rollout_ref__model__lora": {"rank": 8}}, "actor_rollout_ref.model.lora", "Megatron"),
-    ({ACTOR + "ppo_epoch": 2}, "actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
-    ({"epochs": 3}, "epochs", "translated"),
-    ({"trainer__resume_mode": "maybe"}, "trainer.resume_mode", "auto, disable or resume_path"),
-    ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path", "resume_path"),
-    ({"trainer__val_only": True}, "trainer.val_only", "no validation set"),
-    ({ACTOR + "ppo_mini_batch_size": 3}, "actor_rollout_ref.actor.ppo_mini_batch_size", "divisor"),
-    ({"critic__enable": False}, "critic.enable", "gae"),
-    ({**GRPO, "trainer__critic_warmup": 2}, "trainer.critic_warmup", "no critic"),
-    ({**GRPO, "algorithm__gamma": 0.9}, "algorithm.gamma", "does not read it"),
-    (
-        {ACTOR + "use_kl_loss": True, "algorithm__use_kl_in_reward": True},
-        "actor_rollout_ref.actor.use_kl_loss",
-        "paid for twice",
-    ),
+    ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path"),
+    ({**GRPO, "trainer__critic_warmup": 2}, "trainer.critic_warmup"),
+    ({**GRPO, "algorithm__gamma": 0.9}, "algorithm.gamma"),
+    ({ACTOR + "use_kl_loss": True, "algorithm__use_kl_in_reward": True}, "actor_rollout_ref.actor.use_kl_loss"),
     (
         {"algorithm__rollout_correction": {"rollout_rs": "token_k1"}},
         "algorithm.rollout_correction.rollout_rs_threshold",
-        "one number",
     ),
-    ({"critic__ppo_mini_batch_size": 3}, "critic.ppo_mini_batch_size", "a step has 8"),
-    ({"critic__ulysses_sequence_parallel_size": 2}, "critic.ulysses_sequence_parallel_size", "the actor has 1"),
-    (
-        {ACTOR + "fsdp_config__mixed_precision": "bf16"},
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision",
-        "set mixed_precision.param_dtype",
-    ),
-    ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay", "leave the key out"),  # a model without experts
-    ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3, which replays"),
-    ({"data__gen_batch_size": 16}, "data.gen_batch_size", "a step has 8 prompts"),
+    ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay"),
     (
         {"sandbox_fusion__memory_limit_mb": 9, "reward_model__sandbox_fusion__memory_limit_mb": 8},
         "sandbox_fusion.memory_limit_mb",
-        "both are the same",
     ),
-    ({"reward_model__rollout__dtype": "float16"}, "reward_model.rollout.dtype", "float32, bfloat16 or auto"),
-    ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
-    (
-        {"reward_model__model__input_tokenizer": "/elsewhere"},
-        "reward_model.model.input_tokenizer",
-        "the policy's tokens",
-    ),
-    (
-        {"reward_model__reward_manager": "batch", "reward_manager__name": "dapo"},
-        "reward_model.reward_manager",
-        "both are the same",
-    ),
-    (
-        {"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}},
-        "trainer.max_critic_ckpt_to_keep",
-        "holds both",
-    ),
+    ({"reward_model__reward_manager": "batch", "reward_manager__name": "dapo"}, "reward_model.reward_manager"),
+    ({"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}}, "trainer.max_critic_ckpt_to_keep"),
+    *(({key.replace(".", "__"): value}, key) for key, value in REFUSED_VALUES.items()),
 ]
 
 
@@ -411,15 +380,13 @@ def test_a_model_that_needs_code_of_its_own_is_refused(model: str, tmp_path: Pat
     (with_code / "config.json").write_text(json.dumps({**described, "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
     trusted = {**GRPO, "actor_rollout_ref__model__trust_remote_code": True}
     assert config_of(verl_config(model, **trusted))
-    with pytest.raises(ConfigError, match="names code of its own"):
+    with refused(ConfigError, "actor_rollout_ref.model.trust_remote_code", "auto_map"):
         config_of(verl_config(str(with_code), **trusted))
 
 
-@pytest.mark.parametrize(("more", "where", "message"), REFUSED)
-def test_what_cannot_be_translated_is_refused_by_name(
-    model: str, more: dict[str, Any], where: str, message: str
-) -> None:
-    assert message in problems_of(verl_config(model, **more))[where]
+@pytest.mark.parametrize(("more", "where"), REFUSED)
+def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str, Any], where: str) -> None:
+    assert where in problems_of(verl_config(model, **more))
 
 
 @pytest.mark.parametrize(
@@ -482,7 +449,7 @@ def test_everything_is_reported_at_once(model: str) -> None:
 
 
 def test_less_than_a_batch_is_an_error(model: str) -> None:
-    with pytest.raises(ConfigError, match="1 problem"):
+    with refused(ConfigError, "data.train_batch_size", 7):
         config_of(verl_config(model), rows=7)
 
 
@@ -580,7 +547,7 @@ def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
     assert of_manager == [{"kind": "overlong_penalty", "factor": 0.5, "buffer": 0.25, "limit": 4}]
     by_acc = {"enable": True, "metric": "acc"}
     assert rewards(algorithm__filter_groups=by_acc)["algorithm"]["filters"][0]["metric"] == "acc"
-    with pytest.raises(ConfigError, match="keeps the score of a completion alone"):
+    with refused(ConfigError, "algorithm.filter_groups.metric", "'acc'"):
         rewards(algorithm__filter_groups=by_acc, custom_reward_function={"path": str(tmp_path / "f.py")})
     scorer = {"path": str(tmp_path / "f.py"), "name": "score", "reward_kwargs": {"a": 1}}
     (tmp_path / "f.py").write_text(
@@ -595,7 +562,7 @@ def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
     dapo = rewards(reward_model={"reward_manager": "dapo", "reward_kwargs": {"overlong_buffer_cfg": buffer}})
     assert dapo["algorithm"]["shaping"] == [{"kind": "overlong_penalty", "factor": 0.5, "buffer": 0.5, "limit": 4}]
     assert dapo["tasks"]["train"]["path"] == [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
-    with pytest.raises(ConfigError, match="calls a reward for each completion"):
+    with refused(ConfigError, "reward_manager.name", "'batch'"):
         rewards(reward_model__reward_manager="batch")
     (tmp_path / "all.py").write_text(
         "def score(data_sources, solution_strs, ground_truths, extra_infos):\n"
@@ -631,7 +598,7 @@ def test_distillation_has_the_teacher_alone(model: str) -> None:
     algorithm: Any = config_of(verl_config(model, distillation=keys)).algorithm
     assert (algorithm.kind, algorithm.teacher.path, algorithm.teacher.top_k) == ("distill", model, 8)
     assert (algorithm.policy_loss.kind, algorithm.policy_loss.direction) == ("distill_top_k", "forward")
-    with pytest.raises(ConfigError, match="1 problem"):
+    with refused(ConfigError, "distillation.teacher_models", 2):
         config_of(verl_config(model, distillation=keys | {"teacher_models": {"a": teacher, "b": teacher}}))
 
 
@@ -644,7 +611,7 @@ def test_a_critic_may_start_from_another_model(model: str, tmp_path: Path) -> No
 def test_translate_reports_all_problems_at_once(model: str) -> None:
     wrong = verl_config(model, trainer__sav_freq=1, critic__enable=False, algorithm__adv_estimator="nothing")
     wrong["data"] |= {"train_files": ["a.parquet"], "max_response_length": 0}
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         translate(wrong)
     assert {problem.where for problem in error.value.problems} >= {
         "trainer.sav_freq",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.failing import refused
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.verl.group_rewards import GroupRewards, as_manager
 from trivium.frontdoors.verl.objects.validation import _table, of_task, statistics
@@ -148,7 +149,7 @@ def test_plain_functions_are_managers_too() -> None:
     assert [extra["source"] for extra in extras] == ["sums", "sums"]
     manager = Manager()
     assert as_manager(manager, TOKENIZER) is manager
-    with pytest.raises(ConfigError, match="reward_fn"):
+    with refused(ConfigError, "reward_fn", "str"):
         as_manager("naive", TOKENIZER)
 
 
@@ -156,15 +157,13 @@ def test_nothing_is_scored_in_silence() -> None:
     def broken(prompt: str, completion: str) -> float:
         raise ValueError("no idea")
 
-    with pytest.raises(RewardError, match=r"sample 0 .data source 'sums'.") as error:
+    with refused(RewardError, "sample 0", "'sums'", "no idea"):
         GroupRewards(as_manager(broken, TOKENIZER), 0)([group(1, "2")])
-    assert "no idea" in str(error.value)
-    with pytest.raises(RewardError, match="nan"):
+    with refused(RewardError, "nan"):
         GroupRewards(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
-    with pytest.raises(RewardError, match="rewards of 1 samples from") as error:
+    with refused(RewardError, "1 samples", "no such source"):
         GroupRewards(lambda data, return_dict: {}["no such source"], 0)([group(1, "2")])
-    assert "no such source" in str(error.value)
-    with pytest.raises(RewardError, match="a reward tensor"):
+    with refused(RewardError, "(B, R)", "list"):
         GroupRewards(lambda data: [1.0], 0)([group(1, "2")])
-    with pytest.raises(DataError, match="one number per response token"):
+    with refused(DataError, "(3, 3)"):
         GroupRewards(lambda data, return_dict: torch.zeros(3, 3), 0)([group(1, "2")])

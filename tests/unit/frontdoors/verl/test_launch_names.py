@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.failing import refused
 from trivium.errors import ConfigError, DataError, UnknownName
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
@@ -109,9 +110,9 @@ def test_what_a_config_needs() -> None:
     assert need_reward_model({verl.Role.RewardModel: object})
     assert not need_reward_model({})
     validate_config(MODEL, use_reference_policy=False, use_critic=True)
-    with pytest.raises(ConfigError, match="reads no values"):
+    with refused(ConfigError, "algorithm.adv_estimator", "'grpo'"):
         validate_config({**MODEL, "algorithm": {"adv_estimator": "grpo"}}, use_critic=True)
-    with pytest.raises(ConfigError, match="train_batchsize"):
+    with refused(ConfigError, "data.train_batchsize", "data.train_batch_size"):
         validate_config({**MODEL, "data": {"train_batchsize": 3}})
 
 
@@ -146,7 +147,7 @@ def test_classes_and_files_by_path(tmp_path: Path) -> None:
     assert get_dataset_class({}) is RLHFDataset
     assert copy_to_local("~/x") == str(Path.home() / "x")
     assert copy_to_local("Qwen/Qwen3") == "Qwen/Qwen3"
-    with pytest.raises(DataError, match="remote"):
+    with refused(DataError, "hdfs://host/x"):
         copy_to_local("hdfs://host/x")
 
 
@@ -155,5 +156,5 @@ def test_roles_and_pools_by_verls_names() -> None:
     with pytest.raises(UnknownName):
         verl.Role.from_string("director")
     assert verl.RayResourcePool([2, 2], use_gpu=False).world_size == 4
-    with pytest.raises(ConfigError, match="detached"):
+    with refused(ConfigError, "detached=True"):
         verl.RayResourcePool([1], detached=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.failing import refused
 from tests.unit.frontdoors.verl.test_frontdoor_reward_managers import view
 from tests.unit.parts import verl_user_code as user
 from trivium.errors import ConfigError, RewardError, UnknownName
@@ -121,7 +122,7 @@ def test_a_scorer_with_the_arguments_of_a_sandbox(tokenizer: Any) -> None:
             loaded = load_reward_manager(named, tokenizer, 0)
             assert rewarded(loaded, tokenizer, rows(tokenizer, "a", "b"))[0] == [1.0, 1.0]
         assert user.default_compute_score("openai/gsm8k", "#### 2", "2", None, None, shared.Semaphore(1), 300) == 1.0
-    with pytest.raises(ConfigError, match="programs run in a sandbox on this machine"):
+    with refused(ConfigError, "sandbox_fusion_url", "http://sandbox.example"):
         user.default_compute_score("taco", "x", "{}", None, "http://sandbox.example")
 
 
@@ -138,7 +139,7 @@ def test_what_a_class_of_managers_shares_serves_every_call(tokenizer: Any) -> No
 
     assert rewarded(Duck(), tokenizer, rows(tokenizer, "a", "b")) == ([1.0, 1.0], {})
     Duck.run_single = lambda self, data: _nothing()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RewardError, match="reward_score of sample 0 from Duck"):
+    with refused(RewardError, "sample 0", "Duck.run_single", "reward_score"):
         rewarded(Duck(), tokenizer, rows(tokenizer, "a"))
 
 
@@ -169,7 +170,7 @@ def test_a_time_limit_of_each_sample(tokenizer: Any, caplog: pytest.LogCaptureFi
     scores, extra = rewarded(manager, tokenizer, rows(tokenizer, "a", "slow"))
     assert (scores, extra["reward_failed"]) == ([1.0, 0.0], [False, True])
     assert "no answer within 1.5 s" in caplog.text
-    with pytest.raises(RewardError, match="KeyError"):
+    with refused(RewardError, "KeyError"):
         rewarded(manager, tokenizer, rows(tokenizer, "raise"))
 
 
@@ -237,26 +238,26 @@ def test_a_default_beside_a_choice_is_none(tokenizer: Any, named: Any, manager: 
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("named", "name"),
     [
         ({"reward_model": {"reward_manager": "dapo"}, "reward_manager": {"name": "prime"}}, "dapo"),
         ({"reward_manager": {"name": "dapo"}, "reward": {"reward_manager": {"name": "batch"}}}, "batch"),
         ({"custom_reward_function": SCORER, "reward": {"custom_reward_function": OTHER}}, "with_alarm"),
-        ({"reward_manager": {**DEFAULT, "module": {"path": FILE}}}, "set source: importlib"),
-        ({"reward_manager": {"source": "importlib", "name": "X"}}, r"module\.path"),
-        ({"reward_manager": {"source": "git", "name": "X"}}, "set register, or importlib"),
+        ({"reward_manager": {**DEFAULT, "module": {"path": FILE}}}, "reward_manager.module.path"),
+        ({"reward_manager": {"source": "importlib", "name": "X"}}, "reward_manager.module.path"),
+        ({"reward_manager": {"source": "git", "name": "X"}}, "reward_manager.source"),
     ],
 )
-def test_contradictions_are_refused(tokenizer: Any, named: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_contradictions_are_refused(tokenizer: Any, named: Any, name: str) -> None:
+    with refused(ConfigError, name):
         load_reward_manager(named, tokenizer, 0)
 
 
 def test_registered_names(tokenizer: Any) -> None:
     assert get_reward_manager_cls("by_item").__name__ == "ByItemRewardManager"
     assert get_reward_manager_cls("prime") is PrimeRewardManager
-    with pytest.raises(UnknownName, match="naive"):
+    with refused(UnknownName, "naive"):
         get_reward_manager_cls("niave")
-    with pytest.raises(ConfigError, match="'by_item'"):
+    with refused(ConfigError, "'by_item'"):
         register("by_item")(NaiveRewardManager)
     assert register("by_item")(user.ByItemRewardManager) is user.ByItemRewardManager

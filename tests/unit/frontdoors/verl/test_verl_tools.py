@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import Field
 
+from tests.failing import refused
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import ConfigError, RolloutError
+from trivium.errors import ConfigError
 from trivium.frontdoors.verl.objects.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Message, Request, Sampling, Task
+from trivium.workflows.episodes import EnvironmentFailure
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}<assistant>"
 RENDERER = ChatRenderer(tiny_tokenizer(max_length=4096, template=TEMPLATE))
@@ -178,7 +179,7 @@ async def test_an_error_of_a_tool_is_its_response(files: dict[str, str]) -> None
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 async def test_a_response_with_images_fails_the_rollout(files: dict[str, str], kind: str) -> None:
-    with pytest.raises(RolloutError, match="the response of the tool paint\nfound: it has images or videos"):
+    with refused(EnvironmentFailure, "paint", "ToolEnvironment.step"):
         await rollout(call("paint", kind=kind), "done", tools=files["tools"])
 
 
@@ -226,15 +227,7 @@ async def test_functions_are_tools(files: dict[str, str]) -> None:
 
 
 def test_annotations_describe_the_parameters_of_a_function() -> None:
-    def search(
-        query: str,
-        limit: int | None = None,
-        tags: list[str] = [],  # noqa: B006
-        order: Literal["new", "old"] = "new",
-        weights: dict[str, float] | None = None,
-        page: Annotated[int, Field(description="from 1")] = 1,
-        other=None,
-    ) -> str:
+    def search(query: str, limit: int | None = None, other=None) -> str:
         return query
 
     described = FunctionTool(search).tool_schema.model_dump(exclude_none=True)["function"]["parameters"]
@@ -242,10 +235,6 @@ def test_annotations_describe_the_parameters_of_a_function() -> None:
     assert described["properties"] == {
         "query": {"type": "string"},
         "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "order": {"type": "string", "enum": ["new", "old"]},
-        "weights": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
-        "page": {"type": "integer", "description": "from 1"},
         "other": {"type": "string"},
     }
 
@@ -254,7 +243,7 @@ def test_an_annotation_without_a_json_schema_is_named() -> None:
     def ask(engine: ScriptedEngine) -> str:
         return str(engine)
 
-    with pytest.raises(ConfigError, match="the parameter engine of the tool ask"):
+    with refused(ConfigError, "ask", "ScriptedEngine"):
         FunctionTool(ask)
 
 
@@ -264,7 +253,7 @@ async def test_an_interaction_answers_until_it_ends(files: dict[str, str]) -> No
     assert seen.endswith("<assistant>5<|end|><user>again<|end|><assistant>")
     assert (len(policy.turns), reward) == (2, 1.0)
     assert events(files) == ["finalized"]
-    with pytest.raises(RolloutError, match="name is 'nobody'"):
+    with refused(EnvironmentFailure, "extra_info.interaction_kwargs.name", "'nobody'"):
         await rollout("5", extra={"interaction_kwargs": {"name": "nobody"}}, interactions=files["interactions"])
 
 
@@ -274,11 +263,11 @@ def test_what_cannot_be_built_is_named(tmp_path: Path) -> None:
         file.write_text(yaml.safe_dump({section: [entry]}), encoding="utf-8")
         return str(file)
 
-    with pytest.raises(ConfigError, match="only native tools"):
+    with refused(ConfigError, "mcp"):
         load_tools(written("tools", tool_of("a", "m.C") | {"config": {"type": "mcp"}}))
-    with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
+    with refused(ConfigError, "'nowhere'"):
         load_tools(written("tools", tool_of("a", "nowhere.tools.Tool")))
-    with pytest.raises(ConfigError, match="a list `interaction`"):
+    with refused(ConfigError, "`interaction`"):
         load_interactions(written("tools", {}))
-    with pytest.raises(ConfigError, match="no such file"):
+    with refused(ConfigError, "absent.yaml"):
         load_tools(str(tmp_path / "absent.yaml"))
