@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from trivium.config import read_yaml
 from trivium.errors import ConfigError
 from trivium.registry import resolve
+from trivium.workflows.functions import described_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "is_verl_tool"
@@ -36,7 +37,8 @@ class _Open(BaseModel):
 class OpenAIFunctionPropertySchema(_Open):
     """A parameter of a tool."""
 
-    type: Any = "string"
+    type: Any = None
+    """None for a parameter of several types, whose schema has `anyOf`."""
     description: str | None = None
     enum: list[Any] | None = None
 
@@ -136,22 +138,12 @@ def function_tool(function: Function) -> Function:
 
 
 class FunctionTool(BaseTool):
-    """A plain or `async` function as a tool. Its docstring and annotations describe it to the policy; a parameter
-    without annotation is text. Raises ConfigError for an annotation that JSON cannot represent."""
+    """A plain or `async` function as a tool, described by its signature and its docstring."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises ConfigError for a parameter that JSON cannot represent."""
         self.function = function
-        hints = get_type_hints(function, include_extras=True)
-        parameters = inspect.signature(function).parameters
-        where = f"of the tool {function.__name__}"
-        properties = {name: _property(hints.get(name, str), f"the parameter {name} {where}") for name in parameters}
-        required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-        schema = OpenAIFunctionSchema(
-            name=function.__name__,
-            description=inspect.getdoc(function) or "",
-            parameters=OpenAIFunctionParametersSchema(properties=properties, required=required),
-        )
-        super().__init__({}, OpenAIFunctionToolSchema(function=schema))
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(described_function(function).described))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -160,16 +152,6 @@ class FunctionTool(BaseTool):
         result = self.function(**parameters)
         result = await result if inspect.isawaitable(result) else result
         return ToolResponse(text=result if isinstance(result, str) else json.dumps(result)), 0.0, {}
-
-
-def _property(hint: Any, asked: str) -> OpenAIFunctionPropertySchema:
-    """Describes a parameter by its annotation."""
-    try:
-        schema = TypeAdapter(hint).json_schema()
-    except PydanticUserError as error:
-        found = f"its annotation {hint!r} has no JSON schema"
-        raise ConfigError(asked, found, "annotate it with a type of JSON values") from error
-    return OpenAIFunctionPropertySchema.model_validate({"type": None, **schema})
 
 
 @lru_cache(maxsize=64)
