@@ -208,7 +208,7 @@ def main() -> None:
         "--compare", type=Path, metavar="OTHER_TREE", help="another checkout, shown as the state before"
     )
     parser.add_argument(
-        "--test-seconds", type=float, nargs="+", default=[], metavar="N", help="how long `make test-all` took, by column"
+        "--test-seconds", type=float, nargs="+", default=[], metavar="N", help="seconds of `make test-all`, by column"
     )
     arguments = parser.parse_args()
     here = Path(__file__).parents[1]
