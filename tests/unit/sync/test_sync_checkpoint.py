@@ -186,9 +186,8 @@ def test_damage_is_named(file: str, damage: Callable[[Path], object], said: str,
     ends.publish(1)
     assert ends.holds(1)
     damage(ends.directory / "version-000001" / file)
-    with refused(SyncError, "version 1", file, said) as caught:
+    with refused(SyncError, "version 1", file, said):
         list(ends.explorer.collect(1))
-    assert not isinstance(caught.value, VersionGone)
 
 
 BLAKE2B = {

@@ -92,9 +92,8 @@ async def test_damage_is_refused_as_often_as_it_happens_and_the_trainer_gives_up
     offering = run.offer(0)
     for _ in range(collective.MAX_EXCHANGES):
         await synchronizer.next_version("ann", None, newest=True)
-        with refused(SyncError, "'embed'", "version 0") as caught:
+        with refused(SyncError, "'embed'", "version 0"):
             await collected(channel, 0)
-        assert not isinstance(caught.value, VersionGone)
     with refused(SyncError, "version 0", f"{collective.MAX_EXCHANGES} exchanges", "ann", "bytes changed"):
         await offering
 
