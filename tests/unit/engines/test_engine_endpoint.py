@@ -235,6 +235,23 @@ async def test_the_key_is_sent_shown_nowhere_and_its_refusal_ends_the_run(
     assert TOKEN not in str(raised.value) + caplog.text + engine.config.model_dump_json()
 
 
+async def test_no_more_requests_than_the_limit_are_in_progress(model_dirs: list[Path]) -> None:
+    now = most = 0
+
+    async def behave(received: Any, writer: asyncio.StreamWriter) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        now -= 1
+        await json_of(answer())(received, writer)
+
+    async with service(behave, path="/v1") as here:
+        engine = endpoint(here.url, model_dirs[0], max_concurrent=3)
+        await asyncio.gather(*(engine.generate(request()) for _ in range(12)))
+    assert most == 3
+
+
 async def test_a_cancelled_completion_closes_its_connection(model_dirs: list[Path]) -> None:
     async with service(drip, path="/v1") as here:
         call = asyncio.ensure_future(endpoint(here.url, model_dirs[0]).generate(request()))
