@@ -78,7 +78,7 @@ class Buffers:
 
 def raise_in_a_group(name: str) -> None:
     async def fail() -> None:
-        raise SyncError("a cause of its own")
+        raise SyncError("collect version 3", "a cause of its own", "look at the log")
 
     async def both() -> None:
         async with asyncio.TaskGroup() as tasks:

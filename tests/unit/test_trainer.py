@@ -7,7 +7,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +135,11 @@ class Run:
         async with asyncio.timeout(30):
             await run(Parts(*shared, trainer, explorer, evaluator if self.evaluated else None))
         return trainer
+
+    async def play_beside(self, other: Coroutine[Any, Any, None]) -> None:
+        async with asyncio.TaskGroup() as roles:
+            roles.create_task(self.play())
+            roles.create_task(other)
 
 
 # --------------------------------------------------------------------------- where time goes
@@ -331,13 +336,8 @@ async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no
         threading.Timer(0.2, cast(Overtaken, broken.made).failed.set).start()
         raise LookupError("no such row")
 
-    async def play_both() -> None:
-        async with asyncio.TaskGroup() as roles:
-            roles.create_task(broken.play())
-            roles.create_task(fail_in_the_third_step())
-
     with pytest.raises(ExceptionGroup):
-        await play_both()
+        await broken.play_beside(fail_in_the_third_step())
     assert await asyncio.to_thread(cast(Overtaken, broken.made).ended.wait, 20)
     updates = [version for version, *_ in cast(Counting, broken.made.engine).updates]
     assert (broken.store.steps(), updates) == (saved, [*range(saved[0])])
@@ -380,13 +380,8 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
             await asyncio.sleep(0.001)
         raise LookupError("no such row")
 
-    async def play_both() -> None:
-        async with asyncio.TaskGroup() as roles:
-            roles.create_task(broken.play())
-            roles.create_task(fail_in_the_third_step())
-
     with pytest.raises(ExceptionGroup) as caught:
-        await play_both()
+        await broken.play_beside(fail_in_the_third_step())
     assert caught.group_contains(LookupError)
     assert (broken.made.train_step_num, broken.store.steps()) == (3, [])
 
