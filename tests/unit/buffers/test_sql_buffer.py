@@ -23,7 +23,7 @@ from sqlalchemy import event
 
 from tests.processes import fork_server
 from trivium.buffers.sql.buffer import SqlBuffer
-from trivium.buffers.sql.database import Database, SqlTable
+from trivium.buffers.sql.database import Database
 from trivium.buffers.sql.slot_tables import GROUPS, SLOTS
 from trivium.config import plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, SyncError
@@ -463,27 +463,6 @@ def test_a_board_in_a_database_loses_no_write_of_any_process(url: str) -> None:
     board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
     assert board.read() == {"count": 120}
     assert SqlBuffer.open_board(SqlBuffer.Config(url=url), name="other").read() == {}
-
-
-async def test_a_board_in_a_database_wakes_who_polls_it(url: str) -> None:
-    here, there = (SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run") for _ in range(2))
-    polling = asyncio.ensure_future(here.poll(lambda values: values.get("n", 0) >= 2, 30))
-    for n in (1, 2):
-        await asyncio.sleep(0.05)
-        assert not polling.done()
-        there.write(lambda values, n=n: {"n": n})
-    assert await polling == {"n": 2}
-    assert await here.poll(lambda values: False, 0.05) == {"n": 2}
-
-
-def test_a_swap_that_comes_too_late_changes_nothing(url: str) -> None:
-    one, two = (SqlTable(Database(url), "run") for _ in range(2))
-    assert one.load() == (0, {})
-    assert one.swap(0, {"by": "one"})
-    assert not two.swap(0, {"by": "two"})
-    assert two.swap(1, {"by": "two"})
-    assert not one.swap(1, {"by": "one"})
-    assert one.load() == (2, {"by": "two"})
 
 
 # --------------------------------------------------------------------------- the config
