@@ -124,19 +124,9 @@ def test_a_child_that_dies_is_an_error_and_is_replaced():
             exits(status=3)
 
 
-def test_a_child_that_is_killed_is_not_an_exit_code():
-    with refused(RewardError, "SIGABRT"):
-        Isolated("os:abort", 5)()
-
-
 def test_a_signal_that_no_limit_of_the_call_sent_is_named(tmp_path, monkeypatch):
     source = "import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(60)\n"
     (tmp_path / "sets_an_alarm.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     with refused(RewardError, "SIGALRM"):
         Isolated("sets_an_alarm:f", 5)()
-
-
-def test_an_exit_in_a_child_is_its_error():
-    with refused(RewardError, "SystemExit()"):
-        Isolated("sys:exit", 5)()
