@@ -284,18 +284,22 @@ def rollouts(
         typer.Option("--task", help="Rollouts of the task with this task_id, in every step.", show_default=False),
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only failed rollouts, of every step.")] = False,
+    tools: Annotated[bool, typer.Option("--tools", help="Only calls of tools and their results.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, tokens included.")] = False,
     debug: Debug = False,
 ) -> None:
     """Shows recorded rollouts of RUN: prompts, turns, rewards, failures, tokens."""
     with Outcome(debug):
-        from trivium.inspection.rollout_view import decoder, json_of, rollouts_of, text_of
+        from trivium.inspection.rollout_view import calls_of, decoder, json_of, rollouts_of, text_of
 
         decode = decoder(run)
         try:
             for rollout in rollouts_of(run, step, task, failed):
-                print(json.dumps(json_of(rollout, decode)) if as_json else text_of(rollout, decode, tokens))
+                if tools and not as_json:
+                    print(calls_of(rollout, decode))
+                else:
+                    print(json.dumps(json_of(rollout, decode)) if as_json else text_of(rollout, decode, tokens))
             sys.stdout.flush()
         except BrokenPipeError:  # the reader (`| head`) closed the pipe; Python must not flush the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +14,10 @@ import yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
+from trivium.text.tools import ToolCall, read_tool_calls
 from trivium.types import EXPERT_VERSION, IntArray, Media, Turn, continues
 
+_CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"')
 Decode = Callable[[Sequence[int] | IntArray], str]
 
 
@@ -129,6 +132,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
                 **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
                 "rewritten": earlier is not None and not extends,
                 "completion": turn.text,
+                "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn.text)],
                 "stop_reason": turn.stop_reason.value,
                 "tokens": len(turn.tokens),
                 "reward": turn.reward,
@@ -136,6 +140,11 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
         )
         earlier = turn
     return rows
+
+
+def _calls(completion: str) -> tuple[ToolCall, ...]:
+    """Returns the calls of a completion. A record has no list of tools: any name counts."""
+    return read_tool_calls(completion, set(_CALLED.findall(completion)))[1]
 
 
 def _media(items: Iterable[Media]) -> dict[str, Any]:
@@ -166,14 +175,7 @@ def _sequence(sequence: TokenSequence, decode: Decode) -> dict[str, Any]:
 def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
     """Formats a rollout for reading; with `tokens`, one line for each token."""
     group, trajectory = rollout.group, rollout.trajectory
-    steps = ", ".join(map(str, rollout.steps)) or "none (replaced by a resumed run)"
-    member = "greedy" if rollout.greedy else f"{trajectory.index + 1}/{len(group.trajectories)}"
-    components = ", ".join(f"{name} {reward:.4g}" for name, reward in trajectory.rewards.items())
-    lines = [
-        f"step {steps}  task {group.task.task_id} ({group.task.taskset})  epoch {group.epoch}  rollout {member}  "
-        f"policy version {group.version}",
-        f"  reward {trajectory.reward:.4g}" + (f" ({components})" if components else ""),
-    ]
+    lines = _heading(rollout)
     for turn in _turns(rollout, decode):
         lines.append(_indented("context", turn["context"]))
         for item in turn.get("media", ()):
@@ -189,6 +191,34 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
     for sequence in rollout.sequences if tokens else ():
         lines += _table(sequence, decode)
     return "\n".join(lines) + "\n"
+
+
+def calls_of(rollout: Rollout, decode: Decode) -> str:
+    """Formats the calls of a rollout with their results, and its last completion. The results of a turn are the context
+    of the next one, in the template's form."""
+    turns, lines = _turns(rollout, decode), _heading(rollout)
+    for number, turn in enumerate(turns):
+        lines += [_indented("call", f"{call['name']} {call['arguments']}") for call in turn["calls"]]
+        if turn["calls"] and number + 1 < len(turns):
+            lines.append(_indented("results", turns[number + 1]["context"]))
+    if turns and not turns[-1]["calls"]:
+        lines.append(_indented("completion", turns[-1]["completion"]))
+    if (failure := rollout.trajectory.failure) is not None:
+        lines.append(_indented("failed", f"{failure.side}: {failure.kind}: {failure.message}"))
+    return "\n".join(lines) + "\n"
+
+
+def _heading(rollout: Rollout) -> list[str]:
+    """Returns the lines with the task and the reward of a rollout."""
+    group, trajectory = rollout.group, rollout.trajectory
+    steps = ", ".join(map(str, rollout.steps)) or "none (replaced by a resumed run)"
+    member = "greedy" if rollout.greedy else f"{trajectory.index + 1}/{len(group.trajectories)}"
+    components = ", ".join(f"{name} {reward:.4g}" for name, reward in trajectory.rewards.items())
+    return [
+        f"step {steps}  task {group.task.task_id} ({group.task.taskset})  epoch {group.epoch}  rollout {member}  "
+        f"policy version {group.version}",
+        f"  reward {trajectory.reward:.4g}" + (f" ({components})" if components else ""),
+    ]
 
 
 def _indented(title: str, text: str) -> str:

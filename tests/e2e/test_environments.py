@@ -1,0 +1,165 @@
+"""Whole runs with environments: one game behind every door, and servers that are killed in the middle of episodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import agent_game
+import pytest
+
+from tests.e2e.test_kill import outcome_of
+from trivium.buffers.journal import Journal
+from trivium.config import config_from_mapping
+from trivium.inspection.rollout_view import calls_of, decoder, rollouts_of
+from trivium.runtime.launch import run
+from trivium.types import Trajectory
+
+GAME = agent_game.__file__
+
+
+@contextmanager
+def server(port: int = 0, steps: int | None = None) -> Generator[int]:
+    """An OpenEnv server on loopback. With `steps`, it is killed after so many, and another one starts at its port."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> str:
+        command = [sys.executable, GAME, "openenv", *arguments]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+        assert processes[-1].stdout is not None
+        return processes[-1].stdout.readline().strip()
+
+    def restart(port: str) -> None:
+        assert processes[0].wait() == -9
+        start(port)
+
+    port_text = start(str(port), *([] if steps is None else [str(steps)]))
+    watcher = threading.Thread(target=restart, args=(port_text,))
+    if steps is not None:
+        watcher.start()
+    try:
+        yield int(port_text)
+    finally:
+        if steps is not None:
+            watcher.join(60)
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def outcome(
+    run_dir: Path, steps: int = 2, rows: bool = True, **workflow: Any
+) -> tuple[dict[str, bytes], list[Trajectory]]:
+    """Runs the game with a tiny model. Returns (the files of the last weights, all rollouts in order)."""
+    config: dict[str, Any] = {
+        "run": {"dir": str(run_dir)},
+        "model": {"kind": f"{GAME}:TinyModel", "layers": 1, "hidden": 32, "heads": 2, "mlp": 32, "max_position": 96},
+        "tasks": {
+            "train": {"kind": "python", "source": f"{GAME}:rows", "id": "id", "args": {"with_tools": rows}},
+        },
+        "workflow": {"max_failed_fraction": 1.0, **workflow},
+        "engine": {"sampling": {"max_new_tokens": 1}},
+        "schedule": {"steps": steps, "groups_per_step": 1, "group_size": 6},
+        "train": {"optimizer": {"lr": 1e-2}},
+        "checkpoint": {"save_every": 1},
+        "cluster": {"threads": 1},
+        "monitors": [{"kind": "jsonl"}],
+    }
+    assert run(config_from_mapping(config, run_dir.parent))["steps"] == steps
+    folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
+    groups = [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
+    rollouts = [rollout for group in sorted(groups, key=lambda group: group.slot) for rollout in group.trajectories]
+    assert len(rollouts) == steps * 6
+    return outcome_of(run_dir)["tensors"], rollouts
+
+
+def openenv(port: int, **workflow: Any) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{port}"
+    return {"kind": "openenv", "url": url, "observe": f"{GAME}:observe", "max_turns": 12, **workflow}
+
+
+def contents(rollouts: list[Trajectory]) -> list[Any]:
+    """What the policy saw and sampled in each rollout, and its reward."""
+    turns = [[(turn.prompt_tokens.tolist(), turn.tokens.tolist()) for turn in each.turns] for each in rollouts]
+    return list(zip(turns, [each.reward for each in rollouts], strict=True))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("class") / "run"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_dir: Path) -> tuple[dict[str, bytes], list[Trajectory]]:
+    """The game behind an environment class."""
+    fields = {"kind": "multi_turn", "environment": f"{GAME}:Guess", "max_turns": 12}
+    weights, rollouts = outcome(run_dir, **fields)
+    assert len({rollout.reward for rollout in rollouts}) > 1
+    assert max(len(rollout.turns) for rollout in rollouts) > 2
+    return weights, rollouts
+
+
+def test_calls_and_results_are_shown(undisturbed: tuple[dict[str, bytes], list[Trajectory]], run_dir: Path) -> None:
+    shown = [calls_of(each, decoder(run_dir)) for each in rollouts_of(run_dir, 1, None, False)]
+    for text, rollout in zip(shown, undisturbed[1], strict=False):
+        assert f"reward {rollout.reward:.4g}" in text
+        assert text.count("  call: guess {") == len(rollout.turns) - 1
+        assert text.count("<|tool|>") == len(rollout.turns) - 1
+        assert text.count("  completion: ") == 1
+
+
+@pytest.mark.parametrize("door", ["gymnasium", "openenv", "mcp"])
+def test_one_game_behind_every_door_gives_equal_tokens_rewards_and_weights(
+    door: str, undisturbed: tuple[dict[str, bytes], list[Trajectory]], tmp_path: Path
+) -> None:
+    with nullcontext(0) if door != "openenv" else server() as port:
+        fields: dict[str, Any] = openenv(port)
+        if door == "gymnasium":
+            agent_game.register()
+            fields = {**fields, "kind": door, "id": "Guess-v0", "act": f"{GAME}:act"}
+            del fields["url"]
+        if door == "mcp":
+            command, env = [sys.executable, GAME, "mcp"], {"PYTHONPATH": os.pathsep.join(sys.path)}
+            fields = {"kind": door, "command": command, "env": env, "start_tool": "begin", "reward_tool": "score"}
+            fields |= {"max_calls": 11, "rows": False}
+        weights, rollouts = outcome(tmp_path / "run", **fields)
+    assert contents(rollouts) == contents(undisturbed[1])
+    assert weights == undisturbed[0]
+
+
+def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
+    undisturbed: tuple[dict[str, bytes], list[Trajectory]], tmp_path: Path
+) -> None:
+    weights, expected = undisturbed
+    with server(steps=5) as port:  # the rollouts fail, and are repeated with the same randomness
+        again, rollouts = outcome(tmp_path / "repeated", **openenv(port, max_retries=3))
+    assert contents(rollouts) == contents(expected)
+    assert again == weights
+    assert max(rollout.metrics["retries"] for rollout in rollouts) >= 1
+
+    with server(steps=5) as port:  # killed in the first step, and again after the run is resumed
+        outcome(tmp_path / "resumed", 1, **openenv(port, max_retries=3))
+    with server(port, steps=5) as port:
+        again, rollouts = outcome(tmp_path / "resumed", **openenv(port, max_retries=3))
+    assert contents(rollouts) == contents(expected)
+    assert again == weights
+
+    with server(steps=5) as port:  # without repeats the rollouts are left out, and none of them counts as 0
+        _, rollouts = outcome(tmp_path / "failed", 1, **openenv(port))
+    failed = [rollout for rollout in rollouts if rollout.failure is not None]
+    assert failed
+    for rollout in failed:
+        assert not rollout.rewards
+        assert rollout.failure is not None
+        assert rollout.failure.side == "workflow"
+    for rollout, whole in zip(rollouts, expected, strict=False):
+        assert rollout.failure is not None or rollout.reward == whole.reward

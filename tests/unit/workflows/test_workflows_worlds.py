@@ -1,0 +1,177 @@
+"""Environments of other libraries, each over its real package: Gymnasium, OpenEnv's wire format, MCP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import agent_game
+import numpy as np
+import pytest
+from failing import refused
+from workflow_parts import policy, shown, workflow
+
+from trivium.errors import UnknownName
+from trivium.types import Message, Task
+from trivium.workflows.episodes import EnvironmentFailure
+from trivium.workflows.worlds import observed_text
+
+GAME = agent_game.__file__
+PROMPT = (Message("user", "digit?"),)
+COLUMNS = {"secret": 6, "options": {"secret": 6}, "reset": {"secret": 6}}
+TASK = Task("t", (Message("tools", agent_game.TOOLS), *PROMPT), COLUMNS)
+WITHOUT_TOOLS = Task("t", PROMPT, COLUMNS)
+BY_FUNCTIONS: dict[str, Any] = {"observe": f"{GAME}:observe", "act": f"{GAME}:act"}
+
+
+def guess(digit: object) -> str:
+    return f'<tool_call>{{"name": "guess", "arguments": {{"digit": {json.dumps(digit)}}}}}</tool_call>'
+
+
+COMPLETIONS = (guess(3), guess("x") + guess(7), guess(6), "6")
+EARNED = {"environment": 1 - 3 * agent_game.MISS}
+
+
+@pytest.fixture
+async def reference() -> list[str]:
+    """The turns of the game behind an environment class."""
+    player = policy(*COMPLETIONS)
+    assert await workflow("multi_turn", environment=f"{GAME}:Guess").run(TASK, player) == EARNED
+    assert len(player.turns) == 4
+    return shown(player)
+
+
+@asynccontextmanager
+async def openenv(port: int = 0) -> AsyncIterator[tuple[int, asyncio.subprocess.Process]]:
+    """A server process on loopback. Yields (port, process)."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, GAME, "openenv", str(port), stdout=asyncio.subprocess.PIPE, env=env
+    )
+    assert process.stdout is not None
+    try:
+        yield int(await asyncio.wait_for(process.stdout.readline(), 60)), process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_the_game_behind_gymnasium(reference: list[str]) -> None:
+    agent_game.register()
+    player = policy(*COMPLETIONS)
+    episodes = workflow("gymnasium", id="Guess-v0", **{**BY_FUNCTIONS, "act": f"{__file__}:strict"})
+    assert await episodes.run(TASK, player) == EARNED
+    assert shown(player) == reference
+    player = policy("?", "6")
+    assert await episodes.run(TASK, player) == {"environment": 0.0}
+    assert "<|user|>error: write a call<|end|>" in shown(player)[1]
+
+
+def strict(completion: str) -> str:
+    if completion == "?":
+        raise ValueError("write a call")
+    return completion
+
+
+async def test_the_game_behind_openenv(reference: list[str]) -> None:
+    async with openenv() as (port, _):
+        fields = {"url": f"http://127.0.0.1:{port}", "observe": f"{GAME}:observe"}
+        player = policy(*COMPLETIONS)
+        assert await workflow("openenv", **fields).run(TASK, player) == EARNED
+        assert shown(player) == reference
+        with refused(EnvironmentFailure, "EXECUTION_ERROR", "it broke"):
+            await workflow("openenv", **fields).run(TASK, policy("crash"))
+        player = policy("a", "b")
+        renamed = workflow("openenv", action_field="text", invalid_reward=-1, max_turns=2, **fields)
+        assert await renamed.run(TASK, player) == {"environment": -2.0}
+        assert "<|user|>error: Invalid message" in shown(player)[1]
+
+
+async def test_the_game_behind_mcp(reference: list[str]) -> None:
+    fields = {"command": [sys.executable, GAME, "mcp"], "env": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    episodes = workflow("mcp", **fields, start_tool="begin", reward_tool="score")
+    player = policy(*COMPLETIONS)
+    assert await episodes.run(WITHOUT_TOOLS, player) == EARNED
+    found = shown(player)
+    assert len(found) == 4
+    tools = [text.partition("<|user|>")[0] for text in (found[0], reference[0])]
+    assert "Compares a digit with the hidden one." in tools[0]
+    assert not {"begin", "score"} & set(tools[0].split('"'))
+    assert [text.partition("<|user|>")[2] for text in found] == [text.partition("<|user|>")[2] for text in reference]
+    assert player.metrics == {"env_done": 1.0, "tool_calls": 4.0, "tool_errors": 0.0}
+    player = policy(guess("crash"), "6")
+    assert await episodes.run(WITHOUT_TOOLS, player) == {"environment": 0.0}
+    assert "<|tool|>error: Error executing tool guess" in shown(player)[1]
+    with refused(EnvironmentFailure, "begins", "begin"):
+        await workflow("mcp", **fields, start_tool="begins").run(WITHOUT_TOOLS, policy("6"))
+
+
+async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_late_does_not() -> None:
+    async with openenv() as (port, process):
+        episodes = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=60)
+        player = policy(*COMPLETIONS)
+        generate = player.generate
+
+        async def killing(*args: Any, **kwargs: Any) -> Any:
+            if len(player.turns) == 1:
+                process.kill()
+                await process.wait()
+            return await generate(*args, **kwargs)
+
+        player.generate = killing
+        with refused(EnvironmentFailure, "step", "t") as caught:
+            await episodes.run(TASK, player)
+        assert "ConnectionClosed" in caught.value.found
+    waiting = asyncio.ensure_future(episodes.run(TASK, policy(*COMPLETIONS)))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    async with openenv(port):
+        assert await waiting == EARNED
+    absent = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=0.3)
+    with refused(EnvironmentFailure, f"127.0.0.1:{port}", 0.3):
+        await absent.run(TASK, policy("a"))
+
+
+# --- texts and actions
+
+
+async def test_gymnasium_reads_actions_by_their_space_and_shows_observations_as_text() -> None:
+    lake = workflow("gymnasium", id="FrozenLake-v1", environment_args={"is_slippery": False, "render_mode": "ansi"})
+    player = policy("go 1", "9", "2", *["1"] * 9)
+    assert await lake.run(Task("t", PROMPT), player) == {"environment": 0.0}
+    first, second, third = shown(player)[:3]
+    assert first.startswith("<|user|>digit?\n\n")
+    assert "[S]FFF" in first
+    assert "(Down)" in second
+    assert "error: write a number from 0 to 3" in third
+    pole = workflow("gymnasium", id="CartPole-v1", max_turns=2)
+    seeds = [Task("t", PROMPT, {"seed": 1}), Task("t", PROMPT, {"seed": 1}), Task("t", PROMPT, {"seed": 2})]
+    players = [policy("0", "1") for _ in seeds]
+    for task, each in zip(seeds, players, strict=True):
+        assert await pole.run(task, each) == {"environment": 2.0}
+    assert shown(players[0]) == shown(players[1]) != shown(players[2])
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        ("a", "a"),
+        ({"text": "a", "none": None}, "a"),
+        ({"text": "a", "n": 1}, '{"text": "a", "n": 1}'),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"x": np.float32(0.5)}, '{"x": 0.5}'),
+    ],
+)
+def test_an_observation_as_text(observation: object, text: str) -> None:
+    assert observed_text(observation) == text
+
+
+def test_functions_that_are_not_there_are_found_before_the_run() -> None:
+    with refused(UnknownName, "observes"):
+        workflow("openenv", url="ws://localhost:1", observe=f"{GAME}:observes")

@@ -1,0 +1,124 @@
+"""Rollouts in environments of Gymnasium."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from trivium.config import RunConfig
+from trivium.errors import ConfigError, MissingPackage, Problem
+from trivium.processes.isolated import require
+from trivium.protocols import Environment
+from trivium.types import Message, Task
+from trivium.workflows.episodes import Episodes
+from trivium.workflows.worlds import Translation, WorldConfig, seed_of
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+_HIGHLIGHTED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
+"""A part of a rendering that a terminal would colour: brackets mark it for the policy."""
+
+
+class Gymnasium(Episodes):
+    """Makes an environment of Gymnasium for each trajectory; the reward is the sum over its steps.
+
+    The first message is the task's prompt with the first observation. The row's column `seed` seeds the environment
+    (without it, a number that follows from the task's id), and the column `options` is passed to `reset`. An
+    environment with `render_mode: ansi` shows its rendering instead of its observations, unless `observe` is set.
+    """
+
+    class Config(WorldConfig):
+        """Which environment, and how it reads and writes text."""
+
+        kind: str = "gymnasium"
+        id: str
+        """The id of the environment (`FrozenLake-v1`); `module:Name-v0` imports the module that registers it."""
+        environment_args: dict[str, Any] = Field(default_factory=dict)
+        """Keyword arguments of `gymnasium.make`."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            try:
+                _require()
+            except MissingPackage as error:
+                yield Problem(f"{where}.kind", error.asked, error.found, error.do)
+
+    def __init__(self, config: Config) -> None:
+        _require()
+        super().__init__(config, f"Gymnasium's {config.id}", config.max_turns, config.call_deadline_s)
+        self._id, self._arguments, self._translation = config.id, config.environment_args, Translation(config)
+        self._renders = config.observe is None
+
+    def make(self) -> Environment:
+        import gymnasium
+
+        world: Any = gymnasium.make(self._id, **self._arguments)
+        return _World(world, self._translation, self._renders and world.render_mode == "ansi")
+
+
+def _require() -> None:
+    require("gymnasium", "gymnasium", "gymnasium", "roll out with workflow.kind: gymnasium")
+
+
+class _World:
+    """An environment of Gymnasium. Its methods are plain: they run in threads."""
+
+    def __init__(self, world: Any, translation: Translation, renders: bool) -> None:
+        self._world, self._translation, self._renders = world, translation, renders
+        self._act = action_of(world.action_space)
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        observation, _ = self._world.reset(seed=seed_of(task), options=task.columns.get("options"))
+        return self._translation.first(task, self._shown(observation))
+
+    def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
+        try:
+            action = self._translation.action(completion, self._act)
+        except ValueError as error:
+            return self._translation.invalid(error)
+        observation, reward, terminated, truncated, _ = self._world.step(action)
+        return self._translation.messages(self._shown(observation)), float(reward), bool(terminated or truncated)
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _shown(self, observation: object) -> object:
+        return _HIGHLIGHTED.sub(r"[\1]", self._world.render()) if self._renders else observation
+
+
+def action_of(space: Any) -> Callable[[str], Any]:
+    """A function that reads an action of the space from a completion, and raises ValueError for any other text."""
+    import numpy as np
+    from gymnasium import spaces
+
+    def discrete(text: str) -> int:
+        numbers, first = re.findall(r"-?\d+", text), int(space.start)
+        if not numbers or not first <= int(numbers[-1]) < first + int(space.n):
+            raise ValueError(f"write a number from {first} to {first + int(space.n) - 1}")
+        return int(numbers[-1])
+
+    def several(text: str) -> Any:
+        count = int(np.prod(space.shape))
+        numbers = [float(number) for number in _NUMBER.findall(text)]
+        if len(numbers) != count:
+            raise ValueError(f"write {count} numbers")
+        action = np.asarray(numbers, space.dtype).reshape(space.shape)
+        if not space.contains(action):
+            raise ValueError(f"write {count} numbers in the bounds of {space}")
+        return action
+
+    def text_itself(text: str) -> str:
+        if not space.contains(text):
+            raise ValueError(f"write {space.min_length} to {space.max_length} characters of {space.characters!r}")
+        return text
+
+    kinds = {spaces.Discrete: discrete, spaces.Text: text_itself}
+    kinds |= dict.fromkeys((spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary), several)
+
+    def undefined(text: str) -> Any:
+        raise ConfigError(f"actions of {space}", "no form as text", "set workflow.act: a function of yours")
+
+    return next((read for kind, read in kinds.items() if isinstance(space, kind)), undefined)

@@ -1,0 +1,145 @@
+"""Rollouts in environments behind OpenEnv servers: a client of their WebSocket sessions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from trivium.config import RunConfig
+from trivium.config.checks import is_loopback
+from trivium.errors import MissingPackage, Problem
+from trivium.processes.isolated import require
+from trivium.protocols import Environment
+from trivium.types import Message, Task
+from trivium.workflows.episodes import EnvironmentFailure, Episodes
+from trivium.workflows.worlds import Translation, WorldConfig, connected, seed_of
+
+_MAX_BYTES = 100 << 20
+"""The largest message of a server: an observation may hold a screenshot."""
+_INVALID, _FULL = "VALIDATION_ERROR", "CAPACITY_REACHED"
+"""Codes of OpenEnv's errors: the action does not fit the environment's schema; the server has no free session."""
+
+
+class OpenEnv(Episodes):
+    """Opens a session of an OpenEnv server for each trajectory; the reward is the sum over its steps.
+
+    The first message is the task's prompt with the first observation. The row's column `reset` (a mapping) is passed to
+    the environment's `reset`, with a `seed` (the column, or a number that follows from the task's id).
+    """
+
+    class Config(WorldConfig):
+        """Which server, and how its environment reads and writes text."""
+
+        kind: str = "openenv"
+        url: str
+        """The server: `http://host:port` or `ws://host:port`."""
+        action_field: str = "message"
+        """The field of the environment's action that takes the completion, if `act` is not set."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):
+                yield Problem(f"{where}.url", "the address of a server", repr(self.url), "write http://host:port")
+            try:
+                _require()
+            except MissingPackage as error:
+                yield Problem(f"{where}.kind", error.asked, error.found, error.do)
+
+    def __init__(self, config: Config) -> None:
+        _require()
+        super().__init__(config, f"OpenEnv at {config.url}", config.max_turns, config.call_deadline_s)
+        self._url, self._connect_s = socket_url(config.url), config.connect_deadline_s
+        field = config.action_field
+        self._translation = Translation(config, lambda completion: {field: completion})
+
+    def make(self) -> Environment:
+        return _Session(self._url, self._translation, self._connect_s)
+
+
+def _require() -> None:
+    require("websockets", "websockets", "openenv", "roll out with workflow.kind: openenv")
+
+
+def socket_url(url: str) -> str:
+    """The address of the sessions of a server."""
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    path = parts.path.rstrip("/")
+    return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else f"{path}/ws", parts.query, ""))
+
+
+class _Refused(Exception):
+    """The server has no free session."""
+
+
+class _InvalidAction(ValueError):
+    """The action does not fit the environment's schema."""
+
+
+class _Session:
+    """An environment of a server, which ends with its connection."""
+
+    def __init__(self, url: str, translation: Translation, connect_s: float) -> None:
+        self._url, self._translation, self._connect_s = url, translation, connect_s
+        self._socket: Any = None
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        from websockets.exceptions import WebSocketException
+
+        given = task.columns.get("reset")
+        data = {"seed": seed_of(task), **(given if isinstance(given, Mapping) else {})}
+
+        async def begin() -> Mapping[str, Any]:
+            await self._open()
+            return await self._exchange("reset", data)
+
+        refused = (OSError, WebSocketException, _Refused)
+        seen = await connected(f"the environment server {self._url}", begin, refused, self._connect_s)
+        return self._translation.first(task, seen.get("observation"))
+
+    async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
+        try:
+            action = self._translation.action(completion)
+        except ValueError as error:
+            return self._translation.invalid(error)
+        try:
+            seen = await self._exchange("step", action)
+        except _InvalidAction as error:
+            return self._translation.invalid(error)
+        reward = seen.get("reward")
+        return self._translation.messages(seen.get("observation")), reward, bool(seen.get("done"))
+
+    async def close(self) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        try:
+            await socket.send(json.dumps({"type": "close"}))
+        except ConnectionClosed:
+            return  # the session has ended with the connection
+        await socket.close()
+
+    async def _open(self) -> None:
+        from websockets.asyncio.client import connect
+
+        await self.close()
+        proxy = None if is_loopback(urlsplit(self._url).hostname or "") else True
+        self._socket = await connect(self._url, open_timeout=self._connect_s, max_size=_MAX_BYTES, proxy=proxy)
+
+    async def _exchange(self, kind: str, data: Any) -> Mapping[str, Any]:
+        """Sends a message and returns the data of the response. Raises EnvironmentFailure for an error."""
+        await self._socket.send(json.dumps({"type": kind, "data": data}))
+        response = json.loads(await self._socket.recv())
+        seen = response.get("data") or {}
+        if response.get("type") != "error":
+            return seen
+        code, message = seen.get("code"), f"{seen.get('code')}: {seen.get('message')}"
+        if code == _FULL:
+            raise _Refused(message)
+        if code == _INVALID and kind == "step":
+            raise _InvalidAction(f"{seen.get('message')} {seen.get('errors') or ''}".strip())
+        raise EnvironmentFailure(f"a {kind} of {self._url}", message, "look at the log of the environment's server")
