@@ -383,3 +383,38 @@ def test_masked_truncated_members_are_judged_with_their_group_and_not_trained_on
         np.testing.assert_array_equal(a, b)
     assert [e.num_response_tokens for e in before.experiences] == [3, 3, 2, 3, 2]
     assert [e.num_response_tokens for e in after.experiences] == [3, 0, 0, 3, 2]
+
+
+# --------------------------------------------------------------------------- resampling
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({"weights": "power", "power": 2.0}, [0.25, 0.0, 4.0, 1.0]),
+        ({"weights": "power", "power": 1.0}, [0.5, 0.0, 2.0, 1.0]),
+        ({"weights": "extremes"}, [0.0, 0.0, 1.0, 1.0]),
+        ({"weights": "best"}, [0.1, 0.1, 0.4, 0.1]),
+    ],
+)
+def test_trajectories_are_drawn_by_their_rewards(options: dict[str, object], weights: list[float]) -> None:
+    """PF-PPO: in a step of many groups, a trajectory is trained on in proportion to its weight, with the advantage that
+    it had before the draw. The draw is a function of the seed and the groups."""
+    which, plain = algorithm("reinforce", resample=options), algorithm("reinforce")
+    rewards, number = [0.5, 0.0, 2.0, -1.0], 1000
+    groups = [group(g, *(member(index, reward) for index, reward in enumerate(rewards))) for g in range(number)]
+    batch, _ = which.advantages(which.batch(groups))
+    drawn = np.bincount([e.index for e in batch.experiences], minlength=4)
+    np.testing.assert_allclose(drawn, 4 * number * np.array(weights) / sum(weights), atol=5 * math.sqrt(number))
+    for e, advantages in zip(batch.experiences, batch.columns["advantages"], strict=True):
+        assert advantages[-1] == rewards[e.index]
+    again, _ = which.advantages(which.batch(groups))
+    assert [(e.group_id, e.index) for e in again.experiences] == [(e.group_id, e.index) for e in batch.experiences]
+    assert len(plain.advantages(plain.batch(groups))[0]) == len(batch) == 4 * number
+
+
+def test_a_drawn_trajectory_brings_all_of_its_sequences() -> None:
+    rewrote = Trajectory(0, (turn([1, 2], 3), turn([9], 2)), {"exact": 1.0})
+    which = algorithm("reinforce", resample={})
+    batch, _ = which.advantages(which.batch([group(0, rewrote, member(1, 0.0))]))
+    assert [(e.index, e.num_response_tokens) for e in batch.experiences] == [(0, 3), (0, 3), (0, 2), (0, 2)]

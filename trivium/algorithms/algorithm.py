@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.finishing import Normalise, normalised
 from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged, with_labels
 from trivium.algorithms.correction import Correction
@@ -29,6 +29,7 @@ from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective
 from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
 from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
+from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
@@ -113,6 +114,8 @@ class GroupAlgorithm:
     """Changes to a trajectory's reward, applied in this order before any KL penalty and the estimator."""
     mask_truncated: bool = False
     """Whether truncated trajectories are compared with their group but not trained on."""
+    resample: Resampling | None = None
+    """How the trajectories of a step are drawn anew after their advantages are computed; None trains on each once."""
     max_new_tokens: int = 0
     """The longest completion that sampling allows, for shapings that depend on length; 0 if it is not set."""
     teacher: Teacher | None = None
@@ -207,7 +210,7 @@ class GroupAlgorithm:
         The shaped reward of a trajectory is on the last trained token of each of its experiences. Trajectories that are
         not trained on, and tokens that the correction rejects, leave the mask after the advantages are computed: they
         are part of their group's statistics. Expert completions have no rewards and are in no group's statistics: their
-        advantages and returns are 0.
+        advantages and returns are 0. With `resample`, a trajectory has as many rows as it was drawn times.
         """
         if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
@@ -218,14 +221,16 @@ class GroupAlgorithm:
             return batch, metrics
         own = np.flatnonzero(~batch.experts).tolist()
         judged = batch.select(own)
-        estimate, judged_metrics = self._judged(self.estimator, judged)
+        x, estimate, judged_metrics = self._judged(self.estimator, judged)
         columns = {"advantages": ragged(estimate.advantages, judged), "returns": ragged(estimate.returns, judged)}
         batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
         batch = self._trained(batch if kept is None else batch.masked(kept))
+        if self.resample is not None:
+            batch = batch.select(self.resample.rows(batch, members(x.unpenalised()), self.estimator.seed))
         return batch, metrics | judged_metrics | describe_tokens(batch)
 
-    def _judged(self, estimator: Estimator, batch: Batch) -> tuple[Advantages, Metrics]:
-        """Advantages and returns of a batch that the policy itself sampled."""
+    def _judged(self, estimator: Estimator, batch: Batch) -> tuple[AdvantageInputs, Advantages, Metrics]:
+        """(the estimator's inputs, advantages and returns, metrics) of a batch that the policy itself sampled."""
         metrics: Metrics = {}
         x = advantage_inputs(batch)
         x = replace(x, columns=estimator.columns(batch))
@@ -240,7 +245,7 @@ class GroupAlgorithm:
         metrics |= clipped
         if "values" in estimator.metadata.needs:
             metrics |= _value_metrics(x, done)
-        return done, metrics
+        return x, done, metrics
 
     def _compared(self, batch: Batch) -> tuple[Batch, list[AnyArray] | None]:
         """(the batch with importance weights and mismatch metrics, the masks of tokens that are not rejected).

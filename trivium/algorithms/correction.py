@@ -16,10 +16,7 @@ from trivium.errors import Problem
 from trivium.registry import suggest
 
 OPTIONS = tuple(
-    f"{level}_{estimator}"
-    for level in ("token", "seq_sum", "seq_mean", "seq_max")
-    for estimator in ("k1", "k2", "k3")
-    if (level, estimator) != ("seq_max", "k1")
+    f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for estimator in ("k1", "k2", "k3")
 )
 """Statistics for rejection: estimates of KL(engine, trainer) of a token, or their sum, mean or maximum by sequence."""
 Bounds = tuple[float, float]
@@ -42,7 +39,8 @@ class Correction(Plugin):
     rejection: dict[str, float | tuple[float, float]] = Field(default={})
     """Bounds that a token must satisfy to stay in the mask, and so in the mean: `{seq_mean_k1: [0.999, 1.001],
     token_k2: 0.5}`. The bounds of k1 are ratios engine / trainer (the inverse of the weights' ratio; one number u means
-    [1/u, u]); those of k2 and k3 are upper bounds in nats. A token must satisfy every entry."""
+    [1/u, u]); those of k2 and k3 are upper bounds in nats. A token must satisfy every entry.
+    `seq_max_k1: [1.0e-9, 1.0e4]` rejects sequences with a token that is 10^4 times more probable to the engine."""
     against: Literal["old", "current"] = "old"
     """The trainer log-probabilities that are compared with the engine's: `old` those at the start of the step (computed
     in a pass before it; they are then the denominator of the policy loss's ratio too), `current` those of the current

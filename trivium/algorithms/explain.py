@@ -12,6 +12,7 @@ from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
 from trivium.algorithms.objective import PolicyObjective, Term
 from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
+from trivium.algorithms.resampling import SOURCE as RESAMPLING
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
 from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
@@ -87,6 +88,11 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
         yield Line("correction", f"{correction.words}; ratios of the old policy to the engine's")
     if algorithm.mask_truncated:
         yield Line("mask", "truncated completions are compared with their group, but not trained on")
+    if algorithm.resample is not None:
+        how = (
+            f"trajectories are drawn with replacement, with a probability proportional to {algorithm.resample.formula}"
+        )
+        yield Line("resample", how, RESAMPLING)
 
 
 @singledispatch

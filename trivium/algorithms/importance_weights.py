@@ -103,8 +103,8 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, option: str) -> Tensor:
     statistic = {"k1": -token, "k2": token.square() / 2, "k3": token.expm1() - token}[estimator]
     if level == "token":
         return statistic
-    if level == "seq_max":  # of k2 and k3, which are never negative
-        whole = statistic.amax(-1, keepdim=True)
+    if level == "seq_max":
+        whole = torch.where(mask, statistic, -math.inf).amax(-1, keepdim=True)
     else:
         whole = statistic.sum(-1, keepdim=True)
         whole = whole / mask.sum(-1, keepdim=True).clamp(min=1) if level == "seq_mean" else whole

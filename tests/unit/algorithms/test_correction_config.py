@@ -188,7 +188,7 @@ def test_a_correction_of_the_user_s_own_file(tmp_path: Path) -> None:
         ({"rejection": {"seq_mean_k1": 2.0}, "threshold": 3.0}, "correction.threshold", "there are none"),
         ({"rejection": {"seq_mean_k1": 2.0}, "normalise": True}, "correction.normalise", "there are none"),
         ({"rejection": {"seq_men_k1": 2.0}}, "correction.rejection.seq_men_k1", "did you mean 'seq_mean_k1'"),
-        ({"rejection": {"seq_max_k1": 2.0}}, "correction.rejection.seq_max_k1", "no such option"),
+        ({"rejection": {"seq_min_k1": 2.0}}, "correction.rejection.seq_min_k1", "no such option"),
         ({"rejection": {"token_k2": [0.1, 0.5]}}, "correction.rejection.token_k2", "one upper bound"),
         ({"rejection": {"token_k3": 0}}, "correction.rejection.token_k3", "one upper bound"),
         ({"rejection": {"token_k1": 1.0}}, "correction.rejection.token_k1", "above 1"),

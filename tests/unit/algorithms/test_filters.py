@@ -174,3 +174,8 @@ def test_a_group_whose_members_hardly_differ_is_refused_by_its_standard_deviatio
     assert [group.slot for group in kept] == [0]  # 0.707 and 0.354
     edge = algorithm(filters=["low_std"])
     assert [group.slot for group in edge.filter([played(0, [1.0, 1.0]), played(1, [1.0, 0.999])])[0]] == [1]
+
+
+def test_resampling_has_an_exponent_only_for_the_power() -> None:
+    assert "algorithm.resample.power" in refused({"kind": "grpo", "resample": {"weights": "best", "power": 3.0}})
+    assert build_algorithm(configured({"kind": "grpo", "resample": {}}).algorithm).resample is not None

@@ -55,6 +55,7 @@ def test_what_happens_before_the_loss_is_told() -> None:
             gates=["top_entropy"],
             clip_advantages=5.0,
             mask_truncated=True,
+            resample={"power": 3.0},
             critic={"clip": 0.25},
         )
     )
@@ -67,6 +68,7 @@ def test_what_happens_before_the_loss_is_told() -> None:
         "token importance weights truncated at 2.0; sequences rejected where seq_mean_k1",
         "0.2 of the mini-batch",
         "not trained on",
+        "proportional to |R|^3",
         "(min(max(v, V - 0.25), V + 0.25) - G)^2",
         "old_log_prob (recomputed before the step)",
     ):

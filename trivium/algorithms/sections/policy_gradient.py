@@ -26,6 +26,7 @@ from trivium.algorithms.metadata import (
     resolve_function,
 )
 from trivium.algorithms.objective import PolicyObjective, Term, TermMetadataT, TokenWeight
+from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.sections.parts import (
     AdvantagePlugin,
     CorrectionPlugin,
@@ -119,6 +120,9 @@ class PolicyGradientConfig(UpdateConfig):
     mask_truncated: bool = False
     """Whether truncated completions are left out of the loss and of the counts it is divided by. Their rewards still
     count in their group."""
+    resample: Resampling | None = None
+    """Draws the trajectories of a step anew, by their rewards, once their advantages are known; null trains on each
+    once."""
     teacher: TeacherConfig | None = None
     """The teacher model, if the estimator or the loss needs one."""
 
@@ -197,6 +201,7 @@ class PolicyGradientConfig(UpdateConfig):
             yield from section_problems(rule, "filters", FilterMetadata, f"{where}.filters[{number}]")
         yield from section_problems(self.advantage, "advantages", EstimatorMetadata, f"{where}.advantage")
         yield from self._filter_problems(run, where)
+        yield from self._resample_problems(run, f"{where}.resample")
         loss, estimator = (
             metadata_or_problem(self.policy_loss, "policy_losses", PolicyLossMetadata, where),
             metadata_or_problem(self.advantage, "advantages", EstimatorMetadata, where),
@@ -243,6 +248,17 @@ class PolicyGradientConfig(UpdateConfig):
                 "the version that samples a slot would depend on groups refused later",
                 "set refill, schedule.max_staleness or schedule.deterministic back",
             )
+
+    def _resample_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if self.resample is None:
+            return
+        yield from self.resample.problems(where)
+        reasons = {
+            f"buffer.strategy {run.buffer.strategy.kind!r} mixes in expert completions, which have none": is_mixed(run),
+            "no reward is configured": not self.reads_rewards and not run.rewards,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            yield Problem(where, "trajectories drawn by their rewards", reason, "leave the key out")
 
     def _loss_problems(self, loss: PolicyLossMetadata, run: RunConfig, where: str) -> Iterator[Problem]:
         if "advantages" not in loss.needs:
@@ -437,6 +453,7 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         refill=config.refill,
         shapings=tuple(_shaping(section) for section in config.shaping),
         mask_truncated=config.mask_truncated,
+        resample=config.resample,
         kl_coef=policy.kl.coef if policy.kl else 0.0,
         epochs=config.epochs,
         mini_batches=config.mini_batches,

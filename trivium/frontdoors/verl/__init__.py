@@ -27,6 +27,19 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.algorithms.stats import masked_sum as masked_sum
     from trivium.algorithms.stats import masked_var as masked_var
     from trivium.frontdoors.verl.config import hydra as hydra
+    from trivium.frontdoors.verl.config.config_classes import ActorConfig as ActorConfig
+    from trivium.frontdoors.verl.config.config_classes import AlgoConfig as AlgoConfig
+    from trivium.frontdoors.verl.config.config_classes import BaseConfig as BaseConfig
+    from trivium.frontdoors.verl.config.config_classes import CriticConfig as CriticConfig
+    from trivium.frontdoors.verl.config.config_classes import FilterGroupsConfig as FilterGroupsConfig
+    from trivium.frontdoors.verl.config.config_classes import FSDPActorConfig as FSDPActorConfig
+    from trivium.frontdoors.verl.config.config_classes import FSDPCriticConfig as FSDPCriticConfig
+    from trivium.frontdoors.verl.config.config_classes import KLControlConfig as KLControlConfig
+    from trivium.frontdoors.verl.config.config_classes import OptimizerConfig as OptimizerConfig
+    from trivium.frontdoors.verl.config.config_classes import PFPPOConfig as PFPPOConfig
+    from trivium.frontdoors.verl.config.config_classes import PolicyLossConfig as PolicyLossConfig
+    from trivium.frontdoors.verl.config.config_classes import RolloutCorrectionConfig as RolloutCorrectionConfig
+    from trivium.frontdoors.verl.config.config_classes import omega_conf_to_dataclass as omega_conf_to_dataclass
     from trivium.frontdoors.verl.config.hydra import DictConfig as DictConfig
     from trivium.frontdoors.verl.config.hydra import ListConfig as ListConfig
     from trivium.frontdoors.verl.config.hydra import OmegaConf as OmegaConf
@@ -53,6 +66,8 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.batches.batch_view import Scored as Scored
     from trivium.frontdoors.verl.objects.batches.batch_view import living as living
     from trivium.frontdoors.verl.objects.batches.batch_view import scored_rows as scored_rows
+    from trivium.frontdoors.verl.objects.batches.metric_utils import bootstrap_metric as bootstrap_metric
+    from trivium.frontdoors.verl.objects.batches.metric_utils import calc_maj_val as calc_maj_val
     from trivium.frontdoors.verl.objects.batches.metric_utils import compute_data_metrics as compute_data_metrics
     from trivium.frontdoors.verl.objects.batches.metric_utils import (
         compute_throughout_metrics as compute_throughout_metrics,
@@ -84,6 +99,9 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.resource_pools import RayResourcePool as RayResourcePool
     from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager as ResourcePoolManager
     from trivium.frontdoors.verl.objects.resource_pools import Role as Role
+    from trivium.frontdoors.verl.objects.resource_pools import SubRayResourcePool as SubRayResourcePool
+    from trivium.frontdoors.verl.objects.resource_pools import merge_resource_pool as merge_resource_pool
+    from trivium.frontdoors.verl.objects.resource_pools import split_resource_pool as split_resource_pool
     from trivium.frontdoors.verl.objects.tool_classes import BaseInteraction as BaseInteraction
     from trivium.frontdoors.verl.objects.tool_classes import BaseTool as BaseTool
     from trivium.frontdoors.verl.objects.tool_classes import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
@@ -92,6 +110,7 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer as RayPPOTrainer
     from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch as Dispatch
     from trivium.frontdoors.verl.objects.workers.dispatch import Execute as Execute
+    from trivium.frontdoors.verl.objects.workers.dispatch import collect_all_to_all as collect_all_to_all
     from trivium.frontdoors.verl.objects.workers.dispatch import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
@@ -108,6 +127,13 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.workers.worker_group import (
         create_colocated_worker_cls as create_colocated_worker_cls,
     )
+    from trivium.frontdoors.verl.objects.workers.worker_group import (
+        create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
+    )
+    from trivium.frontdoors.verl.objects.workers.worker_group import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
+    from trivium.frontdoors.verl.objects.workers.worker_group import parallel_put as parallel_put
     from trivium.frontdoors.verl.reward_managers import BatchRewardManager as BatchRewardManager
     from trivium.frontdoors.verl.reward_managers import DAPORewardManager as DAPORewardManager
     from trivium.frontdoors.verl.reward_managers import NaiveRewardManager as NaiveRewardManager

@@ -143,8 +143,12 @@ def test_rejection_by_the_names_of_earlier_versions() -> None:
     assert sequence.tolist() == [[0.0, 0.0], [1.0, 1.0]]
     lower = helper(old, rollout, mask, rollout_rs="token", rollout_rs_threshold=3, rollout_rs_threshold_lower=1.05)[1]
     assert lower.tolist() == [[0.0, 1.0], [0.0, 1.0]]
-    with refused(ConfigError, "rollout_token_veto_threshold"):
-        helper(old, rollout, mask, rollout_token_veto_threshold=1e-4)
+    _, kept, metrics = helper(-old, rollout, mask, rollout_token_veto_threshold=0.5)
+    assert kept.tolist() == [[0.0, 0.0], [1.0, 1.0]], "the trainer finds a token less than half as likely"
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert helper(old, rollout, mask, rollout_token_veto_threshold=0.5)[1].all(), "a token that is more likely is kept"
+    with refused(RowsError, "rollout_token_veto_threshold", 2):
+        helper(old, rollout, mask, rollout_token_veto_threshold=2)
     with refused(RowsError, "response_mask"):
         helper(old, rollout, torch.zeros(2, 2))
 

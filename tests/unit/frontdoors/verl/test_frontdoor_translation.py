@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -94,6 +93,7 @@ def problems_of(config: Any) -> dict[str, str]:
 
 GAE = {"algorithm__adv_estimator": "gae"}
 GRPO = {"algorithm__adv_estimator": "grpo"}
+PF_PPO = {"algorithm__use_pf_ppo": True}
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 DPPO_TV, DPPO_KL = ({ACTOR + "policy_loss__loss_mode": mode} for mode in ("dppo_tv", "dppo_kl"))
 
@@ -217,7 +217,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"algorithm__rollout_is_veto_threshold": 1e-4},
         "algorithm.correction.rejection",
-        {"seq_max_k2": math.log(1e-4) ** 2 / 2},
+        {"seq_max_k1": (1e-9, pytest.approx(1e4))},
     ),
     (
         {"actor_rollout_ref__model": {"lora_rank": 4, "exclude_modules": ["lm_head"]}},
@@ -231,6 +231,8 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
         "algorithm.advantage.weights",
         {"a": 1.0, "b": 0.5},
     ),
+    ({**PF_PPO, "algorithm__pf_ppo__reweight_method": "max_min"}, "algorithm.resample.weights", "extremes"),
+    ({**PF_PPO, "algorithm__pf_ppo__weight_pow": 3.0}, "algorithm.resample.power", 3.0),
     ({ROLLOUT + "multi_turn": {"enable": True, "max_assistant_turns": 3}}, "workflow.max_turns", 3),
     ({ROLLOUT + "multi_turn": {"enable": False, "max_assistant_turns": 3}}, "workflow.kind", "single_turn"),
     ({"trainer__save_freq": 5}, "checkpoint.save_every", 5),
@@ -323,7 +325,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "actor_rollout_ref.rollout.quantization_config_file": "q",
     "actor_rollout_ref.rollout.mtp": {"enable": True},
     "actor_rollout_ref.hybrid_engine": False,
-    "algorithm.use_pf_ppo": True,
     "trainer.logger": ["nothing"],
     "actor_rollout_ref.model.lora": {"rank": 8},
     "actor_rollout_ref.actor.ppo_epoch": 2,
@@ -350,6 +351,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "algorithm.gdpo_reward_weights",
     ),
     ({ROLLOUT + "multi_turn": {"enable": True, "format": "xml"}}, "actor_rollout_ref.rollout.multi_turn.format"),
+    ({**GRPO, **PF_PPO}, "algorithm.use_pf_ppo"),
+    ({**PF_PPO, "algorithm__pf_ppo__reweight_method": "best"}, "algorithm.pf_ppo.reweight_method"),
     (
         {"algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}, "use_kl_in_reward": True}},
         "algorithm.filter_groups.metric",

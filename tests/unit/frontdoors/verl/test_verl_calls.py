@@ -15,8 +15,12 @@ from trivium.frontdoors.verl.translation import translate
 OTHER_BACKENDS = ("megatron", "npu", "veomni", "mindspeed")
 
 
-@pytest.mark.parametrize(("version", "share"), [("v0.5.0", 1.0), ("v0.7.0", 0.95)])
-def test_calls_without_other_backends_translate(version: str, share: float) -> None:
+REQUIRED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=a/model"]
+"""Keys that a call may lack: in the script of PF-PPO, a comment after a backslash ends the command."""
+
+
+@pytest.mark.parametrize("version", ["v0.5.0", "v0.7.0"])
+def test_calls_without_other_backends_translate(version: str) -> None:
     calls: dict[str, list[str]] = json.loads(peer_file("verl", f"scripts-{version}.json").read_text())
     causes, total, translated = Counter[str](), 0, 0
     for name, arguments in calls.items():
@@ -24,9 +28,9 @@ def test_calls_without_other_backends_translate(version: str, share: float) -> N
             continue
         total += 1
         try:
-            translate(config_of([word for word in arguments if not word.startswith("--config")]))
+            translate(config_of(REQUIRED + [word for word in arguments if not word.startswith("--config")]))
             translated += 1
         except ConfigError as error:
             causes.update(f"{problem.where}: {problem.found}" for problem in error.problems)
     shown = "\n".join(f"{count} {cause}" for cause, count in causes.most_common())
-    assert translated >= share * total > 0, f"{translated} of {total}\n{shown}"
+    assert translated == total > 0, f"{translated} of {total}\n{shown}"

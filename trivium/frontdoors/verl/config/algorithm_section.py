@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT
 from trivium.frontdoors.verl.objects.algorithms.loss_modes import LOSSES, kind_of
-from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import rejection, weight_bounds
+from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import rejection, veto, weight_bounds
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 
@@ -55,6 +54,7 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     problems += _unknown(loss["kind"], "policy_losses", f"{ACTOR}.policy_loss.loss_mode", "register_policy_loss")
     if own is None:
         problems += _unread_by_estimator(verl, _ESTIMATORS.get(estimator, estimator))
+    problems += _pf_ppo_problems(verl)
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
@@ -150,6 +150,18 @@ def _unread_by_estimator(verl: Settings, kind: str) -> Iterator[Problem]:
         if unread and value != entry.default and not (name == "lam" and kind == "reinforce_plus_plus"):
             found = f"adv_estimator {kind!r} does not read it"
             yield Problem(key, repr(value), found, "leave it out, or use another estimator")
+
+
+def _pf_ppo_problems(verl: Settings) -> Iterator[Problem]:
+    """Yields problems of PF-PPO with an estimator that verl does not apply it to, and of an unknown method."""
+    estimator, where = verl["algorithm.adv_estimator"], "algorithm.pf_ppo.reweight_method"
+    if verl["algorithm.use_pf_ppo"] and estimator != "gae":
+        found = f"with adv_estimator {estimator!r} it has no effect"
+        yield Problem("algorithm.use_pf_ppo", "True", found, "use gae, or algorithm.resample in a RunConfig")
+    entry = TABLE.entries[where]
+    assert isinstance(entry, Mapped)
+    if entry.converted(verl[where]) is None:
+        yield Problem(where, repr(verl[where]), "no such method", "use pow, max_min or max_random")
 
 
 def _policy_loss(verl: Settings) -> dict[str, Any]:
@@ -248,8 +260,8 @@ def _paths(teachers: Mapping[str, Any] | None) -> list[str]:
 def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """Returns {option: bound or (low, high)}, with the bound of a veto."""
     where = f"{_CORRECTION}.rollout_rs"
-    veto = verl.first("algorithm.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold")
-    vetoes = {"seq_max_k2": math.log(veto) ** 2 / 2} if veto else {}
+    threshold = verl.first("algorithm.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold")
+    vetoes = veto(threshold) if threshold else {}
     if not verl.has(where):
         return vetoes
     threshold = verl[f"{where}_threshold"]

@@ -83,11 +83,13 @@ DATA: dict[str, Entry] = {
 
 _KL_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": True}
 """The condition (`Mapped.when`) of rows about the KL penalty in the reward: it is on, and its coefficient is not 0."""
-_VETO = Mapped(
-    "a bound of algorithm.correction.rejection: seq_max_k2, which rejects ratios above the inverse, too", type=float
-)
+_VETO = Mapped("the bound seq_max_k1 of algorithm.correction.rejection", type=float)
 _ADAPTIVE = _KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 """The condition of rows about the adaptive coefficient of that penalty."""
+PF_PPO = {"pow": "power", "max_min": "extremes", "max_random": "best"}
+"""Method of PF-PPO -> the weights of `algorithm.resample`."""
+_PF_PPO = {"algorithm.use_pf_ppo": True, "advantage": "gae"}
+"""The condition of rows about PF-PPO, which verl applies to GAE alone."""
 
 ALGORITHM: dict[str, Entry] = {
     "adv_estimator": Mapped("the kind of algorithm.advantage", "gae"),
@@ -102,7 +104,16 @@ ALGORITHM: dict[str, Entry] = {
     "kl_ctrl.kl_coef": Mapped("algorithm.kl.coef", 0.001, when=_KL_REWARD),
     "kl_ctrl.horizon": Mapped("algorithm.kl.horizon", 10000, when=_ADAPTIVE),
     "kl_ctrl.target_kl": Mapped("algorithm.kl.target", 0.1, when=_ADAPTIVE),
-    "use_pf_ppo": Restricted(OFF, "PF-PPO is not supported: leave it out"),
+    "use_pf_ppo": Mapped("whether algorithm.resample is set, with advantage gae", False),
+    "pf_ppo.reweight_method": Mapped(
+        "algorithm.resample.weights",
+        "pow",
+        convert=PF_PPO,
+        when=_PF_PPO,
+    ),
+    "pf_ppo.weight_pow": Mapped(
+        "algorithm.resample.power", 2.0, when=_PF_PPO | {"algorithm.pf_ppo.reweight_method": "pow"}
+    ),
     "filter_groups.enable": Mapped(
         "whether algorithm.filters refuses groups whose metric is constant, with algorithm.refill", False
     ),
@@ -135,7 +146,6 @@ ALGORITHM: dict[str, Entry] = {
         "the lower bound of algorithm.correction, with rollout_is_mode mask", type=float
     ),
     "rollout_is_veto_threshold": _VETO,
-    "pf_ppo": Ignored("the switch of the section is off"),
 }
 
 DISTILLATION: dict[str, Entry] = {

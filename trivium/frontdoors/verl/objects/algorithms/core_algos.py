@@ -8,6 +8,7 @@ or mapping with verl's keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, StrEnum
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -26,12 +27,15 @@ from trivium.algorithms import compute_value_loss as compute_value_loss
 from trivium.algorithms import get_kl_controller as get_kl_controller
 from trivium.algorithms import kl_penalty as kl_penalty
 from trivium.algorithms.advantages.base import AdvantageInputs
+from trivium.algorithms.advantages.components import gdpo
 from trivium.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from trivium.algorithms.advantages.returns import gae, reinforce_plus_plus, remax
 from trivium.algorithms.advantages.tokens import optimal_token_baseline, tir_optimal_token_baseline
 from trivium.algorithms.batches import numbered
-from trivium.errors import ConfigError
+from trivium.algorithms.resampling import Resampling
+from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import read
+from trivium.frontdoors.verl.config.config_table import PF_PPO
 from trivium.frontdoors.verl.objects.algorithms.loss_modes import first_value, policy_loss_function, sampled_kl
 from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from trivium.registry import name_of, suggest
@@ -279,6 +283,46 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     columns = {"log_prob": old_log_probs, "sum_pi_squared": sum_pi_squared, "rollout_is_weights": rollout_is_weights}
     x = _inputs(token_level_rewards, response_mask, index, **columns)
     return _pair(tir_optimal_token_baseline(x, handle_zero_tail=handle_zero_tail))
+
+
+@register_adv_est(AdvantageEstimator.GDPO)
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    non_tensor_batch: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns (whitened advantages, the same) of `trivium.algorithms.advantages.components.gdpo`.
+
+    `config.gdpo_reward_keys` names the columns of `non_tensor_batch` with the components of the reward,
+    `config.gdpo_reward_weights` their weights; without keys, the total reward is the only component. Raises DataError
+    for a missing column.
+    """
+    keys, columns = read(config, "gdpo_reward_keys") or [], non_tensor_batch or {}
+    if missing := [key for key in keys if key not in columns]:
+        found = f"the columns are {', '.join(columns) or 'none'}"
+        raise DataError(f"the components {', '.join(missing)} of the reward", found, "return them from the scorer")
+    components = {key: torch.tensor([float(value) for value in columns[key]]) for key in keys}
+    weights = read(config, "gdpo_reward_weights") or [1.0] * len(keys)
+    x = _inputs(token_level_rewards, response_mask, index)
+    x = replace(x, components=components or {"reward": token_level_rewards.sum(-1)})
+    by_name = dict(zip(keys, weights, strict=True)) or None
+    return _pair(gdpo(x, weights=by_name, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon))
+
+
+def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
+    """Returns as many rows of a DataProto as it has, drawn with replacement by `trivium.algorithms.resampling` and
+    torch's generator. It has `token_level_scores` (B, R). Raises RegistryError for an unknown method."""
+    if reweight_method not in PF_PPO:
+        do = suggest(reweight_method, PF_PPO)
+        raise RegistryError(f"the method {reweight_method!r} of PF-PPO", "no such method", do)
+    resampling = Resampling.model_validate({"weights": PF_PPO[reweight_method], "power": weight_pow})
+    scores = data.batch["token_level_scores"].sum(-1).double().cpu()
+    return data[resampling.draws(scores.numpy(), torch.rand(len(scores), dtype=torch.float64).numpy())]
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:

@@ -84,11 +84,9 @@ def compute_rollout_correction_and_rejection_mask(
 
     `rollout_rs` lists options such as `token_k1,seq_mean_k3`, and `rollout_rs_threshold` their bounds (`0.5_2.0` is an
     interval). The names of verl 0.6 and 0.7 (`token`, `sequence`, `geometric`, with `rollout_rs_threshold_lower`) are
-    accepted. Raises DataError for tensors of different shapes and for an empty mask, ConfigError for a veto.
+    accepted. `rollout_token_veto_threshold` rejects the sequences with a token of a lower ratio. Raises DataError for
+    tensors of different shapes and for an empty mask.
     """
-    if rollout_token_veto_threshold is not None:
-        do = "leave it out, and bound the ratios by rollout_rs: seq_max_k2 rejects sequences by their worst token"
-        raise ConfigError("rollout_token_veto_threshold", f"{rollout_token_veto_threshold}", do)
     mask = _checked(old_log_prob, rollout_log_prob, response_mask)
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     options: dict[str, Any] = {}
@@ -99,11 +97,19 @@ def compute_rollout_correction_and_rejection_mask(
         options["rejection"] = rejection(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
     weights, kept = None, response_mask
     if options:
-        correction = cast(Correction, plugin("corrections")({"kind": "custom", **options}))
+        correction = _custom(**options)
         done = correct(old_log_prob, rollout_log_prob, mask, correction)
         metrics |= correction_metrics(done.metrics, correction)
         kept = done.kept.to(response_mask.dtype)
         weights = None if done.weights is None else DataProto.from_dict({"rollout_is_weights": done.weights})
+    metrics["rollout_is_veto_fraction"] = 0.0
+    if rollout_token_veto_threshold is not None:
+        if not 0 < rollout_token_veto_threshold < 1:
+            found = str(rollout_token_veto_threshold)
+            raise RowsError("rollout_token_veto_threshold between 0 and 1", found, "use 1e-4, for example")
+        vetoed = correct(old_log_prob, rollout_log_prob, mask, _custom(rejection=veto(rollout_token_veto_threshold)))
+        kept = kept * vetoed.kept.to(kept.dtype)
+        metrics["rollout_is_veto_fraction"] = vetoed.metrics["mismatch/rejection/seq_max_k1/sequences"]
     return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -215,6 +221,15 @@ def weight_bounds(threshold: object) -> dict[str, Any]:
     """Returns the options of a threshold: `0.5_5.0` zeroes weights outside, one number truncates them from above."""
     low, is_interval, high = str(threshold).partition("_")
     return {"threshold": [low, high], "outside": "mask"} if is_interval else {"threshold": threshold}
+
+
+def veto(threshold: float) -> dict[str, float | tuple[float, float]]:
+    """Returns the rejection of sequences with a token whose ratio is below the threshold."""
+    return {"seq_max_k1": (1e-9, 1 / threshold)}  # as engine / trainer; the first bound is below any clamped ratio
+
+
+def _custom(**options: Any) -> Correction:
+    return cast(Correction, plugin("corrections")({"kind": "custom", **options}))
 
 
 def rejection(options: str, thresholds: object, lower: float | None = None) -> dict[str, float | tuple[float, float]]:

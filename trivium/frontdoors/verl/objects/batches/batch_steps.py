@@ -11,9 +11,12 @@ from trivium.algorithms import apply_kl_penalty as penalised
 from trivium.algorithms.kl import KlController
 from trivium.algorithms.metadata import KlMetadata, resolve_function
 from trivium.config import plugin
-from trivium.errors import DataError
 from trivium.frontdoors.plain_values import read
-from trivium.frontdoors.verl.objects.algorithms.core_algos import get_adv_estimator_fn
+from trivium.frontdoors.verl.objects.algorithms.core_algos import (
+    AdvantageEstimator,
+    compute_pf_ppo_reweight_data,
+    get_adv_estimator_fn,
+)
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto
 from trivium.frontdoors.verl.registered import called
 from trivium.types import Metrics
@@ -55,10 +58,9 @@ def compute_advantage(
     config: Any = None,
 ) -> DataProto:
     """Sets `advantages` and `returns` (B, R), and returns the data. It has `token_level_rewards`, the column `uid` that
-    names groups and, if the estimator reads them, `values` or `reward_baselines`. `num_repeat` has no effect."""
+    names groups and, if the estimator reads them, `values` or `reward_baselines`. `num_repeat` has no effect. With
+    `config.use_pf_ppo` and GAE, the rows are drawn anew (`core_algos.compute_pf_ppo_reweight_data`)."""
     del num_repeat
-    if read(config, "use_pf_ppo", False):
-        raise DataError("compute_advantage with use_pf_ppo", "PF-PPO is not supported", "leave it out")
     tensors = data.batch
     if "response_mask" not in tensors:
         tensors["response_mask"] = compute_response_mask(data)
@@ -71,8 +73,14 @@ def compute_advantage(
         "config": config,
     }
     arguments |= {name: tensors[name] for name in _OPTIONAL if name in tensors}
+    arguments["non_tensor_batch"] = data.non_tensor_batch
     if "uid" in data.non_tensor_batch:
         arguments["index"] = data.non_tensor_batch["uid"]
     estimated = called(get_adv_estimator_fn(adv_estimator), str(adv_estimator), arguments)
     tensors["advantages"], tensors["returns"] = estimated
+    if adv_estimator == AdvantageEstimator.GAE and read(config, "use_pf_ppo", False):
+        options = read(config, "pf_ppo", {})
+        names = ("reweight_method", "weight_pow")
+        given = {name: value for name in names if (value := read(options, name)) is not None}
+        return compute_pf_ppo_reweight_data(data, **given)
     return data

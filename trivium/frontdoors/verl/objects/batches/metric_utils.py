@@ -6,7 +6,8 @@ Legend: B sequences, P the longest prompt, R the longest response.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,28 @@ def process_validation_metrics(
     for (source, name, statistic), value in averages([(key[0], table) for key, table in tables.items()]).items():
         result.setdefault(source, {}).setdefault(name, {})[statistic] = value
     return result
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Returns (mean, standard deviation) of each function over `n_bootstrap` draws of `subset_size` items, with
+    replacement. Metrics of validation are exact instead (`validation.of_task`)."""
+    chosen = np.random.default_rng(seed).integers(len(data), size=(n_bootstrap, subset_size))
+    draws = [[data[place] for place in places] for places in chosen]
+    values = [np.array([function(draw) for draw in draws], np.float64) for function in reduce_fns]
+    return [(float(each.mean()), float(each.std())) for each in values]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> Any:
+    """Returns the value of the first item with the most frequent vote; of equally frequent votes, the first."""
+    votes = Counter(item[vote_key] for item in data)
+    winner = max(votes, key=lambda vote: votes[vote])
+    return next(item[val_key] for item in data if item[vote_key] == winner)
 
 
 def _lengths(batch: Any) -> tuple[Numbers, Numbers]:

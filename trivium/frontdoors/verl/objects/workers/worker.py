@@ -129,7 +129,9 @@ class RankWorkers:
 
     def __init__(self, roles: Mapping[str, Any]) -> None:
         """Builds each worker from its class and arguments (`RayClassWithInitArgs`)."""
-        self._workers = {role: made.cls(*made.args, **made.kwargs) for role, made in roles.items()}
+        self._workers: dict[str, Any] = {role: made.cls(*made.args, **made.kwargs) for role, made in roles.items()}
+        for worker in list(self._workers.values()):  # a fused worker holds workers of its own
+            self._workers |= {role: getattr(worker, role) for role in getattr(worker, "fused", {})}
 
     def call(self, call: WorkerCall, /, *args: object, **kwargs: object) -> object:
         """Calls a method and returns its result."""

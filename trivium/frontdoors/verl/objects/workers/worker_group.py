@@ -19,6 +19,7 @@ from trivium.cluster.actor_group import ActorGroup, put_inputs
 from trivium.cluster.actors import Call
 from trivium.cluster.pools import ResourcePool
 from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.verl.objects.batches.protocol import RowsError
 from trivium.frontdoors.verl.objects.workers.dispatch import (
     SPLITS,
     Dispatch,
@@ -77,6 +78,34 @@ class ColocatedClasses:
 def create_colocated_worker_cls(class_dict: Mapping[Any, RayClassWithInitArgs]) -> ColocatedClasses:
     """Puts several roles (names or `Role`) into each process. `RayWorkerGroup.spawn` returns a view per role."""
     return ColocatedClasses({str(role): made for role, made in class_dict.items()})
+
+
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+"""verl's name of the same for workers that it builds inside one actor."""
+
+
+def create_colocated_worker_raw_cls(class_dict: Mapping[Any, RayClassWithInitArgs]) -> type[Worker]:
+    """Returns a base class whose workers hold a worker of each role, as an attribute of its name. Methods of a subclass
+    may call them; `RayWorkerGroup.fuse` gives the group a view of each."""
+    roles = {str(role): made for role, made in class_dict.items()}
+
+    class FusedWorker(Worker):
+        fused = roles
+
+        def __init__(self) -> None:
+            for role, made in roles.items():
+                setattr(self, role, made.cls(*made.args, **made.kwargs))
+
+    return FusedWorker
+
+
+def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Any]:
+    """Puts values into Ray's object store, and returns their references. `max_workers` has no effect: a put is a copy
+    in memory. Raises RowsError for no values."""
+    del max_workers
+    if not data_list:
+        raise RowsError("values for the object store", "data_list is empty", "give at least one")
+    return [ray.put(value) for value in data_list]
 
 
 class DataFuture:
@@ -220,6 +249,14 @@ class RayWorkerGroup:
             views[role] = copy.copy(self)
             views[role]._become(role, self._classes[role])
         return views
+
+    def fuse(self, prefix_set: Iterable[Any]) -> None:
+        """Makes a view of each role of a fused worker class an attribute of the group."""
+        fused: Mapping[str, RayClassWithInitArgs] = getattr(self._cls, "fused", {})
+        for role in map(str, prefix_set):
+            view = copy.copy(self)
+            view._become(role, fused[role])
+            setattr(self, role, view)
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """Returns the result of a method on each rank. If all arguments are lists with an entry per rank, each rank
