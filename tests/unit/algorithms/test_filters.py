@@ -177,5 +177,6 @@ def test_a_group_whose_members_hardly_differ_is_refused_by_its_standard_deviatio
 
 
 def test_resampling_has_an_exponent_only_for_the_power() -> None:
-    assert "algorithm.resample.power" in refused({"kind": "grpo", "resample": {"weights": "best", "power": 3.0}})
-    assert build_algorithm(configured({"kind": "grpo", "resample": {}}).algorithm).resample is not None
+    said = {"kind": "grpo", "resample": {"weights": "best", "power": 3.0}}
+    assert list(algorithm_problems(said)) == ["algorithm.resample.power"]
+    assert with_algorithm({"kind": "grpo", "resample": {"power": 3.0}})

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing import refused
 
-from tests.failing import refused
 from trivium.errors import ConfigError
 from trivium.frontdoors.verl import (
     AdvantageEstimator,

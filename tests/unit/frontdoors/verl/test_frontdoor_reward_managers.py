@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import math
 import os
@@ -26,7 +25,6 @@ from trivium.concurrency import left_behind
 from trivium.errors import ConfigError, DataError, RewardError, TriviumError, UnknownName
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
-    AbstractRewardManager,
     BatchRewardManager,
     BatchView,
     DAPORewardManager,
@@ -124,27 +122,6 @@ def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
 
 
 # --------------------------------------------------------------------------- naive
-
-
-def test_signatures_are_the_seeds() -> None:
-    for manager, wanted in (
-        (NaiveRewardManager, "tokenizer, num_examine, compute_score=None, reward_fn_key='data_source'"),
-        (
-            DAPORewardManager,
-            "tokenizer, num_examine, compute_score=None, reward_fn_key='data_source', "
-            "max_resp_len=None, overlong_buffer_cfg=None",
-        ),
-    ):
-        parameters = [p for p in inspect.signature(manager).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
-        assert shown == wanted
-        assert issubclass(manager, AbstractRewardManager)
-    assert [*inspect.signature(default_compute_score).parameters][:4] == [
-        "data_source",
-        "solution_str",
-        "ground_truth",
-        "extra_info",
-    ]
 
 
 def test_a_reward_is_on_the_last_token_of_its_response(tokenizer: Any) -> None:
