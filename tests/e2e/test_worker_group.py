@@ -20,7 +20,12 @@ from tests.processes import survivors
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
-from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
+from trivium.frontdoors.verl.objects.resource_pools import (
+    ResourcePoolManager,
+    Role,
+    merge_resource_pool,
+    split_resource_pool,
+)
 from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, Execute, register, registered_methods
 from trivium.frontdoors.verl.objects.workers.row_splitting import gathered, split
 from trivium.frontdoors.verl.objects.workers.worker import Worker
@@ -28,6 +33,8 @@ from trivium.frontdoors.verl.objects.workers.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
+    parallel_put,
 )
 from trivium.types import Batch, Experience
 
@@ -393,6 +400,39 @@ def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
     roomy = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=30)
     roomy.create_resource_pool()
     roomy.release()
+
+
+def test_a_pool_is_split_and_merged_and_a_fused_worker_has_a_view_of_each_role(run_dir: Path) -> None:
+    class Adding(Worker):
+        def __init__(self, start: int) -> None:
+            self.start = start
+
+        @register(Dispatch.ONE_TO_ALL)
+        def add(self, number: int) -> int:
+            return number + self.start + self.rank
+
+    roles = {"a": RayClassWithInitArgs(Adding, 5), "b": RayClassWithInitArgs(Adding, 70)}
+    fused: Any = create_colocated_worker_raw_cls(roles)
+
+    class Both(fused):
+        @register(Dispatch.ONE_TO_ALL)
+        def both(self, number: int) -> int:
+            return self.b.add(self.a.add(number))
+
+    whole = ResourcePool([3], cpus=0.1, max_colocate_count=2)
+    first, rest = split_resource_pool(whole, [1, 2])
+    assert [place.local_size for place in rest.placements] == [2, 2]
+    again = merge_resource_pool(rest, first)
+    assert [place.bundle for place in again.placements] == [1, 2, 0]
+    with refused(ConfigError, "'pool'", 3):
+        split_resource_pool(whole, 2)
+    try:
+        with RayWorkerGroup(rest, RayClassWithInitArgs(ray.remote(Both)), name="fused", run_dir=run_dir) as group:
+            group.fuse(["a", "b"])
+            assert (group.a.add(0), group.b.add(0), group.both(0)) == ([5, 6], [70, 71], [75, 77])
+        assert [ray.get(ref) for ref in parallel_put([1, "two"])] == [1, "two"]
+    finally:
+        whole.release()
 
 
 def test_ranks_find_their_machines_again() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from failing import refused
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl import (
     AdvantageEstimator,
     DataProto,
@@ -224,3 +224,30 @@ def test_advantages_of_a_batch_are_those_of_the_function(estimator: str) -> None
     }[estimator]()
     torch.testing.assert_close((data.batch["advantages"], data.batch["returns"]), expected)
     assert data.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
+
+
+def test_gdpo_normalises_each_reward_of_a_column() -> None:
+    """Two components of one group: each is normalised apart, then their weighted sum is whitened."""
+    mask, rewards = torch.ones(2, 1), torch.zeros(2, 1)
+    config = {"gdpo_reward_keys": ["format", "answer"], "gdpo_reward_weights": [1.0, 3.0]}
+    columns = {"format": np.array([0.0, 100.0]), "answer": np.array([1.0, 0.0])}
+    data = DataProto.from_dict(
+        {"token_level_rewards": rewards, "response_mask": mask}, {**columns, "uid": np.array(["a", "a"])}
+    )
+    done = compute_advantage(data, "gdpo", config=config).batch["advantages"]
+    torch.testing.assert_close(done, torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
+    with refused(DataError, "answer"):
+        data.pop(non_tensor_batch_keys=["answer"])
+        compute_advantage(data, "gdpo", config=config)
+
+
+def test_pf_ppo_draws_the_rows_of_a_batch() -> None:
+    scores = torch.tensor([[0.0, 0.5], [0.0, 0.0], [0.0, -1.0]]).repeat(500, 1)
+    data = DataProto.from_dict({"token_level_scores": scores}, {"row": np.arange(1500) % 3})
+    torch.manual_seed(0)
+    drawn = core_algos.compute_pf_ppo_reweight_data(data, "pow", 2.0).non_tensor_batch["row"]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=3), [300, 0, 1200], atol=80)
+    extremes = core_algos.compute_pf_ppo_reweight_data(data, "max_min").non_tensor_batch["row"]
+    np.testing.assert_allclose(np.bincount(extremes, minlength=3), [750, 0, 750], atol=100)
+    with refused(core_algos.RegistryError, "'best'"):
+        core_algos.compute_pf_ppo_reweight_data(data, "best")
