@@ -163,6 +163,7 @@ def test_k1_bounds_engine_over_trainer_at_both_ends(option: str, low: float, hig
         ratios = [float(torch.exp(engine[row, t] - trainer[row, t])) for t in range(5) if mask[row, t]]
         product = math.prod(ratios)
         of_row = product ** (1 / max(len(ratios), 1)) if option.startswith("seq_mean") else product
+        of_row = max(ratios, default=1.0) if option.startswith("seq_max") else of_row
         judged = ratios if option.startswith("token") else [of_row] * len(ratios)
         assert kept[row][mask[row]].tolist() == [low <= ratio <= high for ratio in judged]
     weights = correct(trainer, engine, mask, correction(weights="token", threshold=(low, high), outside="mask")).weights

@@ -62,6 +62,10 @@ def test_estimators_return_the_golden_values(case: dict[str, Any]) -> None:
         inputs["index"] = inputs["index"].numpy()  # verl's groups are an array
     if case["function"] in ("reinforce_plus_plus", "grpo_passk"):
         kwargs = {"config": SimpleNamespace(**kwargs)}
+    if case["function"] == "gdpo":
+        columns = dict(enumerate(inputs.pop("component_rewards").T.numpy()))
+        section = {"gdpo_reward_keys": [*columns], "gdpo_reward_weights": kwargs.pop("weights", None)}
+        kwargs |= {"token_level_rewards": torch.zeros_like(mask), "non_tensor_batch": columns, "config": section}
     found = core_algos.get_adv_estimator_fn(case["function"])(**inputs, **kwargs)
     for name, values in zip(("advantages", "returns"), found, strict=True):
         assert not (values * (1 - mask)).any()
@@ -226,19 +230,13 @@ def test_advantages_of_a_batch_are_those_of_the_function(estimator: str) -> None
     assert data.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
 
 
-def test_gdpo_normalises_each_reward_of_a_column() -> None:
-    """Two components of one group: each is normalised apart, then their weighted sum is whitened."""
-    mask, rewards = torch.ones(2, 1), torch.zeros(2, 1)
-    config = {"gdpo_reward_keys": ["format", "answer"], "gdpo_reward_weights": [1.0, 3.0]}
-    columns = {"format": np.array([0.0, 100.0]), "answer": np.array([1.0, 0.0])}
-    data = DataProto.from_dict(
-        {"token_level_rewards": rewards, "response_mask": mask}, {**columns, "uid": np.array(["a", "a"])}
-    )
-    done = compute_advantage(data, "gdpo", config=config).batch["advantages"]
-    torch.testing.assert_close(done, torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
-    with refused(DataError, "answer"):
-        data.pop(non_tensor_batch_keys=["answer"])
-        compute_advantage(data, "gdpo", config=config)
+def test_gdpo_reads_the_columns_of_a_batch() -> None:
+    tensors = {"token_level_rewards": torch.zeros(2, 1), "response_mask": torch.ones(2, 1)}
+    data = DataProto.from_dict(tensors, {"answer": np.array([1.0, 0.0]), "uid": np.array(["a", "a"])})
+    done = compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["answer"]})
+    torch.testing.assert_close(done.batch["advantages"], torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
+    with refused(DataError, "format"):
+        compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["format"]})
 
 
 def test_pf_ppo_draws_the_rows_of_a_batch() -> None:

@@ -105,8 +105,8 @@ def compute_rollout_correction_and_rejection_mask(
     metrics["rollout_is_veto_fraction"] = 0.0
     if rollout_token_veto_threshold is not None:
         if not 0 < rollout_token_veto_threshold < 1:
-            found = str(rollout_token_veto_threshold)
-            raise RowsError("rollout_token_veto_threshold between 0 and 1", found, "use 1e-4, for example")
+            asked = "rollout_token_veto_threshold between 0 and 1"
+            raise RowsError(asked, str(rollout_token_veto_threshold), "use 1e-4, for example")
         vetoed = correct(old_log_prob, rollout_log_prob, mask, _custom(rejection=veto(rollout_token_veto_threshold)))
         kept = kept * vetoed.kept.to(kept.dtype)
         metrics["rollout_is_veto_fraction"] = vetoed.metrics["mismatch/rejection/seq_max_k1/sequences"]
