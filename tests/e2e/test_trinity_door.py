@@ -184,7 +184,7 @@ async def test_overrides_of_a_subclass_take_effect(tmp_path: Path) -> None:
             called["save_checkpoint"] += 1
             return super().save_checkpoint(block_until_saved, save_as_hf)
 
-    run_section = {"dir": str(tmp_path), "enable_preview": True}
+    run_section = {"dir": str(tmp_path), "enable_preview": True, "keep": "tokens"}
     trainer = Mine(config_from_mapping({**EXPLORED, "run": run_section, "checkpoint": {"save_every": 2}}))
     trainer.prepare()
     await trained(trainer)
@@ -192,6 +192,8 @@ async def test_overrides_of_a_subclass_take_effect(tmp_path: Path) -> None:
     assert called["need_sync"] >= 3
     assert called["samples"] >= 3
     assert (called["sync_weight"], called["train_step"], called["save_checkpoint"]) == (4, 3, 2)
+    kept = {path.name for path in (tmp_path / "tokens").iterdir()}
+    assert kept == {f"{kind}-{step:06d}.safetensors" for kind in ("step", "update") for step in (1, 2, 3)}
 
 
 class Failing(Trainer):

@@ -629,6 +629,21 @@ def test_the_penalty_of_training_is_not_one_of_evaluation(folder: Path) -> None:
     assert "buffer.explorer_input.eval_tasksets" in problems_of(folder, of_evaluation)
 
 
+def test_evaluation_has_rewards_of_its_own(folder: Path) -> None:
+    taskset = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
+    where = "buffer.explorer_input.eval_tasksets"
+    boxed = {**taskset, "name": "held", "default_eval_workflow_type": "math_boxed_workflow"}
+    config = config_of(folder, {where: [boxed]})
+    (recipe,) = config.rewards
+    weights = {
+        name: recipe.weights_of(build("tasks", config.tasks[name], name=name, seed=0)[0].columns)
+        for name in ("train", "eval")
+    }
+    assert weights == {"train": {"accuracy": 1.0, "format_score": 1.0}, "eval": {"eval_accuracy": 1.0}}
+    game = {**taskset, "default_eval_workflow_type": "sudoku_workflow"}
+    assert where in problems_of(folder, {where: [game]})
+
+
 def test_rows_that_are_elsewhere_are_counted_by_the_user(folder: Path) -> None:
     translation = translate(
         original_of(folder, {f"{WHERE}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu"

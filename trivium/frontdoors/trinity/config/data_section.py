@@ -4,7 +4,7 @@ and buffer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
         trinity.problem(f"{INPUT}.taskset", "tasks", "no taskset has a path", "name one: taskset: {path: ...}")
     _piped(trinity)
     if trinity.eval_tasksets and trinity.mode != "serve":
-        tasks[EVALUATED] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets")
+        label = EVALUATED if _judged_in_evaluation(trinity) is not None else ""
+        tasks[EVALUATED] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets", label)
     if mixes(trinity):
         name, expert = _expert(trinity)
         tasks[name] = _rows(trinity, expert, f"buffer.trainer_input.auxiliary_buffers.{name}")
@@ -112,18 +113,25 @@ def _images(settings: Settings) -> dict[str, Any]:
     return {"images": settings["format.image_key"]} if settings.has("format.image_key") else {}
 
 
-def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dict[str, Any]:
-    """Merges several tasksets into one task source. All of them must have the same workflow and rewards."""
+def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str, label: str = "") -> dict[str, Any]:
+    """Merges several tasksets into one task source. All of them must have the same workflow and rewards. With `label`,
+    the column `data_source` of each task begins with it."""
     sources = [_taskset(trinity, taskset, where) for taskset in tasksets]
     judges = {repr(judged(trinity, taskset, where)) for taskset in tasksets}
     if len(judges) > 1:
         do = "give all of them one default_workflow_type and default_reward_fn_type, or run them one after the other"
         trinity.problem(where, f"{len(judges)} ways to judge", "one workflow and its rewards hold for every task", do)
-    if len(sources) == 1:
+    if len(sources) == 1 and not label:
         return sources[0]
-    names = [str(taskset["name"] or f"taskset_{number}") for number, taskset in enumerate(tasksets)]
-    args = {"tasksets": [{"name": name, **source} for name, source in zip(names, sources, strict=True)]}
+    named = zip(_names(tasksets, label), sources, strict=True)
+    args = {"tasksets": [{"name": name, **source} for name, source in named]}
     return {"kind": "python", "source": f"{_SOURCES}:tasks_of_all", "args": args}
+
+
+def _names(tasksets: list[Settings], label: str = "") -> list[str]:
+    """Returns a name for each taskset, with `label` before it."""
+    names = [str(taskset["name"] or f"taskset_{number}") for number, taskset in enumerate(tasksets)]
+    return [f"{label}/{name}" for name in names] if label else names
 
 
 def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
@@ -298,22 +306,48 @@ def _shaped(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
     """Returns the sections `workflow` and `rewards`."""
-    judge = judged_in_training(trinity)
-    evaluated = [judged(trinity, taskset, f"{INPUT}.eval_tasksets") for taskset in trinity.eval_tasksets]
-    if trinity.tasksets and not trinity.offline:
-        _compare(trinity, judge, evaluated)
-    rewards = {"rewards": [*judge.rewards]} if judge.rewards else {}
-    return {"workflow": dict(judge.workflow), **rewards}
+    judge, other = judged_in_training(trinity), _judged_in_evaluation(trinity)
+    rewards = [*judge.rewards] if other is None else [_by_taskset(trinity, judge.rewards, other.rewards)]
+    return {"workflow": dict(judge.workflow), **({"rewards": rewards} if rewards else {})}
 
 
-def _compare(trinity: TrinityConfig, judge: Judged, evaluated: list[Judged]) -> None:
-    """Compares the workflow of evaluation with that of training, which is used for both."""
+def _judged_in_evaluation(trinity: TrinityConfig) -> Judged | None:
+    """Returns the workflow and rewards of evaluation if its rewards are not those of training. Notes a problem for
+    another workflow or penalty."""
     where = f"{INPUT}.eval_tasksets"
-    if any(each.shaping not in ((), judge.shaping) for each in evaluated):
+    if not trinity.tasksets or not trinity.eval_tasksets or trinity.offline:
+        return None
+    judge, other = judged_in_training(trinity), judged(trinity, trinity.eval_tasksets[0], where)
+    if other.shaping not in ((), judge.shaping):
         do = "set reward_fn_args of training in eval_tasksets as well, or leave them out there"
         trinity.problem(where, "another penalty than in training", "evaluation judges as training", do)
-    elif any((_flow(each), each.rewards) != (_flow(judge), judge.rewards) for each in evaluated):
-        trinity.note(f"{where}: another workflow or reward has no effect: evaluation judges as training")
+    if other.rewards == judge.rewards and _flow(other) == _flow(judge):
+        return None
+    if _flow(other) != _flow(judge) or not (judge.rewards and other.rewards):
+        do = "name the workflow of training there, or evaluate the checkpoints with a config that trains nothing"
+        trinity.problem(where, "another workflow than in training", "a run has one workflow", do)
+        return None
+    return other
+
+
+def _by_taskset(
+    trinity: TrinityConfig, training: Sequence[Mapping[str, Any]], evaluation: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the reward that judges the tasks of evaluation by rewards of their own."""
+
+    def named(rewards: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, dict[str, Any]]:
+        names = [prefix + str(reward.get("name") or f"reward_{number}") for number, reward in enumerate(rewards)]
+        return {name: {**reward, "name": name} for name, reward in zip(names, rewards, strict=True)}
+
+    trains, evaluates = named(training), named(evaluation, f"{EVALUATED}_")
+    labels = dict.fromkeys(_names(trinity.eval_tasksets, EVALUATED), dict.fromkeys(evaluates, 1.0))
+    return {
+        "kind": "recipe",
+        "column": "data_source",
+        "components": [*trains.values(), *evaluates.values()],
+        "labels": {"train": dict.fromkeys(trains, 1.0), **labels},
+        "default": "train",
+    }
 
 
 def _flow(judge: Judged) -> dict[str, Any]:

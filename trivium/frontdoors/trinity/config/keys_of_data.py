@@ -63,7 +63,9 @@ _ROLLED_OUT: dict[str, Entry] = {
     "storage_type": Mapped("tasks.<name>.kind: file", "file"),
     "repeat_times": Mapped("evaluation.samples, of an eval_taskset; schedule.group_size decides in training", 1),
     "default_workflow_type": Mapped("workflow, and its rewards", type=str),
-    "default_eval_workflow_type": Mapped("as the workflow of training, or refused", type=str),
+    "default_eval_workflow_type": Mapped(
+        "the workflow of training, with rewards of its own (a recipe); another workflow is refused", type=str
+    ),
     "default_reward_fn_type": Mapped("rewards", type=str),
     "workflow_args": Mapped("with_think and format_score_coef of math_boxed_workflow; options of your own class", {}),
     "reward_fn_args": Mapped("options of the reward", {}),
@@ -104,7 +106,9 @@ EXPLORER_INPUT: dict[str, Entry] = {
     "tasksets": Mapped("tasks.train: all of them, shuffled", (), list),
     "eval_tasksets": Mapped("tasks.eval and evaluation: all of them as one", (), list),
     "default_workflow_type": Mapped("workflow and its rewards, where the taskset names none", type=str),
-    "default_eval_workflow_type": Mapped("as the workflow of training, or refused", type=str),
+    "default_eval_workflow_type": Mapped(
+        "the workflow of training, with rewards of its own (a recipe); another workflow is refused", type=str
+    ),
     "default_reward_fn_type": Mapped("rewards, where the taskset names none", type=str),
     "system_prompt": Mapped("tasks.train.system, where the taskset has none", type=str),
     "reply_prefix": Restricted((None,), "a given beginning of the completion is not supported: leave it out"),

@@ -16,7 +16,7 @@ from trivium.frontdoors.trinity.objects.experiences import Experience, Experienc
 from trivium.frontdoors.trinity.objects.run_parts import RunParts
 from trivium.frontdoors.trinity.objects.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
 from trivium.frontdoors.trinity.objects.verl_wrapper import RunState, VerlPPOTrainerWrapper
-from trivium.protocols import MeasuringEngine, Objective, TrainEngine, WeightOffer
+from trivium.protocols import MeasuringEngine, Objective, RecordingEngine, TrainEngine, WeightOffer
 from trivium.step_report import examples_of
 from trivium.types import Batch, FloatArray, Group, Metrics
 
@@ -136,6 +136,11 @@ class WrappedEngine(TrainEngine):
         inner = self._inner
         assert isinstance(inner, MeasuringEngine)
         return inner.measure(role, batch, objective)
+
+    def take_updates(self) -> Batch | None:
+        """What the updates of the built-in engine recorded. A user's engine records nothing."""
+        inner = None if self.built_in is None else self.built_in.engine
+        return inner.take_updates() if isinstance(inner, RecordingEngine) else None
 
     def export_weights(self) -> Iterator[tuple[str, Any]]:
         return self._inner.export_weights()
