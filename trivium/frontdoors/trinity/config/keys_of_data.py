@@ -64,7 +64,7 @@ _ROLLED_OUT: dict[str, Entry] = {
     "repeat_times": Mapped("evaluation.samples, of an eval_taskset; schedule.group_size decides in training", 1),
     "default_workflow_type": Mapped("workflow, and its rewards", type=str),
     "default_eval_workflow_type": Mapped(
-        "the workflow of training, with rewards of its own (a recipe); another workflow is refused", type=str
+        "rewards of evaluation (a recipe); its workflow is that of training", type=str
     ),
     "default_reward_fn_type": Mapped("rewards", type=str),
     "workflow_args": Mapped("with_think and format_score_coef of math_boxed_workflow; options of your own class", {}),
@@ -107,7 +107,7 @@ EXPLORER_INPUT: dict[str, Entry] = {
     "eval_tasksets": Mapped("tasks.eval and evaluation: all of them as one", (), list),
     "default_workflow_type": Mapped("workflow and its rewards, where the taskset names none", type=str),
     "default_eval_workflow_type": Mapped(
-        "the workflow of training, with rewards of its own (a recipe); another workflow is refused", type=str
+        "rewards of evaluation (a recipe); its workflow is that of training", type=str
     ),
     "default_reward_fn_type": Mapped("rewards, where the taskset names none", type=str),
     "system_prompt": Mapped("tasks.train.system, where the taskset has none", type=str),
