@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.config.algorithm_section import conflicts
+from trivium.frontdoors.lightrft.config.algorithm_section import freezes_vision, launch_conflicts
 from trivium.frontdoors.lightrft.config.data_section import evaluated
 from trivium.frontdoors.lightrft.config.reward_section import remote_urls, reward_models
 from trivium.frontdoors.lightrft.namespace import of_settings
@@ -25,7 +25,7 @@ from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, get_vlm_
 from trivium.frontdoors.lightrft.objects.strategy import Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.rule_rewards import EXAMPLES_RECIPE
-from trivium.frontdoors.lightrft.translation import freezes_vision, settings_of
+from trivium.frontdoors.lightrft.translation import settings_of
 from trivium.frontdoors.tables import Settings, announce, refuse
 from trivium.models.vision.encoder import freeze_vision
 
@@ -41,7 +41,7 @@ def train(config: object) -> PPOTrainerVL:
     """
     lightrft, problems = settings_of(config), list[Problem]()
     models = reward_models(lightrft, problems)
-    refuse([*problems, *conflicts(lightrft), *_problems(lightrft)], "launch arguments whose values fit together")
+    refuse([*problems, *launch_conflicts(lightrft), *_problems(lightrft)], "launch arguments whose values fit together")
     announce(lightrft.notes())
     args = of_settings(lightrft)
     strategy = get_strategy(args)
@@ -101,11 +101,6 @@ def _problems(lightrft: Settings) -> Iterator[Problem]:
         if lightrft[flag] != lightrft.table.default_of(flag):
             do = "leave it out, or translate the flags (trivium translate) and use trivium run"
             yield Problem(flag, str(lightrft[flag]), "PPOTrainerVL does not read it", do)
-    if not lightrft["prompt_data"]:
-        yield Problem("prompt_data", "prompts to train on", "nothing", "name a file or a folder")
-    if freezes_vision(lightrft) is None:
-        do = "give it no value, or `visual`"
-        yield Problem("freeze_prefix", repr(lightrft["freeze_prefix"]), "the vision tower alone is frozen", do)
     if len(reward_models(lightrft, [])) + len(remote_urls(lightrft)) > 1:
         do = "build PPOTrainerVL in a script, with a reward_fn that combines them"
         yield Problem("reward_pretrain", "several rewards", "nothing combines them", do)

@@ -13,7 +13,12 @@ from typing import Any
 
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.config.algorithm_section import algorithm_of
+from trivium.frontdoors.lightrft.config.algorithm_section import (
+    algorithm_of,
+    freezes_vision,
+    launch_conflicts,
+    uneven,
+)
 from trivium.frontdoors.lightrft.config.config_table import OPENRLHF, TABLE
 from trivium.frontdoors.lightrft.config.data_section import prompts, tasks_of
 from trivium.frontdoors.lightrft.config.keys_of_training import betas_of
@@ -68,7 +73,8 @@ def translate(config: object) -> Translation:
     Raises a ConfigError that lists everything that cannot be translated.
     """
     lightrft, problems = settings_of(config), list[Problem]()
-    tasks, rewards, algorithm = (part(lightrft, problems) for part in (tasks_of, rewards_of, algorithm_of))
+    tasks, rewards = tasks_of(lightrft, problems), rewards_of(lightrft, problems)
+    problems += [*launch_conflicts(lightrft)] or uneven(lightrft)
     problems += _only_in_the_launcher(lightrft)
     refuse(problems, "launch arguments whose values fit together")
     rows = prompts(lightrft)
@@ -81,7 +87,7 @@ def translate(config: object) -> Translation:
             "rewards": rewards,
             "workflow": {"kind": "single_turn"},
             "engine": _engine(lightrft),
-            "algorithm": algorithm,
+            "algorithm": algorithm_of(lightrft),
             "train": _train(lightrft, lightrft["num_episodes"] * per_episode),
             "schedule": {"steps": lightrft["num_episodes"] * per_episode},
             "monitors": _monitors(lightrft),
@@ -114,9 +120,10 @@ def _only_in_the_launcher(lightrft: Settings) -> Iterator[Problem]:
     if lightrft["advantage_estimator"] == "gae" and critic not in (None, "", lightrft["pretrain"]):
         do = f"name the same, or leave it out; {_HERE} starts the critic from any model"
         yield Problem("critic_pretrain", critic, f"the critic starts from {lightrft['pretrain']} (pretrain)", do)
-    if freezes_vision(lightrft) is None:
-        do = "give it no value, or `visual`"
-        yield Problem("freeze_prefix", repr(lightrft["freeze_prefix"]), "the vision tower alone is frozen", do)
+    if lightrft["kl_target"] and lightrft["init_kl_coef"] and lightrft["use_kl_loss"]:
+        do = f"leave one of the two out, or use {_HERE}"
+        found = "use_kl_loss adds the penalty to the loss, and a run steers one in the reward"
+        yield Problem("kl_target", str(lightrft["kl_target"]), found, do)
     if lightrft["max_norm"] <= 0:
         yield Problem("max_norm", str(lightrft["max_norm"]), "it must be above 0", "write a large number for no bound")
     template = lightrft["input_template"]
@@ -137,15 +144,6 @@ def _rollouts_per_episode(lightrft: Settings, rows: int | None) -> int:
 
 
 # --------------------------------------------------------------------------- sections
-
-
-def freezes_vision(lightrft: Settings) -> bool | None:
-    """Whether freeze_prefix freezes the vision tower. Returns None for any other prefix."""
-    value = lightrft["freeze_prefix"]
-    prefixes = value if isinstance(value, list) else [value]
-    if value in (None, False, []):
-        return False
-    return True if all(each is True or str(each).rstrip(".").endswith("visual") for each in prefixes) else None
 
 
 def _sees(lightrft: Settings) -> bool:

@@ -137,9 +137,9 @@ def test_missing_attributes_of_args_are_one_error(model: Path, args: Namespace) 
     [
         ({"advantage_estimator": "gae"}, {}, "no critic"),
         ({"advantage_estimator": "grppo"}, {}, "did you mean 'grpo'"),
-        ({"n_samples_per_prompt": 1}, {}, "n_samples_per_prompt is 1"),
+        ({"n_samples_per_prompt": 1}, {}, "n_samples_per_prompt: 1"),
         ({"kl_estimator": "k9"}, {"reference": True}, "kl_estimator"),
-        ({"overlong_buffer": True, "overlong_buffer_len": 9}, {}, "overlong buffer"),
+        ({"overlong_buffer": True, "overlong_buffer_len": 9}, {}, "overlong_buffer_len: 9"),
         ({}, {"min_new_tokens": 3}, "max_new_tokens 2, min_new_tokens 3"),
         ({}, {"eps_clip": -1.0}, "objective"),
         ({}, {"micro_train_batch_size": 0}, "micro_train_batch_size 0"),

@@ -76,7 +76,6 @@ def system_prompt(text: str | None, path: str | None) -> str | None:
 def tasks_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     """Returns the section `tasks` with `train`, and with `eval` if the flags name evaluation data."""
     if not lightrft["prompt_data"]:
-        problems.append(Problem("prompt_data", "prompts to train on", "nothing", "name a file or a folder"))
         return {}
     limit = lightrft["max_samples"] if lightrft.has("max_samples") else None
     try:

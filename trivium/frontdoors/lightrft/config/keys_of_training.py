@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
-GAE = {"advantage_estimator": "gae"}
+ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "gae": {"kind": "gae", "whiten": False},
+    "reinforce": {"kind": "reinforce"},
+    "reinforce++": {"kind": "reinforce"},
+    "group_norm": {"kind": "group_norm"},
+    "grpo": {"kind": "group_norm"},
+    "rloo": {"kind": "reinforce_baseline", "baseline": "others"},
+    "reinforce_baseline": {"kind": "reinforce_baseline"},
+    "cpgd": {"kind": "cpgd"},
+}
+"""advantage_estimator -> algorithm.advantage."""
+KL_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "k1": {"kind": "k1"},
+    "k2": {"kind": "k2"},
+    "k3": {"kind": "k3", "cap": None},
+}
+"""kl_estimator -> algorithm.kl.estimator."""
+_GAE = {"advantage_estimator": "gae"}
+_DISCOUNTED = {"advantage_estimator": tuple(name for name in ESTIMATORS if name not in ("reinforce_baseline", "cpgd"))}
+_KL = {"init_kl_coef": True}
 
 
 def _above_zero(number: float) -> float | None:
     return number if number > 0 else None
+
+
+def _gates(ratio: float) -> list[dict[str, Any]] | None:
+    """Returns the gate that keeps the fraction `ratio` of a sequence's tokens."""
+    return [{"kind": "top_entropy", "fraction": ratio, "per": "sequence"}] if 0 < ratio < 1 else None
+
+
+def _adaptive(target: float) -> dict[str, Any] | None:
+    return {"controller": "adaptive", "target": target} if target else None
 
 
 def betas_of(value: Any) -> list[float] | None:
@@ -36,22 +65,31 @@ ALGORITHM: dict[str, Entry] = {
     ),
     "max_epochs": Mapped("algorithm.epochs", 1),
     "n_samples_per_prompt": Mapped("schedule.group_size", 1),
-    "advantage_estimator": Mapped("sets algorithm.advantage.kind", "gae"),
-    "kl_estimator": Mapped("algorithm.kl.estimator; with use_kl_loss k1 becomes k1+", "k1"),
-    "init_kl_coef": Mapped("sets algorithm.kl.coef", 0.01),
-    "kl_target": Mapped("algorithm.kl.target, with algorithm.kl.controller adaptive", type=float),
-    "kl_horizon": Mapped("sets algorithm.kl.horizon", 10000),
-    "use_kl_loss": Mapped("algorithm.kl.place: loss; false: reward", False),
-    "eps_clip": Mapped("algorithm.policy_loss.clip_low and clip_high", 0.2),
+    "advantage_estimator": Mapped("algorithm.advantage", "gae", convert=ESTIMATORS),
+    "kl_estimator": Mapped(
+        "algorithm.kl.estimator", "k1", convert=KL_ESTIMATORS, when=_KL, note="with use_kl_loss k1 becomes k1+"
+    ),
+    "init_kl_coef": Mapped("algorithm.kl.coef", 0.01, convert=lambda coef: coef or None),
+    "kl_target": Mapped("algorithm.kl", type=float, convert=_adaptive, when=_KL, note="the target of adaptive control"),
+    "kl_horizon": Mapped("algorithm.kl.horizon", 10000, when={**_KL, "kl_target": True}),
+    "use_kl_loss": Mapped("algorithm.kl.place", False, convert={True: "loss", False: "reward"}, when=_KL),
+    "eps_clip": Mapped(("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"), 0.2),
     "value_clip": Mapped("sets algorithm.critic.clip; 0: no clipping", 0.2),
-    "lambd": Mapped("sets algorithm.advantage.lam", 0.95),
-    "gamma": Mapped("sets algorithm.advantage.gamma", 1.0),
+    "lambd": Mapped("algorithm.advantage.lam", 0.95, when=_GAE),
+    "gamma": Mapped("algorithm.advantage.gamma", 1.0, when=_DISCOUNTED),
     "ptx_coef": Mapped("the weight of pretrain_data's loss", 0.05),
-    "use_cpg_loss": Mapped("algorithm.policy_loss.kind: cpgd", False),
-    "use_gspo": Mapped("algorithm.policy_loss.kind: gspo", False),
-    "loss_agg_mode": Mapped("sets algorithm.aggregate", "seq-mean-token-mean"),
-    "high_entropy_token_ratio": Mapped("algorithm.gates: top_entropy, per sequence; 0: every token", 0.0),
-    "dynamic_sampling": Mapped("algorithm.filters: zero_variance", False),
+    "use_cpg_loss": Mapped("algorithm.policy_loss", False, convert={True: {"kind": "cpgd"}}),
+    "use_gspo": Mapped(
+        "algorithm.policy_loss",
+        False,
+        convert={True: {"kind": "gspo"}, False: {"kind": "ppo", "dual_clip": None}},
+        when={"use_cpg_loss": False},
+    ),
+    "loss_agg_mode": Mapped("algorithm.aggregate", "seq-mean-token-mean", note="also that of the critic"),
+    "high_entropy_token_ratio": Mapped(
+        "algorithm.gates", 0.0, convert=_gates, note="top_entropy, per sequence; 0: every token"
+    ),
+    "dynamic_sampling": Mapped("algorithm.filters", False, convert={True: ["zero_variance"]}),
     "dynamic_sampling_refills": Mapped("algorithm.refill", 5, when={"dynamic_sampling": True}),
     "overlong_buffer": Mapped("algorithm.shaping: overlong_penalty", False),
     "overlong_buffer_len": Mapped("the penalty grows linearly over this many last tokens of generate_max_len", 1024),
@@ -65,8 +103,8 @@ ALGORITHM: dict[str, Entry] = {
         "for rloo: algorithm.normalise_advantages std; gae, reinforce and reinforce_baseline always normalise", False
     ),
     "no_advantage_std_norm": Mapped("algorithm.normalise_advantages: mean instead of std", False),
-    "advantage_clip": Mapped("algorithm.clip_advantages; 0: no clipping", 0.0),
-    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1, convert=_above_zero, when=GAE),
+    "advantage_clip": Mapped("algorithm.clip_advantages", 0.0, convert=_above_zero, note="0: no clipping"),
+    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1, convert=_above_zero, when=_GAE),
     "normalize_reward_for_critic": Restricted(
         (None, False), "leave it out: the critic is trained on unnormalised returns"
     ),
@@ -77,7 +115,7 @@ ALGORITHM: dict[str, Entry] = {
 
 OPTIMISATION: dict[str, Entry] = {
     "actor_learning_rate": Mapped("train.optimizer.lr", 1e-6),
-    "critic_learning_rate": Mapped("train.critic_optimizer.lr", 9e-6, when=GAE),
+    "critic_learning_rate": Mapped("train.critic_optimizer.lr", 9e-6, when=_GAE),
     "lr_warmup_ratio": Mapped("warmup_steps of both optimizers, as a fraction of schedule.steps", 0.03),
     "l2": Mapped(("train.optimizer.weight_decay", "train.critic_optimizer.weight_decay"), 0.0),
     "max_norm": Mapped("train.max_grad_norm", 1.0),

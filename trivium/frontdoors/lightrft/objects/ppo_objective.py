@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,13 @@ from trivium.algorithms.objective import Term, TokenWeight
 from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
 from trivium.algorithms.token_weights import top_entropy
-from trivium.errors import ConfigError, UnknownName
-from trivium.frontdoors.lightrft.arguments import OPTIONAL, option
-from trivium.frontdoors.lightrft.config.algorithm_section import ESTIMATORS, KL_ESTIMATORS, OF_GROUPS, estimated
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.arguments import option
+from trivium.frontdoors.lightrft.config.algorithm_section import conflicts, shaped
+from trivium.frontdoors.lightrft.config.config_table import TABLE
+from trivium.frontdoors.tables import Settings as Flags
+from trivium.frontdoors.tables import refuse
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
-from trivium.registry import suggest
 from trivium.types import AnyArray, Batch
 
 ADVANTAGE_BOUND = 10.0
@@ -49,20 +50,11 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
     Its KL coefficients are 1; the trainer sets the controller's coefficient later (`with_kl`, `policy_objective`).
     Raises ConfigError for invalid or contradicting settings.
     """
-    name = str(getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm"))
-    _check(name, args, settings)
-    in_loss = bool(option(args, "use_kl_loss"))
-    kl: dict[str, Any] = {}
-    if settings.has_reference:
-        kl = {"coef": 1.0, "place": "loss" if in_loss else "reward", "estimator": _kl_estimator(args)}
-    values = {flag: option(args, flag) for flag in OPTIONAL} | {
-        "advantage_estimator": name,
-        "eps_clip": settings.eps_clip,
-        "gamma": settings.gamma,
-        "lambd": settings.lambd,
-        "generate_max_len": settings.max_new_tokens,
-    }
-    section = {"kind": "grpo", **estimated(values), "kl": kl}
+    flags = _flags(args, settings)
+    if flags["advantage_estimator"] == "gae" and not settings.has_critic:
+        raise ConfigError("the estimator 'gae'", "no critic", "give the trainer a critic, or use another estimator")
+    refuse(conflicts(flags), "arguments whose values fit together")
+    section = {"kind": "grpo", **flags.mapped()["algorithm"], **shaped(flags)}
     try:
         config = PolicyGradientConfig.model_validate(section)
     except ValidationError as error:
@@ -72,45 +64,36 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
     policy = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
     critic = ValueObjective(settings.value_clip, config.aggregate)
     objectives = (critic, policy) if settings.has_critic else (policy,)
-    return replace(algorithm, name=name, objectives=objectives, max_new_tokens=settings.max_new_tokens)
+    return replace(
+        algorithm, name=flags["advantage_estimator"], objectives=objectives, max_new_tokens=settings.max_new_tokens
+    )
 
 
-def _check(name: str, args: object, settings: Settings) -> None:
-    if name not in ESTIMATORS:
-        raise UnknownName(f"args.advantage_estimator {name!r}", "no such estimator", suggest(name, ESTIMATORS))
-    if name == "gae" and not settings.has_critic:
-        raise ConfigError("the estimator 'gae'", "no critic", "give the trainer a critic, or use another estimator")
-    samples = int(getattr(args, "n_samples_per_prompt", 2))
-    if name in OF_GROUPS and samples < 2:
-        raise ConfigError(
-            f"the estimator {name!r}, which compares the completions of a prompt",
-            f"n_samples_per_prompt is {samples}",
-            "sample at least 2, or use gae or reinforce",
-        )
-    if option(args, "dynamic_sampling") and samples < 2:
-        raise ConfigError(
-            "dynamic sampling, which refuses prompts whose completions all earned the same",
-            f"n_samples_per_prompt is {samples}",
-            "sample at least 2, or leave it out",
-        )
-    length = int(option(args, "overlong_buffer_len"))
-    if option(args, "overlong_buffer") and not 0 < length <= settings.max_new_tokens:
-        raise ConfigError(
-            f"an overlong buffer of {length} tokens (overlong_buffer_len)",
-            f"completions have at most {settings.max_new_tokens} tokens (max_new_tokens)",
-            "choose a part of them",
-        )
-    if option(args, "aux_loss_coef") > 1e-8:
-        raise ConfigError(
-            "a load-balancing loss (aux_loss_coef)", "no such loss here", "leave it at 0: routers are not balanced"
-        )
+_OF_THE_ALGORITHM = (
+    *("kl_estimator", "use_kl_loss", "use_cpg_loss", "use_gspo", "loss_agg_mode", "advantages_norm", "advantage_clip"),
+    *("no_advantage_std_norm", "reward_running_norm", "reward_running_norm_minus_mean", "reward_clip"),
+    *("overlong_buffer", "overlong_buffer_len", "overlong_buffer_penalty_factor", "dynamic_sampling"),
+)
+"""Flags that `args` may have, and that the algorithm's section follows from."""
 
 
-def _kl_estimator(args: object) -> dict[str, Any]:
-    name = str(option(args, "kl_estimator"))
-    if name not in KL_ESTIMATORS:
-        raise UnknownName(f"args.kl_estimator {name!r}", "no such estimator", suggest(name, KL_ESTIMATORS))
-    return dict(KL_ESTIMATORS[name])
+def _flags(args: object, settings: Settings) -> Flags:
+    """Returns the flags that describe the algorithm."""
+    estimator = getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm")
+    values = {flag: option(args, flag) for flag in _OF_THE_ALGORITHM}
+    return Flags(
+        TABLE,
+        values
+        | {
+            "advantage_estimator": str(estimator),
+            "n_samples_per_prompt": int(getattr(args, "n_samples_per_prompt", 2)),
+            "init_kl_coef": float(settings.has_reference),
+            "eps_clip": settings.eps_clip,
+            "gamma": settings.gamma,
+            "lambd": settings.lambd,
+            "generate_max_len": settings.max_new_tokens,
+        },
+    )
 
 
 def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:

@@ -199,8 +199,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _read_args(self, args: Any) -> None:
         """Builds the algorithm and the experience maker from `args`. The constructor's keywords override `args`."""
-        check_values(args)
         self.args = Namespace(**{**vars(args), **self._overrides})
+        check_values(self.args)
         self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
         ratio = option(self.args, "high_entropy_token_ratio") or self.actor.high_entropy_token_ratio
         self.high_entropy_token_ratio = float(ratio)
