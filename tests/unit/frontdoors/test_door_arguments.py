@@ -58,6 +58,8 @@ CHANGES_NOTHING = {
     "verl/objects/tool_classes.py start_interaction": "kwargs: a hook of a base class",
     "verl/objects/trainer.py _balance_batch": "keep_minibatch: only a measurement",
     "verl/objects/trainer.py _maybe_log_val_generations": "a hook",
+    "verl/objects/workers/dispatch.py collect_all_to_all": "worker_group: the outputs are all it needs",
+    "verl/objects/workers/worker_group.py parallel_put": "max_workers: Ray's store puts from one thread as fast",
 }
 
 OF_EVERY_ESTIMATOR = {"epsilon", "alpha", "config", "kwargs"}

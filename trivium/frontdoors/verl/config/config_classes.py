@@ -203,7 +203,7 @@ def _target(address: str) -> Any:
     return globals()[name]
 
 
-def _instance(kind: Any, values: Mapping[str, Any]) -> Any:
+def _instance(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Returns an object of a config class; mappings with a `_target_` inside become objects of theirs."""
     arguments: dict[str, Any] = {}
     for name, value in values.items():
@@ -212,9 +212,9 @@ def _instance(kind: Any, values: Mapping[str, Any]) -> Any:
             arguments[name] = _instance(_target(str(value["_target_"])), value) if has_target else value
     if not is_dataclass(kind):
         return kind(arguments)
-    unknown = arguments.keys() - {each.name for each in fields(kind)}
+    names = [each.name for each in fields(kind)]
+    unknown = arguments.keys() - {*names}
     if unknown:
-        names = [each.name for each in fields(kind)]
         found = "it has no such field"
         raise InvalidConfig(f"{kind.__name__}.{min(unknown)}", found, suggest(min(unknown), names))
     return kind(**arguments)
