@@ -186,10 +186,10 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type | None = None) -> 
     target = values.get("_target_")
     if dataclass_type is None and not target:
         raise InvalidConfig("a config object", f"no `_target_` among {', '.join(values)}", "pass dataclass_type")
-    kind = dataclass_type or _target(str(target))
+    kind: type[Any] = dataclass_type or _target(str(target))
     if not is_dataclass(kind):
         raise InvalidConfig("a dataclass as the type of a config", repr(kind), "decorate it with @dataclass")
-    return _instance(kind, values)
+    return _instance(cast(type[Any], kind), values)
 
 
 def _target(address: str) -> Any:
