@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from trivium.algorithms.advantages.base import Members
-from trivium.config import Config
+from trivium.config import Config, RunConfig
 from trivium.errors import Problem
 from trivium.randomness import stream, uniforms
 from trivium.types import Batch
@@ -41,8 +41,9 @@ class Resampling(Config):
             "best": "4 if R is the highest reward of the step, else 1",
         }[self.weights]
 
-    def problems(self, where: str) -> Iterator[Problem]:
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """Yields the problem of an exponent without effect."""
+        del run
         if self.weights != "power" and self.power != 2.0:
             yield Problem(
                 f"{where}.power",

@@ -252,7 +252,7 @@ class PolicyGradientConfig(UpdateConfig):
     def _resample_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         if self.resample is None:
             return
-        yield from self.resample.problems(where)
+        yield from self.resample.problems(run, where)
         reasons = {
             f"buffer.strategy {run.buffer.strategy.kind!r} mixes in expert completions, which have none": is_mixed(run),
             "no reward is configured": not self.reads_rewards and not run.rewards,
