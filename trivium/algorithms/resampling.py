@@ -65,7 +65,7 @@ class Resampling(Config):
     def draws(self, score: npt.NDArray[np.float64], uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """Returns the trajectory of each draw: `score` (T,) holds rewards, `uniform` a number in [0, 1) per draw."""
         ends = np.cumsum(self._weights_of(score) + _FLOOR)
-        return np.searchsorted(ends, uniform * ends[-1:], side="right")
+        return np.minimum(np.searchsorted(ends, uniform * ends[-1:], side="right"), len(ends) - 1)
 
     def _weights_of(self, score: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         if self.weights == "power":

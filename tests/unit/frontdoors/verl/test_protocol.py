@@ -176,6 +176,19 @@ def test_dimensions_fold_and_unfold() -> None:
     assert unfolded.non_tensor_batch["name"].tolist() == rows.non_tensor_batch["name"].tolist()
 
 
+def test_columns_are_cut_into_rows() -> None:
+    tensors = {"x": torch.arange(8).view(2, 4), "y": torch.tensor([[1], [2]])}
+    rows = DataProto.from_dict(tensors, {"name": ["a", "b"], "each": [["p", "q"], ["r", "s"]]}, {"step": 1})
+    cut = rows.unfold_column_chunks(2, ["x", "each"])
+    assert (cut.batch["x"].tolist(), cut.batch["y"].tolist()) == (
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[1], [1], [2], [2]],
+    )
+    assert cut.non_tensor_batch["name"].tolist() == ["a", "a", "b", "b"]
+    assert cut.non_tensor_batch["each"].tolist() == [["p"], ["q"], ["r"], ["s"]]
+    assert cut.meta_info == {"step": 1}
+
+
 def test_single_dict_and_moves() -> None:
     rows = DataProto.from_single_dict({"x": torch.zeros(2, 1), "name": np.array(["a", "b"], dtype=object)})
     assert rows.to("cpu").batch.device == torch.device("cpu")

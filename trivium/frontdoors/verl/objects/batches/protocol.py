@@ -238,6 +238,17 @@ class DataProto:
         """Returns each row as many times as `repeat_times` (B,) says."""
         return self[np.repeat(np.arange(len(self)), np.asarray(repeat_times))]
 
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Returns `n_split` rows for each row: parts, along the second dimension, of the tensors and columns in
+        `split_keys`, and copies of the others."""
+        keys, rows, repeated = split_keys or (), len(self) * n_split, self.repeat(n_split)
+        columns = {name: column for name, column in self.non_tensor_batch.items() if name in keys}
+        nested = {name: np.array(column.tolist(), dtype=object) for name, column in columns.items()}
+        split = type(self)(self.batch.select(*(name for name in self.batch if name in keys)), nested, self.meta_info)
+        split = _reshaped(split, lambda shape: (rows, shape[1] // n_split, *shape[2:]), rows)
+        tensors, columns = {**repeated.batch, **split.batch}, {**repeated.non_tensor_batch, **split.non_tensor_batch}
+        return type(self)(Tensors(tensors, [rows]), columns, self.meta_info)
+
     def chunk(self, chunks: int) -> list[Self]:
         """Returns this number of consecutive parts of equal length.
 
