@@ -587,11 +587,6 @@ def test_what_is_unsupported_is_refused_before_anything_starts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_an_error(example: Any, tmp_path: Path) -> None:
-    with refused(ConfigError, "device_name", "'cuda'"):
-        example.make_trainer("ppo", tmp_path, steps=1, device_name="cuda")
-
-
 def test_a_run_config_is_taken_as_it_is(example: Any, tmp_path: Path) -> None:
     made = example.make_trainer("grpo", tmp_path, steps=3)
     config = config_from_mapping(
