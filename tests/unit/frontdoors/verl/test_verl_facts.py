@@ -355,7 +355,8 @@ def scored_by(source: str) -> list[tuple[str, float]]:
 def penalised(length: int) -> float:
     buffer = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": False}
     manager = DAPORewardManager(tiny_tokenizer(), 0, lambda **_: 0.0, max_resp_len=length, overlong_buffer_cfg=buffer)
-    return float(manager(view()).sum())
+    rewards, _ = compute_reward(view(), manager)
+    return float(rewards.sum())
 
 
 FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
@@ -418,7 +419,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "train_sampler",
         "a torch Sampler orders the training",
-        lambda build, _: [*build(train_sampler=Backwards(Rows())).train_dataloader.sampler] == [1, 0],
+        lambda build, _: order(build(train_sampler=Backwards(Rows()))) == [1, 0],
     ),
     ("cpu", "the device may be the CPU", lambda build, _: build(device_name="cpu").device_name == "cpu"),
     ("cuda", "the device may be the GPU", lambda build, _: needs_a_gpu_for_cuda(build)),
@@ -523,6 +524,11 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     ("dapo-buffer", "the buffer's penalty grows with the length", lambda *_: penalised(4) == -0.5),
 ]
 """(name, what verl documents, check with a builder of trainers and the path of a tiny model)."""
+
+
+def order(trainer: RayPPOTrainer) -> list[int]:
+    assert trainer.train_dataloader is not None
+    return [*trainer.train_dataloader.sampler]
 
 
 def loaded(config: object = None, num_examine: int = 0, **reward_kwargs: Any) -> Any:
