@@ -23,7 +23,7 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             problems.append(Problem(text, "an override", "no `=`" if key else "no key", do))
             continue
         try:
-            _put(result, key.split("."), None if text.startswith("~") else value_of(value), text.startswith("~"))
+            put(result, key.split("."), None if text.startswith("~") else value_of(value), text.startswith("~"))
         except ValueError as error:
             problems.append(Problem(key, value, str(error), "correct the value, or quote it: key='...'"))
     if problems:
@@ -35,7 +35,7 @@ def _copied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in config.items()}
 
 
-def _put(config: dict[str, Any], parts: list[str], value: object, remove: bool) -> None:
+def put(config: dict[str, Any], parts: list[str], value: object, remove: bool = False) -> None:
     """Sets or removes a key. A mapping is merged into an existing mapping."""
     *above, last = parts
     for part in above:
@@ -46,7 +46,7 @@ def _put(config: dict[str, Any], parts: list[str], value: object, remove: bool) 
         config.pop(last, None)
     elif isinstance(value, dict) and isinstance(old, dict):
         for name, part in value.items():
-            _put(old, [name], part, False)
+            put(old, [name], part)
     else:
         config[last] = value
 

@@ -75,9 +75,9 @@ class Scorer:
         key: str = "score",
     ) -> None:
         if not (on_error == "raise" or (isinstance(on_error, Real) and math.isfinite(on_error))):
-            raise ConfigError("on_error of a reward manager", repr(on_error), "say 'raise', or a finite number")
+            raise ConfigError("on_error of a reward manager", repr(on_error), "use 'raise' or a finite number")
         if deadline_s <= 0:
-            raise ConfigError("deadline_s of a reward manager", str(deadline_s), "say how many seconds a call may take")
+            raise ConfigError("deadline_s of a reward manager", str(deadline_s), "set the seconds that a call may take")
         self._on_error, self._key = on_error, key
         self._on_timeout = on_error if on_timeout is None else on_timeout
         label = _label(function)

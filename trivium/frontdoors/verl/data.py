@@ -92,7 +92,7 @@ class DatasetTasks(OrderedRows):
             if self._data is None:
                 raise DataError(
                     f"the rows of {self.origin}",
-                    "they exist in the script that made them",
+                    "only the script that built the run has them",
                     "build the RayPPOTrainer again and call fit()",
                 )
             return self._data
@@ -145,7 +145,7 @@ class Data:
             raise DataError(
                 f"a batch of {self.batch} rows of {self.origin}",
                 f"an epoch has {len(self.rows) if self.sampler is None else len(self.sampler)}",
-                "make the batch smaller, or give more",
+                "lower the number of rows in a batch, or give more rows",
             )
         self._batch_tasks = lru_cache(maxsize=_CACHED_BATCHES)(self._tasks_of)
         if self.collate_fn is not None:  # reports collation errors before training starts
@@ -211,7 +211,7 @@ class Data:
             columns: dict[str, Any] = dict(self.collate_fn(rows))
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
             raise DataError(
-                where, f"{type(error).__name__}: {error}", "let it take a list of rows, whatever their columns hold"
+                where, f"{type(error).__name__}: {error}", "accept a list of rows with columns of any type"
             ) from error
         columns = {name: json_like(column) for name, column in columns.items()}
         wrong = [name for name, column in columns.items() if not isinstance(column, list) or len(column) != len(rows)]
@@ -230,7 +230,7 @@ class Data:
             raise DataError(
                 f"a prompt in column {self.prompt_key!r} at {where}",
                 f"the columns are {', '.join(sorted(row))}",
-                "name the column in data.prompt_key, and let collate_fn keep it",
+                "name the column in data.prompt_key; collate_fn must keep it",
             )
         return self._task_of(where, _with_images(row, self.image_key, where), key)
 
@@ -249,7 +249,7 @@ class Data:
         Raises DataError for longer prompts that are neither dropped nor cut.
         """
         if truncation not in ("error", "left", "right", "middle"):
-            raise DataError(f"data.truncation {truncation!r}", "no such way", "use error, left, right or middle")
+            raise DataError(f"data.truncation {truncation!r}", "unknown", "use error, left, right or middle")
         if truncation != "error" and not filtered:
             return self
         lengths = self._prompt_lengths(renderer)

@@ -25,9 +25,9 @@ def varied(
     *,
     metric: Annotated[str, Field(description="a name in the extra information of rewards, or 'reward'")] = "reward",
 ) -> bool:
-    """`zero_variance` of a metric. `acc` is the reward where nothing of that name was given, as a scorer's number is.
+    """`zero_variance` of a metric. `acc` stands for the reward if no member has a metric of this name.
 
-    Raises DataError where a member lacks the metric.
+    Raises DataError if a member lacks the metric.
     """
     members = [member.metrics for member in group.alive]
     if metric in OF_REWARD or (metric == "acc" and not any(metric in metrics for metrics in members)):
@@ -37,7 +37,7 @@ def varied(
         raise DataError(
             f"a number {metric!r} for each rollout (algorithm.filter_groups.metric)",
             f"a rollout of task {group.task.task_id!r} has {', '.join(sorted(missing)) or 'none'}",
-            "return it from the scorer beside `score`, or set metric: reward",
+            "return it from the scorer in addition to `score`, or set metric: reward",
         )
     values = [metrics[metric] for metrics in members]
     return len(values) == 1 or max(values) > min(values)

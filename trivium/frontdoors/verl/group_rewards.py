@@ -16,6 +16,7 @@ from pydantic import PrivateAttr
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, scored_rows
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto
 from trivium.frontdoors.verl.objects.datasets.orders import Orders
@@ -83,7 +84,7 @@ class GroupRewards:
             raise DataError(
                 f"the rows of {len(before)} prompts from _balance_batch",
                 f"rows of {len(order)}",
-                "put them into another order alone: a step trains on all of them",
+                "only reorder the rows: a step trains on all of them",
             )
         return sorted(groups, key=lambda group: order.get(group.group_id, len(order)))
 
@@ -177,7 +178,7 @@ class RewardedOnTake(DefaultStrategy):
         if config._rewards is None:
             raise ConfigError(
                 "the reward_fn of a run of RayPPOTrainer",
-                "it exists in the script that made it",
+                "only the script that built the run has it",
                 "build the RayPPOTrainer again and call fit()",
             )
         self._rewards, self._orders = config._rewards, config._orders
@@ -249,7 +250,7 @@ class PlainReward(NaiveRewardManager):
 
     def __init__(self, function: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, 0, _as_float(function))
-        self._parameters = inspect.signature(function).parameters
+        self._function = function
 
     def _extract_reward_from_rm_scores(self, data: DataProto, return_dict: bool = False) -> None:
         """The function alone gives the rewards."""
@@ -259,7 +260,6 @@ class PlainReward(NaiveRewardManager):
     ) -> RewardSample:
         texts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
         decoded = str(self.tokenizer.decode(response, skip_special_tokens=True))
-        every = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        given = {name: value for name, value in columns.items() if every or name in self._parameters}
+        given = accepted(self._function, columns)
         source, last = str(columns["data_source"]), texts[-1] if texts else ""
         return _PlainSample(row, "", source, last, decoded, len(response), None, {}, given)

@@ -39,7 +39,7 @@ def config_of(arguments: Sequence[str]) -> dict[str, Any]:
         base = read_yaml(Path(options["path"]).expanduser() / f"{name}.yaml")
     elif name != _DEFAULTS:
         do = f"leave it out, or name the folder of {name}.yaml with --config-path"
-        raise ConfigError(f"the config {name!r}", f"{_DEFAULTS} alone is known by its name", do)
+        raise ConfigError(f"the config {name!r}", f"only {_DEFAULTS} needs no folder", do)
     return resolved(plain(overridden(base, overrides)))
 
 
@@ -55,8 +55,8 @@ def _separated(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             continue
         name, equals, value = argument.partition("=")
         if name not in _OPTIONS or not (equals or rest):
-            do = f"write section.key=value; there are the options {', '.join(_OPTIONS)} with a value"
-            raise ConfigError(f"the option {argument}", "it is not one of those that are known", do)
+            do = f"write section.key=value; the options are {', '.join(_OPTIONS)}, each with a value"
+            raise ConfigError(f"the option {argument}", "no such option", do)
         options[_OPTIONS[name]] = (value if equals else rest.pop(0)).strip("'\"")
     return options, overrides
 

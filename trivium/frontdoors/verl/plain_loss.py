@@ -14,5 +14,5 @@ from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
     off_policy=True,
 )
 def plain(x: PolicyInputs) -> PerToken:
-    """`reinforce`, also over samples of the weights that the step began with: later updates are biased, as there."""
+    """`reinforce` for several updates in a step. Updates after the first one are biased, as in verl."""
     return PerToken(-x.advantages * x.log_prob)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from trivium.algorithms import advantage, policy_loss
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.plain_values import Section
 from trivium.frontdoors.verl.objects.algorithms import core_algos
 from trivium.registry import is_only_here, name_of, resolve
@@ -70,8 +70,8 @@ Values = Annotated[dict[str, Any], Field(description="The section of verl's conf
 
 
 @advantage(
-    formula="what the function of the user says",
-    source="the user's own",
+    formula="the user's function",
+    source="the user's script",
     needs=set(),
 )
 def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> Advantages:  # noqa: B006
@@ -91,10 +91,10 @@ def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> 
 
 
 @policy_loss(
-    formula="what the function of the user says",
-    source="the user's own",
+    formula="the user's function",
+    source="the user's script",
     needs={"advantages", "old_log_prob"},
-    on_policy="none: it is the user's own",
+    on_policy="none: the user's function defines it",
     weighs=True,
 )
 def computed(
@@ -148,24 +148,15 @@ def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
 
 def called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
     """Calls a function with the arguments that it has parameters for."""
-    parameters, takes_all = _parameters(fn)
-    required = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
+    named = [p for p in inspect.signature(fn).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p.name for p in named if p.default is p.empty and p.name not in arguments]
     if required:
         raise ConfigError(
             f"call {address}",
             f"it needs {', '.join(required)}",
             f"give them defaults: it is called with {', '.join(arguments)}",
         )
-    names = {parameter.name for parameter in parameters}
-    return fn(**{name: value for name, value in arguments.items() if takes_all or name in names})
-
-
-@lru_cache(maxsize=32)
-def _parameters(fn: Function) -> tuple[tuple[inspect.Parameter, ...], bool]:
-    """Returns (the named parameters, whether the function accepts any keyword)."""
-    every = inspect.signature(fn).parameters.values()
-    named = tuple(p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-    return named, any(p.kind is p.VAR_KEYWORD for p in every)
+    return fn(**accepted(fn, arguments))
 
 
 def _cutting(mask: Tensor) -> tuple[Callable[[Tensor, Tensor, str], Tensor], Callable[[Tensor], Tensor]]:

@@ -268,7 +268,7 @@ class DAPORewardManager(NaiveRewardManager):
                 raise ConfigError(
                     "an overlong buffer within the longest response",
                     f"len {self._buffer}, max_resp_len {max_resp_len}, penalty_factor {self._factor}",
-                    "say 0 < overlong_buffer_cfg.len <= max_resp_len and penalty_factor >= 0, or enable: false",
+                    "set 0 < overlong_buffer_cfg.len <= max_resp_len and penalty_factor >= 0, or enable: false",
                 )
 
     def _text(self, text: str) -> str:

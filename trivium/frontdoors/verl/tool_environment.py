@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from trivium.concurrency import Threads
 from trivium.errors import ConfigError, DataError, text_of
+from trivium.frontdoors.keywords import accepts
 from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_interactions, load_tools
 from trivium.processes.user_calls import UserCall
 from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
@@ -110,7 +111,7 @@ class ToolEnvironment:
         tool, parameters = self._tools[call.name], json.loads(call.arguments)
         if call.name not in self._instances:
             given = self._kwargs_of(call.name, "create_kwargs")
-            if _takes_all(tool.create):
+            if accepts(tool.create, "create_kwargs"):
                 given = {**given, "create_kwargs": given}
             created = await _called(tool.create, str(uuid.uuid4()), **given)
             self._instances[call.name] = created[0] if isinstance(created, tuple) else created
@@ -178,11 +179,6 @@ async def _called(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     """Calls a plain or `async` method."""
     result = method(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
-
-
-def _takes_all(method: Callable[..., Any]) -> bool:
-    """Whether a method accepts any keyword."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
 
 
 def _described(tool: Any) -> dict[str, Any]:

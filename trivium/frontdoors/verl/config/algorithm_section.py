@@ -70,7 +70,7 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
                 f"{ACTOR}.use_kl_loss",
                 "a KL penalty in the loss",
                 "algorithm.use_kl_in_reward asks for another one",
-                "use one of the two: the same distance would be paid for twice",
+                "use one of the two penalties",
             )
         )
     if kind == "gae":

@@ -154,7 +154,7 @@ DISTILLATION: dict[str, Entry] = {
     "teacher_model": Mapped("the same for the only teacher: its model_path", type=dict),
     "distillation_loss.loss_mode": Mapped("the kind of algorithm.policy_loss: distill or distill_top_k", "k3"),
     "distillation_loss.topk": Mapped("the top_k of the teacher, for forward_kl_topk", type=int),
-    "distillation_loss.use_task_rewards": Restricted(OFF, "set false: the loss reads the teacher alone"),
+    "distillation_loss.use_task_rewards": Restricted(OFF, "set false: the loss reads only the teacher"),
     "distillation_loss.use_policy_gradient": Ignored("the loss is a policy gradient towards the teacher"),
     "distillation_loss": Ignored("the loss has no such option"),
     **ignored(
@@ -191,7 +191,7 @@ TRAINER: dict[str, Entry] = {
     "validation_data_dir": Mapped("RayPPOTrainer writes <step>.jsonl there: every validation sample", type=Path),
     "del_local_ckpt_after_load": Ignored("checkpoint.keep is the number of checkpoints on disk"),
     "remove_previous_ckpt_in_save": Mapped("checkpoint.keep", False, convert={True: 1}),
-    "esi_redundant_time": Ignored("save_freq alone decides when a checkpoint is written"),
+    "esi_redundant_time": Ignored("save_freq determines when a checkpoint is written"),
     "ray_wait_register_center_timeout": Ignored("sync.deadline_s bounds every wait"),
     "use_legacy_worker_impl": Ignored("there is one implementation"),
     "use_v1": Ignored("there is one implementation"),

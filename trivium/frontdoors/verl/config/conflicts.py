@@ -59,7 +59,7 @@ def _model_conflicts(verl: Settings) -> Iterator[Problem]:
             "critic.enable",
             repr(verl["critic.enable"]),
             f"adv_estimator is {verl['algorithm.adv_estimator']!r}",
-            "a critic is trained where the estimator reads values (gae), and nowhere else: leave it out",
+            "leave it out: a critic is trained if the estimator reads values (gae)",
         )
     tokenizer = verl["reward_model.model.input_tokenizer"]
     if tokenizer not in (None, path):
@@ -67,7 +67,7 @@ def _model_conflicts(verl: Settings) -> Iterator[Problem]:
             "reward_model.model.input_tokenizer",
             repr(tokenizer),
             f"the actor's model is {path!r}",
-            "the reward model reads the policy's tokens: name the same, or leave it out",
+            "name the actor's model, or leave it out: the reward model reads the policy's tokens",
         )
 
 
@@ -91,7 +91,7 @@ def _trainer_conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem
             "trainer.max_critic_ckpt_to_keep",
             "another number than the actor's",
             "a checkpoint holds both",
-            "set max_actor_ckpt_to_keep alone",
+            "set only max_actor_ckpt_to_keep",
         )
 
 
@@ -102,7 +102,9 @@ def _critic_conflicts(verl: Settings) -> Iterator[Problem]:
     name = "ulysses_sequence_parallel_size"
     actor, own = verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}"), verl.values.get(f"critic.{name}")
     if own not in (None, actor):
-        yield Problem(f"critic.{name}", repr(own), f"the actor has {actor!r}", "the critic follows the actor")
+        yield Problem(
+            f"critic.{name}", repr(own), f"the actor has {actor!r}", "leave it out: the critic follows the actor"
+        )
     own, batch = verl["critic.ppo_mini_batch_size"], verl["data.train_batch_size"]
     if own not in (None, verl[f"{ACTOR}.ppo_mini_batch_size"]) and (own > batch or batch % own):
         found = f"a step has {batch} (data.train_batch_size)"

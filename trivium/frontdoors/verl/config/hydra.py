@@ -6,7 +6,6 @@ config table, so that neither verl nor Hydra has to be installed.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from trivium.frontdoors.overrides import put
 from trivium.frontdoors.plain_values import Section, plain, resolved
 from trivium.frontdoors.verl.main_ppo import config_of, with_defaults
 
@@ -77,7 +77,8 @@ class OmegaConf:
         """Returns the first config with the keys of the others, section by section."""
         merged: dict[str, Any] = {}
         for config in configs:
-            _merge(merged, plain(config))
+            for key, value in plain(config).items():
+                put(merged, [key], value)
         return Section.of(merged)
 
     @staticmethod
@@ -110,11 +111,3 @@ class OmegaConf:
 def open_dict(config: Any) -> Iterator[Any]:
     """Yields the config: keys may always be added."""
     yield config
-
-
-def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = copy.deepcopy(value)

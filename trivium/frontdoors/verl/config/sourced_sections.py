@@ -32,7 +32,7 @@ def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, A
     kinds = {"jsonl" if Path(file).suffix in (".jsonl", ".json") else "parquet" for file in files}
     if len(kinds) != 1:
         found = "files of JSON lines and Parquet files" if kinds else "none"
-        problems.append(Problem(f"data.{split}_files", "data files of one kind", found, "name one kind"))
+        problems.append(Problem(f"data.{split}_files", "data files of one kind", found, "name files of one type"))
     path = files[0] if len(files) == 1 else files
     images = {} if verl["data.image_key"] == "images" else {"images": verl["data.image_key"]}
     return {"kind": min(kinds, default=""), "path": path, "prompt": verl["data.prompt_key"], **images} | (
@@ -63,7 +63,7 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
         problems.append(Problem("reward_manager.name", repr(manager), found, f"use naive, or {_HERE}"))
     metric = verl["algorithm.filter_groups.metric"]
     if verl["algorithm.filter_groups.enable"] and metric not in (OF_REWARD if scorer else (*OF_REWARD, "acc")):
-        found = "a RunConfig keeps the score of a completion alone"
+        found = "a RunConfig keeps only the score of a completion"
         problems.append(Problem("algorithm.filter_groups.metric", repr(metric), found, f"use reward, or {_HERE}"))
     if verl["reward_model.enable"]:
         dtype = reward_model_dtype(verl)
@@ -135,7 +135,7 @@ def notes_of(verl: Settings, run: Mapping[str, Any], rows: int | None) -> Iterat
         yield f"{_ENGINE}.n: a group of one has no baseline, so the advantage is the reward itself"
     for key in _OBJECTS:
         if verl[key] != verl.table.default_of(key):
-            yield f"{key}: RayPPOTrainer alone reads it"
+            yield f"{key}: only RayPPOTrainer reads it"
     if verl["trainer.device"] == "cuda":
         yield "trainer.device: cuda is the GPU of this machine where it has one, else its CPU"
     if (processes := verl["trainer.nnodes"] * verl["trainer.n_gpus_per_node"]) > 1:

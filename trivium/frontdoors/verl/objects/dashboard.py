@@ -93,7 +93,7 @@ for _theirs, _ours in NAMES.items():
         machine=_theirs.startswith("timing_s/"),
     )
 declare("rollout_corr/rollout_rs_*", "the same as `mismatch/rejection/<option>/...`")
-declare("rollout_corr/log_ppl_diff_min", "the smallest difference that `rollout_corr/log_ppl_diff` is the mean of")
+declare("rollout_corr/log_ppl_diff_min", "the smallest of the differences whose mean is `rollout_corr/log_ppl_diff`")
 declare("critic/score/*", "mean, max or min of a rollout's reward", better="up")
 declare("critic/rewards/*", "mean, max or min of a rollout's reward less the KL penalty on it", better="up")
 declare("critic/vf_explained_var", "explained variance of the returns by the values", better="up")

@@ -52,7 +52,7 @@ _ROLE_NAMES = {
 
 
 class RayResourcePool(ResourcePool):
-    """A pool of places with verl's arguments. Each place has a GPU with `use_gpu`, else a CPU alone."""
+    """A pool of places with verl's arguments. Each place has a GPU with `use_gpu`, else only a CPU."""
 
     def __init__(
         self,

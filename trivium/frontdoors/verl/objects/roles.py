@@ -48,7 +48,7 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
         raise ConfigError(
             "one worker class for the policy",
             f"{len(actors)} of ActorRollout and ActorRolloutRef are mapped",
-            "map Role.ActorRollout, or Role.ActorRolloutRef where it holds the reference too",
+            "map Role.ActorRollout, or Role.ActorRolloutRef if it also holds the reference",
         )
     chosen = {actors[0]: mapping[actors[0]]}
     apart = needs.reference and not needs.reference_in_actor and actors[0] is Role.ActorRollout

@@ -143,7 +143,7 @@ class RayPPOTrainer(Attributes):
         and its rollout engine. Raises ConfigError if the cluster has too few CPUs or GPUs, or if a monitor or engine
         cannot run on this machine."""
         if self._groups:
-            raise TriviumError("init_workers()", "the workers are there already", "call it once, or shutdown() first")
+            raise TriviumError("init_workers()", "the workers are already running", "call it once, or shutdown() first")
         self._setup.check_machine()
         run_dir = Path(self.run_config.run.dir).resolve()
         run_dir.mkdir(parents=True, exist_ok=True)

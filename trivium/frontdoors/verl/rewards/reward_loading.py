@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trivium.errors import ConfigError, RewardError, TriviumError
+from trivium.frontdoors.keywords import accepted, accepts
 from trivium.frontdoors.plain_values import Section, plain, resolved
 from trivium.frontdoors.tables import Settings, refuse
 from trivium.frontdoors.verl.config.config_table import TABLE
@@ -31,14 +32,14 @@ def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, d
         if not callable(reward_fn) and hasattr(reward_fn, "run_single"):
             given = each_single(reward_fn, data, return_dict=True)
         else:
-            given = reward_fn(data, return_dict=True) if _takes(reward_fn, "return_dict") else reward_fn(data)
+            given = reward_fn(data, return_dict=True) if accepts(reward_fn, "return_dict") else reward_fn(data)
     except TriviumError:
         raise
     except Exception as error:
         raise RewardError(
             f"rewards of {len(data)} samples from {_name(reward_fn)}",
             f"{type(error).__name__}: {error}",
-            "fix the reward manager; its own message is above",
+            "fix the reward manager",
         ) from error
     return as_rewards(given, _name(reward_fn))
 
@@ -99,7 +100,7 @@ def load_reward_manager(
         examined = {"tokenizer": tokenizer, "num_examine": num_examine, "compute_score": score}
         arguments = {**examined, **own, **reward_kwargs}
         optional = {"reward_fn_key": verl["data.reward_fn_key"]}
-    arguments = {name: value for name, value in optional.items() if _takes(manager, name)} | arguments
+    arguments = accepted(manager, optional) | arguments
     try:
         inspect.signature(manager).bind(**arguments)
     except TypeError as error:
@@ -161,12 +162,12 @@ def _manager_of(verl: Settings) -> tuple[str, RewardManager]:
     name, path = verl["reward_manager.name"], verl["reward_manager.module.path"]
     if verl["reward_manager.source"] == "importlib":
         if not path:
-            raise ConfigError("reward_manager.module.path", "nothing", "say which file or package defines the manager")
+            raise ConfigError("reward_manager.module.path", "nothing", "name the manager's file or package")
         return name, resolve("reward_managers", address(path, name))
     if path:
         raise ConfigError(
             f"reward_manager.module.path {path!r}",
-            f"reward_manager.source is 'register', and {name!r} a name that is registered",
+            f"reward_manager.source is 'register', and {name!r} is looked up among the registered names",
             f"set source: importlib and name to a class of {path}, or leave module.path out",
         )
     return name, get_reward_manager_cls(name)
@@ -182,12 +183,6 @@ def _with_rewards(config: Any, reward_kwargs: Mapping[str, Any]) -> Any:
 def address(path: str, name: str) -> str:
     """Returns the registry address of a name in a file or a package (`pkg://package.module`)."""
     return f"{path.removeprefix('pkg://').removeprefix('file://')}:{name}"
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Returns whether a function accepts this keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _name(function: Callable[..., Any]) -> str:

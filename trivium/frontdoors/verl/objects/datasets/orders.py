@@ -118,7 +118,7 @@ class Orders:
             raise DataError(
                 f"{self.epoch_length} positions of {self.rows} rows from train_sampler, for epoch {epoch}",
                 f"{wrong[0]!r:.60}" if wrong else f"{len(taken) + len(drawn)} of {count}",
-                "let it yield integers below the size of the dataset, as many as its length says",
+                "yield integers below the size of the dataset, as many as `len` returns",
             )
         return [*taken, *drawn]
 
@@ -169,11 +169,13 @@ def _length_of(sampler: object) -> int:
         raise DataError(
             "a train_sampler of rows",
             f"a {type(sampler).__name__}, which yields batches",
-            "pass the sampler inside it: data.train_batch_size cuts batches here",
+            "pass its `sampler`: data.train_batch_size determines the batches",
         )
     if not (isinstance(sampler, Sized) and isinstance(sampler, Iterable)):
         raise DataError(
-            "a train_sampler", f"a {type(sampler).__name__} without a length", "give one with __len__ and __iter__"
+            "a train_sampler",
+            f"a {type(sampler).__name__} without a length",
+            "give it __len__ and __iter__",
         )
     return len(sampler)
 
@@ -194,7 +196,7 @@ def _encoded(value: Any) -> Any:
     raise DataError(
         "a sampler's state_dict of numbers, text, lists, mappings, tensors and arrays",
         f"a {type(value).__name__} in it",
-        "leave it out, or return what it consists of",
+        "return only values of these types",
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from os.path import expanduser
 from typing import Any
 
 from trivium.errors import ConfigError
+from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import Data
 from trivium.frontdoors.verl.objects.datasets.orders import AbstractSampler
@@ -62,7 +62,7 @@ class Sources:
             missing = [part for part in sorted(parts) if loader is not None and not hasattr(loader, part)]
             if missing:
                 raise ConfigError(
-                    f"a {name} that can be followed",
+                    f"a {name} whose rows can be read in order",
                     f"a {type(loader).__name__} without {', '.join(missing)}",
                     "build a DataLoader of a sized dataset",
                 )
@@ -79,7 +79,7 @@ def dataset_class(verl: Settings) -> Any:
     """Returns the class that `data.custom_cls` names, or None."""
     if not verl.has("data.custom_cls.path"):
         return None
-    return resolve("tasks", address(expanduser(verl["data.custom_cls.path"]), _name(verl, "data.custom_cls.name")))
+    return _named(verl, "data.custom_cls.path", "data.custom_cls.name")
 
 
 def custom_dataset(verl: Settings, section: object, split: str, tokenizer: object, processor: object) -> Any:
@@ -94,16 +94,14 @@ def custom_dataset(verl: Settings, section: object, split: str, tokenizer: objec
         "config": section,
         "max_samples": verl[f"data.{split}_max_samples"],
     }
-    parameters = inspect.signature(cls).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return cls(**{name: value for name, value in arguments.items() if takes_all or name in parameters})
+    return cls(**accepted(cls, arguments))
 
 
 def custom_sampler(verl: Settings, section: object, dataset: Sized) -> Any:
     """Returns an instance of `data.sampler.class_name`, or None if the config names no class."""
     if not verl.has("data.sampler.class_path"):
         return None
-    cls = resolve("tasks", address(expanduser(verl["data.sampler.class_path"]), _name(verl, "data.sampler.class_name")))
+    cls = _named(verl, "data.sampler.class_path", "data.sampler.class_name")
     if not (isinstance(cls, type) and issubclass(cls, AbstractSampler)):
         raise ConfigError(
             f"a sampler class from {verl['data.sampler.class_path']}",
@@ -119,7 +117,8 @@ def custom_sampler(verl: Settings, section: object, dataset: Sized) -> Any:
     return cls(data_source=dataset, data_config=section)  # pyright: ignore[reportCallIssue]
 
 
-def _name(verl: Settings, key: str) -> str:
-    if not verl.has(key):
-        raise ConfigError(key, "nothing", "name the class in that file")
-    return verl[key]
+def _named(verl: Settings, path: str, name: str) -> Any:
+    """Returns the class whose file and name are under these keys."""
+    if not verl.has(name):
+        raise ConfigError(name, "nothing", "name the class in that file")
+    return resolve("tasks", address(expanduser(verl[path]), verl[name]))

@@ -27,7 +27,7 @@ class Dispatch(Enum):
     DP_COMPUTE_PROTO = "arguments with rows are split by data rank, padded; results are gathered without the padding"
     DP_COMPUTE_PROTO_WITH_FUNC = "the same: a function has no rows, and goes to every rank whole"
     DP_COMPUTE_METRIC = "arguments as DP_COMPUTE_PROTO; one result per data rank"
-    RANK_ZERO = "rank 0 alone; its result"
+    RANK_ZERO = "rank 0 only; its result"
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
@@ -45,7 +45,7 @@ class Execute(Enum):
     """The ranks that run a method."""
 
     ALL = "every rank"
-    RANK_ZERO = "rank 0 alone"
+    RANK_ZERO = "rank 0 only"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def register(
     if rule in SPLITS and not (execute_mode is Execute.ALL and materialize_futures):
         raise ConfigError(
             f"the rule {rule.name} with {execute_mode} and materialize_futures={materialize_futures}",
-            "what is split is split over all ranks, and its rows must be there",
-            "leave the other two as they are, or choose Dispatch.ONE_TO_ALL",
+            "the rule splits rows over all ranks, and reads them before the call",
+            "leave out the other two arguments, or use Dispatch.ONE_TO_ALL",
         )
     known = Registered(rule, execute_mode, blocking, materialize_futures)
 
@@ -113,8 +113,8 @@ def _own_rule(functions: Mapping[str, Callable[..., Any]]) -> OwnRule:
     if not isinstance(functions, Mapping) or set(functions) != {"dispatch_fn", "collect_fn"}:
         raise ConfigError(
             f"the dispatch mode {functions!r}",
-            "neither a rule nor the two functions of one",
-            f"say one of {', '.join(f'Dispatch.{rule.name}' for rule in Dispatch)}, "
+            "neither a rule nor a mapping with both functions",
+            f"use one of {', '.join(f'Dispatch.{rule.name}' for rule in Dispatch)}, "
             "or {'dispatch_fn': ..., 'collect_fn': ...}",
         )
     return OwnRule(**functions)

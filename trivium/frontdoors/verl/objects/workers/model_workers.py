@@ -278,7 +278,7 @@ class RewardModelWorker(Worker):
     @register(Dispatch.DP_COMPUTE)
     def compute_rm_score(self, data: Work) -> list[float]:
         """Returns the score at the last trained token of each experience, or 0 without trained tokens."""
-        assert self._learner is not None, "init_model() comes first"
+        assert self._learner is not None, "init_model() is called before"
         scores = self._learner.score(data.batch, "values")
         return [
             float(score[np.flatnonzero(e.response_mask)[-1]]) if e.response_mask.any() else 0.0
@@ -434,7 +434,7 @@ class WorkerChannel:
         if versions:
             raise TriviumError(
                 f"save the published versions {list(versions)}",
-                "workers keep the newest one alone",
+                "workers keep only the newest version",
                 "train with schedule.max_staleness 0, or without schedule.deterministic",
             )
 

@@ -63,8 +63,8 @@ class Piece:
         if rest:
             raise DataError(
                 f"results without the {self.padding} rows of padding",
-                f"{number} rows came of {self.rows}",
-                "return as many rows for each that is given, or batches that the data ranks divide",
+                f"{number} rows for {self.rows}",
+                "return the same number of rows for each input row, or pass rows whose number the data ranks divide",
             )
         return factor
 
@@ -85,8 +85,8 @@ def common_rows(values: Mapping[Any, Any]) -> int | None:
         raise DataError(
             "values that are split alike",
             ", ".join(f"{name} has {rows} rows" for name, rows in counts.items()),
-            "give all of them as many rows (lists and tuples have rows too: put what every rank is to have whole into "
-            "an object without)",
+            "give all of them the same number of rows (lists and tuples have rows, too: wrap a value that every rank "
+            "needs whole in another object)",
         )
     return next(iter(counts.values()), None)
 
@@ -134,8 +134,8 @@ def gathered(pieces: Sequence[Piece]) -> object:
     if len(factors) > 1:
         raise DataError(
             f"results without the {pieces[0].padding} rows of padding",
-            f"{sorted(factors)} rows came of each, depending on the rank",
-            "return as many rows on every rank",
+            f"{sorted(factors)} rows for each input row, depending on the rank",
+            "return the same number of rows on every rank",
         )
     return take(whole, range((num_rows(whole) or 0) - pieces[0].padding * factors.pop()))
 
@@ -198,7 +198,7 @@ def _same_names(mappings: Sequence[Mapping[Any, Any]]) -> list[Any]:
 def _rowless(value: object) -> DataError:
     return DataError(
         "results of all ranks as one",
-        f"a {type(value).__name__} has no rows to put one after the other",
+        f"a {type(value).__name__} has no rows",
         "return rows, or use Dispatch.DP_COMPUTE_METRIC to get one value per data rank",
     )
 

@@ -60,7 +60,7 @@ class Worker:
             raise TriviumError(
                 f"rank {self.rank} as data rank {data_rank}",
                 "batches were split already",
-                "set it where the worker is built, or in a method that is called before",
+                "call set_data_rank in the constructor, or before the first call that splits",
             )
         self._place = Place(data_rank, data_size, collects)
 
@@ -117,7 +117,7 @@ class WorkerCall:
             raise DataError(
                 f"the arguments of {self.method} as shares of one batch",
                 f"rows and, of all shares, padding: {shares}",
-                "give all of them as many rows; pass what `get()` returns where results of a call lie differently",
+                "give all arguments the same number of rows; pass the result of `get()` instead of such a future",
             )
         values = {name: value.value if name in pieces else value for name, value in given.items()}
         piece = next(iter(pieces.values()), Piece(None, 0))
