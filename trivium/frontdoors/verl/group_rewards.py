@@ -93,7 +93,7 @@ class GroupRewards:
 
         Raises the errors of `compute_reward`, and DataError unless the manager returns one finite reward per member.
         """
-        scored = [*groups, *(_greedy(group) for group in groups if group.greedy is not None)]
+        scored = [replace(group, trajectories=group.rollouts, greedy=None) for group in groups]
         view = BatchView.of(scored, self.pad_token_id, meta_info=meta)
         if not len(view):
             return list(groups), []
@@ -104,23 +104,18 @@ class GroupRewards:
         else:
             rewards, extra = as_rewards(self.hooks.compute(view), "_compute_reward")
         rows = scored_rows(rewards, view, extra)
-        by_member = {
-            (id(group), member.index): _rewarded(member, row.score, row.extra)
-            for (group, member), row in zip(living(scored), rows, strict=True)
-        }
-        greedy = {
-            id(group.greedy): by_member.get((id(twin), twin.trajectories[0].index))
-            for group, twin in zip((g for g in groups if g.greedy is not None), scored[len(groups) :], strict=True)
-        }
+        members = [member for _, member in living(scored)]
+        by_member = {id(m): _rewarded(m, row.score, row.extra) for m, row in zip(members, rows, strict=True)}
         judged = [
             replace(
                 group,
-                trajectories=tuple(by_member.get((id(group), t.index), t) for t in group.trajectories),
-                greedy=greedy.get(id(group.greedy)) or group.greedy,
+                trajectories=tuple(by_member.get(id(member), member) for member in group.trajectories),
+                greedy=by_member.get(id(group.greedy), group.greedy),
             )
             for group in groups
         ]
-        return judged, [row.extra for row in rows[: len(living(groups))]]
+        greedy = {id(group.greedy) for group in groups}
+        return judged, [row.extra for m, row in zip(members, rows, strict=True) if id(m) not in greedy]
 
     def _add_model_scores(self, view: BatchView, groups: Sequence[Group]) -> None:
         """Adds `rm_scores`: the score of each trajectory's last sequence, on its last response token if it has one."""
@@ -131,11 +126,6 @@ class GroupRewards:
             scores = self.model(Batch(tuple(experiences_of(*members[row])[-1] for row in rows.tolist())))
             table[rows, view.response_lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)
         view.batch["rm_scores"] = table
-
-
-def _greedy(group: Group) -> Group:
-    """Returns a group that contains only the greedy rollout."""
-    return replace(group, trajectories=group.rollouts[-1:], greedy=None)
 
 
 def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:

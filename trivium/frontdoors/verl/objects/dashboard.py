@@ -26,16 +26,9 @@ from trivium.types import Batch, Group, Metrics
 
 Numbers = npt.NDArray[np.float64]
 
+_ARRAYS = {"advantages": "advantage", "returns": "return", "values": "value"}
 _TRAINED = {
-    "critic/advantages/mean": "train/advantage_mean",
-    "critic/advantages/max": "train/advantage_max",
-    "critic/advantages/min": "train/advantage_min",
-    "critic/returns/mean": "train/return_mean",
-    "critic/returns/max": "train/return_max",
-    "critic/returns/min": "train/return_min",
-    "critic/values/mean": "train/value_mean",
-    "critic/values/max": "train/value_max",
-    "critic/values/min": "train/value_min",
+    **{f"critic/{name}/{of}": f"train/{ours}_{of}" for name, ours in _ARRAYS.items() for of in ("mean", "max", "min")},
     "critic/vf_loss": "train/loss/value",
     "critic/vf_clipfrac": "train/value_clip_fraction",
     "critic/vpred_mean": "train/value_predicted",

@@ -27,9 +27,8 @@ from trivium.explorer import Explorer
 from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
 from trivium.frontdoors.verl.data import RowDataset
 from trivium.frontdoors.verl.group_rewards import Hooks
-from trivium.frontdoors.verl.objects.absent import refuse_unused
 from trivium.frontdoors.verl.objects.adoption import adopt_checkpoint
-from trivium.frontdoors.verl.objects.attributes import Attributes
+from trivium.frontdoors.verl.objects.attributes import Attributes, refuse_unused
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, trained_view
 from trivium.frontdoors.verl.objects.dashboard import Dashboard, balance_metrics, epoch_steps
 from trivium.frontdoors.verl.objects.datasets.user_data import RowLoader, Sources
