@@ -17,7 +17,7 @@ from trivium.buffers.strategies import DefaultStrategy
 from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.keywords import accepted
-from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, scored_rows
+from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, on_last_tokens, scored_rows
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto
 from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
@@ -120,12 +120,10 @@ class GroupRewards:
     def _add_model_scores(self, view: BatchView, groups: Sequence[Group]) -> None:
         """Adds `rm_scores`: the score of each trajectory's last sequence, on its last response token if it has one."""
         assert self.model is not None
-        rows = view.response_lengths.nonzero().flatten()
-        table, members = torch.zeros(view.batch["responses"].shape), living(groups)
-        if len(rows):
-            scores = self.model(Batch(tuple(experiences_of(*members[row])[-1] for row in rows.tolist())))
-            table[rows, view.response_lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)
-        view.batch["rm_scores"] = table
+        sequences = [(experiences_of(group, member) or [None])[-1] for group, member in living(groups)]
+        given = tuple(each for each in sequences if each is not None)
+        scores = iter(self.model(Batch(given)) if given else ())
+        view.batch["rm_scores"] = on_last_tokens(view, [0.0 if each is None else next(scores) for each in sequences])
 
 
 def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:

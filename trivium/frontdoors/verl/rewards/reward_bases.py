@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import ConfigError, RewardError
-from trivium.frontdoors.verl.objects.batches.batch_view import BatchView
+from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, on_last_tokens
 from trivium.registry import add_names, resolve
 
 if TYPE_CHECKING:
@@ -144,11 +143,7 @@ class RewardManagerBase(ABC):
     @classmethod
     def assemble_rm_scores(cls, data: BatchView, scores: Sequence[float]) -> Tensor:
         """Returns rewards (B, R) with each score on the last token of its response. An empty response has no reward."""
-        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-        lengths = data.response_lengths
-        rows = lengths.nonzero().flatten()
-        rewards[rows, lengths[rows] - 1] = rewards.new_tensor([float(score) for score in scores])[rows]
-        return rewards
+        return on_last_tokens(data, scores)
 
     def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
         return each_single(self, data, return_dict)

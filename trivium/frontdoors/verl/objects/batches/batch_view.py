@@ -88,20 +88,25 @@ def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step:
     view = BatchView.of(kept, pad_token_id, meta_info={"global_steps": step})
     members = living(kept)
     rows = [last.get((group.group_id, member.index)) for group, member in members]
-    starts, lengths = row_lengths(kept)
+    starts, _ = row_lengths(kept)
     for name in _TRAINED.keys() & batch.columns.keys():
         table = view.batch[_TRAINED[name]] = torch.zeros(view.batch["responses"].shape)
         for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
             if row is not None:
                 values = torch.from_numpy(np.array(batch.columns[name][row][start:], np.float32))
                 table[place, : len(values)] = values
-    scores = view.batch["token_level_scores"] = torch.zeros(view.batch["responses"].shape)
-    for place, ((_, member), length) in enumerate(zip(members, lengths, strict=True)):
-        if length:
-            scores[place, length - 1] = member.reward
+    view.batch["token_level_scores"] = on_last_tokens(view, [member.reward for _, member in members])
     for name in dict.fromkeys(name for _, member in members for name in member.metrics):
         view.non_tensor_batch.setdefault(name, objects([member.metrics.get(name) for _, member in members]))
     return view
+
+
+def on_last_tokens(view: DataProto, scores: Sequence[float]) -> Tensor:
+    """Returns rewards (B, R) with each score on the last token of its response. An empty response has no reward."""
+    rewards, lengths = torch.zeros(view.batch["responses"].shape), view.response_lengths
+    rows = lengths.nonzero().flatten()
+    rewards[rows, lengths[rows] - 1] = torch.tensor([float(score) for score in scores])[rows]
+    return rewards
 
 
 @dataclass(frozen=True, slots=True)
