@@ -19,10 +19,9 @@ from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from trivium.concurrency import Threads, Turns, gather_or_cancel, run_here
-from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError, text_of
 from trivium.policy import finite_number
-from trivium.processes.isolated import forked, isolated_reward
+from trivium.processes.isolated import forked, isolated_function
 from trivium.processes.user_calls import UserCall
 from trivium.registry import resolve
 
@@ -174,5 +173,5 @@ def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> 
             f"{function!r} cannot be imported there",
             "give a function of a module or of a file, or leave `workers` at 0",
         )
-    mapping = {"kind": f"{where}:{name}", "name": "compute_score", "workers": workers}
-    return functools.partial(isolated_reward(RewardConfig.model_validate(mapping), deadline_s), **options)
+    isolated = isolated_function("rewards", f"{where}:{name}", _label(function), workers, deadline_s)
+    return functools.partial(isolated, **options)
