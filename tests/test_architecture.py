@@ -424,6 +424,40 @@ def _errors_of(modules: list[Module]) -> set[str]:
 
 
 TRIVIUM_ERRORS = _errors_of(PRODUCT)
+
+
+def incomplete_errors(modules: list[Module]) -> list[str]:
+    """Errors that are raised without one of their three parts. A class whose constructor writes the parts is left
+    out, and so are those that derive from it."""
+    classes = {node.name: node for m in modules for node in m.nodes if isinstance(node, ast.ClassDef)}
+
+    def takes_parts(name: str) -> bool:
+        node = classes.get(name)
+        own = node is not None and any(_name_of(each) == "__init__" for each in node.body)
+        return name in ("TriviumError", "ConfigError") or (not own and all(map(takes_parts, _error_bases(node))))
+
+    return [
+        f"{module.name}:{node.lineno}: {ast.unparse(node)[:80]}"
+        for module in modules
+        for node in module.nodes
+        if isinstance(node, ast.Call) and _name(node.func) in TRIVIUM_ERRORS and takes_parts(_name(node.func))
+        if not any(isinstance(arg, ast.Starred) for arg in node.args)
+        if len(node.args) + len(node.keywords) < 3 or any(map(_is_empty, node.args[:3]))
+    ]
+
+
+def _name_of(node: ast.stmt) -> str:
+    return node.name if isinstance(node, ast.FunctionDef) else ""
+
+
+def _error_bases(node: ast.ClassDef | None) -> list[str]:
+    return [name for name in map(_name, node.bases if node else ()) if name in TRIVIUM_ERRORS]
+
+
+def _is_empty(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == ""
+
+
 RULES: list[Rule] = [
     forbidden_imports,
     forbidden_paths,
@@ -439,6 +473,7 @@ RULES: list[Rule] = [
     prints,
     unread_config_fields,
     pickles,
+    incomplete_errors,
 ]
 
 
@@ -573,6 +608,9 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (pickles, {"a.py": "torch.save(x, y)"}, "torch.save"),
     (pickles, {"a.py": "from torch import load"}, "torch.load"),
     (pickles, {"a.py": "np.load(x, allow_pickle=True)"}, "allow_pickle"),
+    (incomplete_errors, {"a.py": "raise DataError('read a file', str(error))"}, "a:1"),
+    (incomplete_errors, {"a.py": "raise errors.ConfigError('a key', '', 'leave it out')"}, "a:1"),
+    (incomplete_errors, {"a.py": "class RolloutError(TriviumError): ...\n\nraise RolloutError('a rollout')"}, "a:3"),
     (frozen_sentences, {"a.py": "raises(DataError, match='no such key here')"}, "a:1"),
     (frozen_sentences, {"a.py": "raises((OSError, RoleFailed), match=rf'{x} failed: it was gone')"}, "a:1"),
     (frozen_sentences, {"a.py": "refused(ConfigError, 'train.lr', 'it is too large')"}, "a:1"),
@@ -632,6 +670,11 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (prints, {"cli.py": "print(1)"}),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1\n\nconfig.speed"}),
     (pickles, {"a.py": "model.save(x)\njson.load(y)"}),
+    (incomplete_errors, {"a.py": "raise DataError(asked, f'{x}', do='write it again')\nraise DataError(*parts)"}),
+    (
+        incomplete_errors,
+        {"a.py": "class RoleFailed(TriviumError):\n    def __init__(self, role): ...\n\nraise RoleFailed('trainer')"},
+    ),
     (frozen_sentences, {"a.py": "raises(OSError, match='no space is left')\nraises(DataError, match='too large')"}),
     (frozen_sentences, {"a.py": "refused(DataError, 'pip install trivium[x]', f'version {v} of', 'a, b, c+')"}),
 ]
