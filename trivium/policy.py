@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from trivium.errors import RewardError, RolloutError, TriviumError, described, text_of
+from trivium.protocols import StreamingEngine
 from trivium.types import Completion, IntArray, Message, Prompt, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
     from trivium.concurrency import Threads
-    from trivium.protocols import Renderer, RolloutEngine
+    from trivium.protocols import Progress, Renderer, RolloutEngine
     from trivium.randomness import SampleKey
     from trivium.types import Task
 
@@ -128,10 +129,15 @@ class Policy:
         self._stop_reason = StopReason.EOS
 
     async def generate(
-        self, messages: Sequence[Message], *, max_new_tokens: int | None = None, tokens: IntArray | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new_tokens: int | None = None,
+        tokens: IntArray | None = None,
+        progress: Progress | None = None,
     ) -> Turn:
         """Generates the assistant's next turn of a conversation. `tokens` is the prompt, if the caller has rendered the
-        conversation itself.
+        conversation itself. `progress` follows the completion.
 
         Raises PromptTooLong if the rendered conversation fills the context, RolloutError after the end of the rollout.
         """
@@ -152,7 +158,10 @@ class Policy:
         key = self._key.child(self._calls)
         self._calls += 1
         unexpanded = prompt.unexpanded if prompt.media else None
-        done = await self._generate(Request(prompt.tokens, sampling, key, prompt.media, unexpanded, conversation))
+        request = Request(prompt.tokens, sampling, key, prompt.media, unexpanded, conversation)
+        if progress is not None:
+            progress.begin(prompt)
+        done = await self._generate(request, progress)
         turn = Turn(
             prompt.tokens,
             done.tokens,
@@ -231,13 +240,16 @@ class Policy:
         for task in self._rollout.waiting:
             task.cancel()
 
-    async def _generate(self, request: Request) -> Completion:
+    async def _generate(self, request: Request, progress: Progress | None) -> Completion:
         task = asyncio.current_task()
         assert task is not None
         self._refuse_late()
         self._rollout.waiting.add(task)
         try:
-            done = await self._engine.generate(request)
+            if progress is not None and isinstance(self._engine, StreamingEngine):
+                done = await self._engine.stream(request, progress.add)
+            else:
+                done = await self._engine.generate(request)
         except (RolloutError, EngineFailure):
             raise
         except Exception as error:

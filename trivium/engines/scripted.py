@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
@@ -20,6 +21,9 @@ from trivium.protocols import DescribedWeights, Weights
 from trivium.randomness import uniforms
 from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, StopReason
+
+if TYPE_CHECKING:
+    from trivium.protocols.rollout import OnTokens
 
 LOG_PROB = -0.5
 """The log-probability of every sampled token; 0 at temperature 0."""
@@ -129,6 +133,14 @@ class ScriptedEngine:
                 return self._completion(request, limit, [] if self._closed else call.spans)
         finally:
             self._in_flight.discard(call)
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """The scripted completion. Calls `on_tokens` with each token, at the end of `delay_s`."""
+        done = await self.generate(request)
+        for token, log_prob in zip(done.tokens.tolist(), done.log_prob.tolist(), strict=True):
+            on_tokens([token], [log_prob])
+            await asyncio.sleep(0)
+        return done
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Adopts a version once everything submitted before has finished, or at once with `update`; keeps the names of

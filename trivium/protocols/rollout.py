@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     Finish = tuple[float | None, Mapping[str, float]]
     Step = tuple[Sequence[Message], float | None, bool]
+    OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+    """Takes the next tokens of a completion and their log-probabilities."""
 
 
 class TaskSource(Protocol):
@@ -88,6 +90,29 @@ class ReadableEngine(Protocol):
 
     async def weights(self) -> Weights:
         """Copies of every parameter and persistent buffer, after all loads requested before this call."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(RolloutEngine, Protocol):
+    """A rollout engine that reports tokens while it samples them. Optional: the endpoint of agents sends a stream at
+    the end of the completion if the engine cannot."""
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """One completion, as `generate` returns it. Calls `on_tokens` on the caller's event loop, in order, with parts
+        that together are the tokens of the completion."""
+        ...
+
+
+class Progress(Protocol):
+    """Follows one completion of a `Policy` while it is sampled."""
+
+    def begin(self, prompt: Prompt) -> None:
+        """The prompt is rendered, and the engine gets the request next."""
+        ...
+
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """The next tokens, if the engine is a `StreamingEngine`."""
         ...
 
 

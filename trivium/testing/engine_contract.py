@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trivium.errors import TriviumError
-from trivium.protocols import ReadableEngine
+from trivium.protocols import ReadableEngine, StreamingEngine
 from trivium.randomness import SampleKey
 from trivium.testing.engine_numbers import (
     TOLERANCES,
@@ -81,6 +81,8 @@ async def check_engine(
             await run(check_truncation(engine, prompts, policies[0], allowed, max_new_tokens))
         if renderer is not None:
             await run(check_conversation(engine, renderer, policies[0] if policies else None, allowed, max_new_tokens))
+        if isinstance(engine, StreamingEngine):
+            await run(_check_streaming(engine, prompts, max_new_tokens))
         await run(_check_cancelling(engine, prompts, max_new_tokens))
         if not loads:
             await run(_check_refusal(engine))
@@ -213,6 +215,35 @@ async def _check_refusal(engine: RolloutEngine) -> None:
     (refusal,) = await asyncio.gather(engine.load(version + 1, []), return_exceptions=True)
     require(isinstance(refusal, TriviumError), "load of an engine that adopts no weights raises an error that says so")
     require(engine.version == version, "version does not change where load is refused")
+
+
+async def _check_streaming(engine: StreamingEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:
+    """The parts of a stream are its completion, which is what `generate` returns; several are sampled at once."""
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
+    reported: list[list[tuple[int, float]]] = [[] for _ in requests]
+    num_calls = [0] * len(requests)
+
+    async def stream(number: int, request: Request) -> Completion:
+        def on_tokens(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+            reported[number] += zip(tokens, log_probs, strict=True)
+            num_calls[number] += 1
+
+        return await engine.stream(request, on_tokens)
+
+    streams = await asyncio.gather(*(stream(number, request) for number, request in enumerate(requests)))
+    for done, parts in zip(streams, reported, strict=True):
+        same = [*zip(done.tokens.tolist(), done.log_prob.tolist(), strict=True)] == parts
+        require(same, "stream: on_tokens gets every token with its log-probability, in order, before stream returns")
+    require(max(num_calls) > 1, "stream: on_tokens is called while tokens are sampled, not once at the end")
+    if capabilities_of(engine).exact_sampling:
+        whole = await asyncio.gather(*map(engine.generate, requests))
+        same = all(np.array_equal(a.tokens, b.tokens) for a, b in zip(streams, whole, strict=True))
+        require(same, "stream: the same key gives the same tokens as generate")
+    left = asyncio.ensure_future(stream(0, requests[0]))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    require(left.cancelled(), "stream ends when it is cancelled: let CancelledError through")
 
 
 async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:

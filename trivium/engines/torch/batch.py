@@ -46,6 +46,9 @@ class Ticket:
     """The tokens that each token was sampled among, if requested."""
     kept_count: list[int] = field(default_factory=list[int], repr=False)
 
+    on_tokens: Any = None
+    """What the caller's event loop calls with each token, if the caller asks for a stream."""
+
     def asks(self, what: str) -> bool:
         """Whether the request asks for this quantity to be recorded."""
         return what in self.request.sampling.extra
@@ -75,6 +78,9 @@ class Batch:
         self._occupied = np.zeros(padded, np.bool_)
         self._scanned = np.zeros(padded, np.bool_)
         self._keeps = np.zeros(padded, np.bool_)
+        self._streams = np.zeros(padded, np.bool_)
+        self._streamed: list[tuple[Ticket, int, float]] = []
+        """The tokens of streams that `take_streamed` has not returned yet, with their log-probabilities."""
         self._next = np.zeros(padded, np.int64)
         self._position = np.zeros(padded, np.int64)
         self._ahead = np.zeros(padded, np.int64)
@@ -136,6 +142,11 @@ class Batch:
         self._position[rows] += 1
         return self._append(rows, sampled[rows], log_prob[rows], version)
 
+    def take_streamed(self) -> list[tuple[Ticket, int, float]]:
+        """The tokens that rows with `on_tokens` were given since the last call, with their log-probabilities."""
+        taken, self._streamed = self._streamed, []
+        return taken
+
     def drop_cancelled(self) -> None:
         """Frees the rows whose calls were cancelled."""
         for row, ticket in enumerate(self.tickets):
@@ -150,7 +161,7 @@ class Batch:
         sampling = ticket.request.sampling
         self.tickets[row] = ticket
         self._occupied[row], self._scanned[row] = True, bool(sampling.stop)
-        self._keeps[row] = ticket.asks("kept")
+        self._keeps[row], self._streams[row] = ticket.asks("kept"), ticket.on_tokens is not None
         self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
         self._count[row], self._limit[row] = 0, ticket.limit
         self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
@@ -192,6 +203,10 @@ class Batch:
         self._tokens[rows, count], self._log_prob[rows, count] = sampled, log_prob
         self._version[rows, count] = version
         self._next[rows], self._count[rows] = sampled, count + 1
+        for i in np.flatnonzero(self._streams[rows]).tolist():
+            ticket = self.tickets[int(rows[i])]
+            if ticket is not None:
+                self._streamed.append((ticket, int(sampled[i]), float(log_prob[i])))
         return self._finished(rows, sampled)
 
     def _record(self, rows: npt.NDArray[np.int64], routing: AnyArray) -> None:
@@ -242,7 +257,7 @@ class Batch:
 
     def _free(self, row: int) -> None:
         self.tickets[row] = None
-        self._occupied[row] = self._scanned[row] = self._keeps[row] = False
+        self._occupied[row] = self._scanned[row] = self._keeps[row] = self._streams[row] = False
         self._reset(row)
         self._live -= 1
 
@@ -264,7 +279,7 @@ class Batch:
             for hole, row in zip(holes, moved, strict=True):
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
         beyond = slice(self._live, self._span)
-        self._occupied[beyond] = self._scanned[beyond] = self._keeps[beyond] = False
+        self._occupied[beyond] = self._scanned[beyond] = self._keeps[beyond] = self._streams[beyond] = False
         self._reset(beyond)
         self._span = self._live
 
@@ -273,6 +288,7 @@ class Batch:
             self._occupied,
             self._scanned,
             self._keeps,
+            self._streams,
             self._next,
             self._position,
             self._ahead,

@@ -14,7 +14,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from trivium.models.precision import HeadPrecision, precision_of, set_matmul_pre
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
+
+if TYPE_CHECKING:
+    from trivium.protocols.rollout import OnTokens
 
 _log = logging.getLogger("trivium")
 
@@ -165,8 +168,16 @@ class TorchEngine:
 
     async def generate(self, request: Request) -> Completion:
         """One completion. Raises RolloutError for an invalid request, EngineFailure once the worker has died."""
+        return await self._completion(request, None)
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """One completion. Calls `on_tokens` with each token as soon as it is sampled."""
+        return await self._completion(request, on_tokens)
+
+    async def _completion(self, request: Request, on_tokens: OnTokens | None) -> Completion:
         loop = asyncio.get_running_loop()
         ticket = self._ticket(request, loop.create_future())
+        ticket.on_tokens = on_tokens
         self._submit(ticket, loop)
         try:
             return await ticket.future
@@ -431,17 +442,16 @@ class TorchEngine:
         self.counters["tokens_sampled"] += sum(len(completion.tokens) for _, completion in done)
 
     def _deliver(self) -> None:
-        """Resolves the futures of all finished items, with one callback per event loop."""
+        """Reports the tokens of streams. Then resolves the futures of all finished items, with one callback per event
+        loop."""
+        for ticket, token, log_prob in self._batch.take_streamed():
+            _call(ticket.future.get_loop(), _report, ticket, token, log_prob)
         done, self._done = self._done, []
         loops: dict[Any, list[tuple[Any, Any]]] = {}
         for item, result in done:
             loops.setdefault(item.future.get_loop(), []).append((item.future, result))
         for loop, results in loops.items():
-            try:
-                loop.call_soon_threadsafe(_resolve, results)
-            except RuntimeError:
-                if not loop.is_closed():  # a closed loop has no waiting tasks
-                    raise
+            _call(loop, _resolve, results)
 
     def _fail(self, error: BaseException) -> None:
         """Fails all requests after an error of the worker."""
@@ -455,6 +465,20 @@ class TorchEngine:
         lost = dict.fromkeys((*decoding, *self._admitting, *waiting, *self._backlog))
         self._done += [(item, self._failed()) for item in lost if item not in resolved]
         self._deliver()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls the function on an event loop of another thread."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():  # a closed loop has no waiting tasks
+            raise
+
+
+def _report(ticket: Ticket, token: int, log_prob: float) -> None:
+    if not ticket.future.done():  # cancelled
+        ticket.on_tokens([token], [log_prob])
 
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
