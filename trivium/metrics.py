@@ -151,6 +151,12 @@ declare("rollout/truncated", "fraction of trajectories cut by a length limit", b
 declare("rollout/turns", "mean turns per trajectory")
 declare("rollout/turns_max", "most turns", aggregation="max")
 declare("rollout/turns_min", "fewest turns", aggregation="min")
+declare(
+    "rollout/forked",
+    "mean number of turns per trajectory that start another token sequence, because the history was edited or another "
+    "conversation began; `trivium rollouts` has the reasons",
+    better="down",
+)
 declare("rollout/staleness", "mean of trainer version minus the oldest version in a group", unit="versions")
 declare("rollout/staleness_max", "largest staleness trained on", unit="versions", aggregation="max")
 declare(

@@ -87,6 +87,7 @@ def test_broken_off_and_empty_replies_are_counted_by_their_task_s_first_prompt()
     assert metrics["rollout/aborted"] == 0.5
     assert (metrics["rollout/prompt_tokens_max"], metrics["rollout/prompt_tokens_min"]) == (3, 1)
     assert (metrics["rollout/turns_max"], metrics["rollout/turns_min"], metrics["rollout/turns"]) == (2, 1, 1.25)
+    assert metrics["rollout/forked"] == 0
     assert (metrics["rollout/response_tokens_min"], metrics["rollout/response_tokens_max"]) == (0, 3)
 
 
@@ -147,7 +148,9 @@ def test_the_engine_log_probs_are_the_old_ones_unless_the_trainer_recomputes() -
 def test_a_rewritten_history_is_two_experiences_and_one_voice() -> None:
     rewritten = trajectory(0, 1.0, turn([1, 2], [3, 4]), turn([9], [5]))
     grpo = algorithm(GRPO, advantage={"norm_by_std": False})
-    batch = grpo.batch([group(0, rewritten, trajectory(1, 0.0), trajectory(2, 0.0))])
+    groups = [group(0, rewritten, trajectory(1, 0.0), trajectory(2, 0.0))]
+    assert checked(grpo.filter(groups)[1])["rollout/forked"] == pytest.approx(1 / 3)
+    batch = grpo.batch(groups)
     assert len(batch) == 4
     advantages = grpo.advantages(batch)[0].columns["advantages"]
     expected = [2 / 3, 2 / 3, -1 / 3, -1 / 3]

@@ -28,6 +28,7 @@ from trivium.types import (
     TurnSpan,
     capabilities_of,
     experiences_of,
+    forks_of,
 )
 
 
@@ -117,6 +118,32 @@ def test_prompts_are_joined_with_their_media() -> None:
 def test_a_third_turn_may_continue_the_rewritten_history() -> None:
     trajectory = Trajectory(0, (turn([1], [2]), turn([8], [9]), turn([8, 9, 10], [11])))
     assert [e.tokens.tolist() for e in experiences_of(group(trajectory), trajectory)] == [[1, 2], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "earlier", "at", "reason"),
+    [
+        ([1, 2, 9, 40], 0, 2, "the completion of turn 1 was changed"),
+        ([1, 2, 3, 4, 5, 9], 1, 5, "the completion of turn 2 was changed"),
+        ([1, 2, 3, 9], 1, 3, "after turn 1, a message was changed"),
+        ([9, 2, 3], 1, 0, "its first messages were changed"),
+        ([1, 2, 3, 4], 1, 4, "its prompt ends there"),
+        ([1, 2, 3, 4, 5, 6, 9], 1, 6, None),
+        ([1, 2, 3], 1, 3, "its prompt ends there"),
+    ],
+)
+def test_a_fork_has_its_first_other_token_and_the_reason(
+    prompt: list[int], earlier: int, at: int, reason: str | None
+) -> None:
+    turns = (turn([1], [2, 3]), turn([1, 2, 3, 4], [5, 6]), turn(prompt, [7]))
+    forks = forks_of(turns)
+    if reason is None:
+        assert forks == []
+        return
+    (fork,) = forks
+    assert (fork.turn, fork.earlier, fork.at) == (2, earlier, at)
+    assert fork.reason.startswith(reason)
+    assert [*fork.sent] == prompt[at : at + 1]
 
 
 def test_no_turns_are_no_experiences() -> None:

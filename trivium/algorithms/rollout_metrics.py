@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from trivium.types import Batch, Group, Metrics, StopReason, Trajectory
+from trivium.types import Batch, Group, Metrics, StopReason, Trajectory, sequences_of
 
 
 def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
@@ -53,8 +53,13 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
         "rollout/turns": fmean(turns),
         "rollout/turns_max": max(turns),
         "rollout/turns_min": min(turns),
+        **({"rollout/forked": fmean(_num_forks(member) for member in members)} if max(turns) > 1 else {}),
         **_means("workflow/", [member.metrics for member in members]),
     }
+
+
+def _num_forks(member: Trajectory) -> int:
+    return max(0, len(sequences_of(member.turns)) - 1)
 
 
 def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:

@@ -15,7 +15,7 @@ from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
 from trivium.text.tools import ToolCall, read_tool_calls
-from trivium.types import EXPERT_VERSION, IntArray, Media, Turn, continues
+from trivium.types import EXPERT_VERSION, Fork, IntArray, Media, Turn, forks_of
 
 _CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"')
 Decode = Callable[[Sequence[int] | IntArray], str]
@@ -120,17 +120,17 @@ def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 
 def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
     """Returns each turn with its context: the environment's text between the previous completion and this one, in the
-    template's form. A turn that rewrote the history has its full context."""
+    template's form. A turn that starts another sequence has its full context, and the reason."""
     rows: list[dict[str, Any]] = []
+    forks = {fork.turn: fork for fork in forks_of(rollout.trajectory.turns)}
     earlier: Turn | None = None
-    for turn in rollout.trajectory.turns:
-        extends = earlier is not None and continues(turn, earlier)
-        seen = len(earlier.prompt_tokens) + len(earlier.tokens) if extends and earlier is not None else 0
+    for number, turn in enumerate(rollout.trajectory.turns):
+        seen = len(earlier.prompt_tokens) + len(earlier.tokens) if earlier is not None and number not in forks else 0
         rows.append(
             {
                 "context": decode(turn.prompt_tokens[seen:]),
                 **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
-                "rewritten": earlier is not None and not extends,
+                "fork": _fork(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn.text)],
                 "stop_reason": turn.stop_reason.value,
@@ -145,6 +145,13 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 def _calls(completion: str) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion. A record has no list of tools: any name counts."""
     return read_tool_calls(completion, set(_CALLED.findall(completion)))[1]
+
+
+def _fork(fork: Fork, decode: Decode) -> dict[str, Any]:
+    """Returns why a turn starts another sequence, and the first token that differs: its position, and its text in the
+    `earlier` turn and in the prompt; null at the end."""
+    known, sent = (decode(tokens) if len(tokens) else None for tokens in (fork.known, fork.sent))
+    return {"reason": fork.reason, "earlier": fork.earlier, "at": fork.at, "known": known, "sent": sent}
 
 
 def _media(items: Iterable[Media]) -> dict[str, Any]:
@@ -177,6 +184,10 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
     group, trajectory = rollout.group, rollout.trajectory
     lines = _heading(rollout)
     for turn in _turns(rollout, decode):
+        if (fork := turn["fork"]) is not None:
+            known, sent = ("the end" if text is None else repr(text) for text in (fork["known"], fork["sent"]))
+            differs = f"token {fork['at']} is {sent}, and {known} in turn {fork['earlier'] + 1}"
+            lines.append(_indented("another sequence", f"{fork['reason']}; {differs}"))
         lines.append(_indented("context", turn["context"]))
         for item in turn.get("media", ()):
             place = "" if item["span"] is None else f" at tokens {item['span'][0]} to {item['span'][1]}"

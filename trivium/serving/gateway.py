@@ -82,8 +82,8 @@ class Gateway:
         self.sessions = self._groups.sessions
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
-        self._num_rewritten = 0
-        """Calls of this stage that rewrote the history of their session."""
+        self._warns = True
+        """Whether the next call that rewrites the history of its session is a warning."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # ------------------------------------------------------------------ the run's side
@@ -290,13 +290,12 @@ class Gateway:
         return node
 
     def _note_rewriting(self, session: Session, how: str) -> None:
-        """Counts a call that rewrites history. The first one of a stage is a warning, others go to log.txt."""
-        session.num_rewritten += 1
-        self._num_rewritten += 1
-        log = _log.warning if self._num_rewritten == 1 else _log.info
+        """Logs a call that rewrites history. The first one of a stage is a warning, others go to log.txt."""
+        log = _log.warning if self._warns else _log.info
+        self._warns = False
         log(
             "session %r of task %r rewrites its history, so its tokens are trained on as another sequence: %s "
-            "(workflow/rewritten counts such calls)",
+            "(rollout/forked counts such turns; `trivium rollouts` shows the first token that differs)",
             session.name,
             session.task_id,
             how,

@@ -144,8 +144,6 @@ class Session:
     completions: list[CompletionNode] = field(default_factory=list[CompletionNode])
     starts: Counter[str] = field(default_factory=Counter[str])
     """How often a conversation began, by the digest of its messages."""
-    num_rewritten: int = 0
-    """Calls that rewrote the history (`rewriting`)."""
     calls: int = 0
     """Calls in progress."""
     generating: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
@@ -208,7 +206,7 @@ class Session:
         """The record: each conversation in one piece, the one with the newest completion last."""
         trees = sorted(self.trees, key=lambda tree: tree.newest)
         turns = tuple(turn for tree in trees for turn in tree.turns())
-        return Trajectory(index, turns, self.rewards, self.failure, {"rewritten": float(self.num_rewritten)})
+        return Trajectory(index, turns, self.rewards, self.failure)
 
     def clear(self) -> None:
         """Frees the completions, once they are recorded or dropped."""

@@ -22,7 +22,6 @@ from trivium.types.batches import (
     Experience,
     Teacher,
     TurnSpan,
-    continues,
     experiences_of,
 )
 from trivium.types.capabilities import (
@@ -37,6 +36,7 @@ from trivium.types.enums import (
     SyncMethod,
     SyncStyle,
 )
+from trivium.types.sequences import Fork, forks_of, sequences_of
 from trivium.types.trajectories import (
     EXPERT_VERSION,
     EXTRAS,
@@ -77,6 +77,7 @@ __all__ = [
     "Experience",
     "Failure",
     "FloatArray",
+    "Fork",
     "Group",
     "IntArray",
     "Lease",
@@ -98,7 +99,8 @@ __all__ = [
     "Turn",
     "TurnSpan",
     "capabilities_of",
-    "continues",
     "experiences_of",
+    "forks_of",
+    "sequences_of",
     "with_system",
 ]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trivium.errors import DataError
 from trivium.types.arrays import AnyArray, BoolArray, FloatArray, IntArray, frozen
 from trivium.types.enums import StopReason
+from trivium.types.sequences import sequences_of
 from trivium.types.trajectories import EXPERT_VERSION, Group, Media, Trajectory, Turn
 
 SCORES: Mapping[str, str] = {
@@ -270,26 +271,7 @@ def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ..
     A turn whose context is exactly the previous tokens plus new ones continues the sequence; the new context tokens are
     masked out. A turn that rewrites history starts another sequence. Nothing is re-encoded.
     """
-    runs: list[list[tuple[int, Turn]]] = []
-    for number, turn in enumerate(trajectory.turns):
-        if runs and continues(turn, runs[-1][-1][1]):
-            runs[-1].append((number, turn))
-        else:
-            runs.append([(number, turn)])
-    return tuple(_join(turns, group, trajectory) for turns in runs)
-
-
-def continues(turn: Turn, earlier: Turn) -> bool:
-    """Whether a turn's context begins with an earlier turn: its prompt with the same media, and its completion."""
-    known = len(earlier.prompt_tokens)
-    both = known + len(earlier.tokens)
-    return (
-        both <= len(turn.prompt_tokens)
-        and np.array_equal(turn.prompt_tokens[:known], earlier.prompt_tokens)
-        and np.array_equal(turn.prompt_tokens[known:both], earlier.tokens)
-        and turn.media[: len(earlier.media)] == earlier.media
-        and all(item.span is None or item.span[0] >= both for item in turn.media[len(earlier.media) :])
-    )
+    return tuple(_join(turns, group, trajectory) for turns in sequences_of(trajectory.turns))
 
 
 def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:

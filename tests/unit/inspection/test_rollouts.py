@@ -172,7 +172,9 @@ def test_several_sequences_failures_and_greedy_rollouts_keep_their_places(tmp_pa
     assert (first.greedy, third.greedy, third.kept) == (False, True, {})
     assert [rollout.trajectory.index for rollout in read_rollouts(tmp_path, failed=True)] == [1]
     turns = json_of(first, lambda tokens: "/".join(map(str, tokens)))["turns"]
-    assert [(each["context"], each["rewritten"]) for each in turns] == [("1", False), ("5", False), ("7", True)]
+    assert [each["context"] for each in turns] == ["1", "5", "7"]
+    assert [each["fork"] and each["fork"]["at"] for each in turns] == [None, None, 0]
+    assert "token 0 is '[7]', and '[1]' in turn 2" in text_of(first, str, tokens=False)
     assert r"a\x1b[31m" in text_of(first, str, tokens=False)  # nothing that a terminal would act on
     assert "failed: reward: KeyError: 'gone'" in text_of(second, str, tokens=True)
 

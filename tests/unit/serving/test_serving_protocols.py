@@ -18,6 +18,7 @@ from openai import BadRequestError as OpenAIBadRequest
 
 from tests.serving import RENDERER, Served, served
 from trivium.serving.completion_parts import answer_of, completion_id, part_id, written
+from trivium.types import forks_of
 
 CALL = 'Let me see.\n<tool_call>{"name":"weather",  "arguments": {"city": "Zürich"}}</tool_call>'
 """As no program would write it: the policy's own white space."""
@@ -108,7 +109,8 @@ async def test_stripped_thinking_starts_another_sequence(tmp_path: Path) -> None
         assert [len(turn.prompt_tokens) for turn in group.trajectories[0].turns] == [
             len(request.prompt_tokens) for request, _ in here.engine.given
         ]
-        assert group.trajectories[0].metrics == {"rewritten": 1.0}
+        (fork,) = forks_of(group.trajectories[0].turns)
+        assert fork.reason == "the completion of turn 1 was changed"
 
 
 async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ REPLY = {"role": "assistant", "content": THOUGHT}
         ([SYSTEM, REPLY, NEXT], r"message 1 \(assistant\)"),
     ],
 )
-async def test_rewritten_histories_are_counted_with_their_usual_cause(
+async def test_the_first_rewritten_history_is_a_warning_with_its_usual_cause(
     messages: list[Any], found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here:
@@ -187,10 +189,30 @@ async def test_rewritten_histories_are_counted_with_their_usual_cause(
             await here.chat(*sent, tools=tools, **LABELS)
         await here.feedback(**LABELS, reward=1)
         (group,) = await here.take()
-    assert group.trajectories[0].metrics == {"rewritten": float(bool(found))}
+    assert not found or len(forks_of(group.trajectories[0].turns)) == 1
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == bool(found)
     assert not found or re.search(found, warnings[0])
+
+
+async def test_an_edited_history_keeps_the_tokens_before_the_edit(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1) as here:  # its completions are arbitrary ids, which no text encodes to
+        messages: list[Any] = []
+        for number in range(3):
+            messages.append({"role": "user", "content": f"{number}"})
+            if number == 2:
+                messages[-2]["content"] = "edited"
+            done = await here.chat(*messages, **LABELS)
+            messages.append({"role": "assistant", "content": done["choices"][0]["message"]["content"]})
+        (one, said), _, (three, _) = here.engine.given
+        known = np.concatenate([one.prompt_tokens, said.tokens])
+        assert np.array_equal(three.prompt_tokens[: len(known)], known)
+        assert "edited" in RENDERER.decode(three.prompt_tokens[len(known) :])
+        await here.feedback(**LABELS, reward=1)
+        (group,) = await here.take()
+    (fork,) = forks_of(group.trajectories[0].turns)
+    assert fork.turn == 2
+    assert fork.at >= len(known)
 
 
 # --------------------------------------------------------------------------- Responses
@@ -286,14 +308,14 @@ async def test_an_empty_thinking_block_continues_its_tokens(tmp_path: Path) -> N
         assert_one_sequence(here, 2)
 
 
-async def test_a_prompt_with_an_example_equal_to_a_completion_is_no_rewriting(tmp_path: Path) -> None:
+async def test_a_prompt_with_an_example_equal_to_a_completion_is_no_rewriting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with served(tmp_path, group_size=1, **saying("yes")) as here:
         example = [ASKED, {"role": "assistant", "content": "yes"}, NEXT]
         for _ in range(2):
             await here.chat(*example, **LABELS)
-        await here.feedback(**LABELS, reward=1)
-        (group,) = await here.take()
-        assert group.trajectories[0].metrics == {"rewritten": 0.0}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 async def test_a_long_response_is_incomplete(tmp_path: Path) -> None:
