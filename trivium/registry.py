@@ -64,6 +64,13 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "renderers": {
         "chat": "trivium.text.renderer:renderer_of",
     },
+    "tool_calls": {
+        "hermes": "trivium.text.tool_formats:HERMES",
+        "llama3": "trivium.text.tool_formats:LLAMA3",
+        "mistral": "trivium.text.tool_formats:MISTRAL",
+        "deepseek": "trivium.text.tool_formats:DEEPSEEK",
+        "gpt_oss": "trivium.text.tool_formats:GPT_OSS",
+    },
     "engines": {
         "torch": "trivium.engines.torch.engine:TorchEngine",
         "scripted": "trivium.engines.scripted:ScriptedEngine",

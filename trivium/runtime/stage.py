@@ -57,7 +57,9 @@ class Stage:
 
     @property
     def renderer(self) -> Renderer:
-        return renderer_of(self.model_dir, max_image_pixels=self.config.workflow.max_image_pixels)
+        pixels = self.config.workflow.max_image_pixels
+        tool_calls = getattr(self.config.model, "tool_calls", "auto")
+        return renderer_of(self.model_dir, max_image_pixels=pixels, tool_calls=tool_calls)
 
 
 def evaluates_alike(one: RunConfig, other: RunConfig) -> bool:

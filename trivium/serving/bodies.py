@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trivium.errors import TriviumError
+from trivium.errors import DataError, RolloutError, TriviumError
+from trivium.policy import EngineFailure, PromptTooLong
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,6 +57,16 @@ class RequestError(TriviumError):
 def bad_request(param: str, asked: str, found: str, do: str, code: str | None = None) -> RequestError:
     """An error with status 400 about one parameter."""
     return RequestError(400, asked, found, do, param=param, code=code)
+
+
+def as_request_error(error: RequestError | EngineFailure | DataError | RolloutError) -> RequestError:
+    """The error as the clients of an endpoint get it."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, EngineFailure):  # the gateway raises it in the run, too
+        return RequestError(500, error.asked, error.found, error.do, code="engine_failure")
+    kind = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return RequestError(400, error.asked, error.found, error.do, code=kind)
 
 
 class BodyLimits:

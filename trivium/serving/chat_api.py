@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trivium.protocols import Renderer
 from trivium.serving.completion_parts import answer_of, part_id
 from trivium.serving.requests import ChatRequest
 from trivium.serving.sessions import CompletionNode, visible_text
-from trivium.types import StopReason, Turn
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
+from trivium.types import StopReason
 
 _FINISH = {StopReason.LENGTH: "length"}
 """OpenAI's finish reason of a stop reason; `stop` for every other one."""
+_UNFINISHED: Mapping[str, Any] = {"finish_reason": None}
 
 
 def chat_completion(
@@ -40,12 +41,10 @@ def _choice(index: int, node: CompletionNode, chat: ChatRequest, renderer: Rende
     message = _message(node, chat)
     choice: dict[str, Any] = {
         "index": index,
-        "id": node.id,
-        "session": node.session.name,
-        "task_id": node.session.task_id,
+        **identity(node),
         "message": message,
         "finish_reason": "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, "stop"),
-        "logprobs": _log_probs(turn, renderer) if chat.logprobs else None,
+        "logprobs": _log_probs(turn.tokens.tolist(), turn.log_prob.tolist(), renderer) if chat.logprobs else None,
     }
     if chat.token_ids:
         choice |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
@@ -66,32 +65,58 @@ def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
     return message
 
 
-def _log_probs(turn: Turn, renderer: Renderer) -> dict[str, Any]:
+def _log_probs(tokens: Sequence[int], log_probs: Sequence[float], renderer: Renderer) -> dict[str, Any]:
     """One entry per sampled token, including the end of the turn. The text of a token that decodes to nothing is
     empty."""
-    texts = [renderer.decode([token]) for token in turn.tokens.tolist()]
+    texts = [renderer.decode([token]) for token in tokens]
     entries = [
         {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, log_prob in zip(texts, turn.log_prob.tolist(), strict=True)
+        for text, log_prob in zip(texts, log_probs, strict=True)
     ]
     return {"content": entries, "refusal": None}
 
 
-async def chunks(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
-    """A complete chat completion as server-sent events: role, text, calls and finish reason of each choice."""
-    head = {**{name: body[name] for name in body.keys() - {"choices", "usage"}}, "object": "chat.completion.chunk"}
+class ChatEvents(Events):
+    """Chunks of a chat completion. Each choice begins with its role and ends with its finish reason."""
 
-    def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
-        chunk = {**head, "choices": choices, **({"usage": usage} if chat.include_usage else {})}
-        return f"data: {json.dumps(chunk)}\n\n"
+    def __init__(self, model: str, chat: ChatRequest, renderer: Renderer) -> None:
+        super().__init__(model, chat, renderer)
+        self._head: dict[str, Any] = {"object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+        self._streamed: dict[int, StreamedCompletion] = {}
+        self._has_parts: set[int] = set()
+        """The choices with text or calls."""
 
-    for choice in body["choices"]:
-        extra = {name: choice[name] for name in choice.keys() - {"message", "finish_reason", "logprobs"}}
-        delta = {name: value for name, value in choice["message"].items() if name != "refusal"}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-        yield event([{**extra, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}])
-        yield event([{**extra, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}])
-    if chat.include_usage:
-        yield event([], body["usage"])
-    yield "data: [DONE]\n\n"
+    def begin(self, completion: StreamedCompletion) -> Iterator[str]:
+        self._head.setdefault("id", completion.id)
+        self._streamed[completion.index] = completion
+        yield self._chunk(completion, {"role": "assistant"})
+
+    def step(self, completion: StreamedCompletion, step: Step) -> Iterator[str]:
+        self._has_parts.add(completion.index)
+        if step.kind == "content" and step.what == "text":
+            yield self._chunk(completion, {"content": step.text})
+        elif step.call is not None and step.what != "end":
+            call: dict[str, Any] = {"index": step.number, "function": {"arguments": step.text}}
+            if step.what == "begin":
+                call |= {"id": part_id("call", completion.id, step.number), "type": "function"}
+                call["function"]["name"] = step.call.name
+            yield self._chunk(completion, {"tool_calls": [call]})
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[str]:
+        for choice in body["choices"]:
+            completion = self._streamed[choice["index"]]
+            delta = {} if completion.index in self._has_parts else {"content": ""}
+            more = {name: choice[name] for name in choice.keys() - {"message", "logprobs"}}
+            yield self._chunk(completion, delta, more)
+        if self.chat.include_usage:
+            yield event({**self._head, "choices": [], "usage": body["usage"]})
+        yield "data: [DONE]\n\n"
+
+    def _chunk(
+        self, completion: StreamedCompletion, delta: dict[str, Any], more: Mapping[str, Any] = _UNFINISHED
+    ) -> str:
+        tokens, log_probs = completion.take_tokens()
+        shown = _log_probs(tokens, log_probs, self.renderer) if tokens and self.chat.logprobs else None
+        choice = {**identity(completion), "index": completion.index, "delta": delta, "logprobs": shown, **more}
+        usage = {"usage": None} if self.chat.include_usage else {}
+        return event({**self._head, "choices": [choice], **usage})

@@ -6,17 +6,33 @@ the parts carries, if the agent has not changed the parts. Otherwise it writes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from trivium.text.tools import ToolCall, read_tool_calls, write_tool_calls
-
-TextOf = Callable[[str], str | None]
-"""Returns the text of a completion by its id, or None if the id is unknown."""
+from trivium.protocols import Renderer
+from trivium.text.tool_formats import CallableTools, ToolCall, ToolFormat, without_partial
+from trivium.types import IntArray
 
 _PREFIX = "chatcmpl-"
-_OPEN = "<think>"
-REASONING_END = "</think>"
+_TAIL = 16
+"""Tokens at the end of a prompt that may open a reasoning block."""
+
+
+class Written(NamedTuple):
+    """A completion as its client knows it."""
+
+    text: str
+    opened: bool
+    """Whether its prompt ends with the beginning of a reasoning block."""
+
+
+class Recorded(NamedTuple):
+    """The completions that a request may refer to."""
+
+    text_of: Callable[[str], Written | None]
+    """Returns a completion by its id, or None if the id is unknown."""
+    format: ToolFormat
+    """How the policy writes calls of tools."""
 
 
 class Answer(NamedTuple):
@@ -25,40 +41,84 @@ class Answer(NamedTuple):
     reasoning: str | None
     """The text of its `<think>` block; None without one."""
     content: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[ToolCall, ...] = ()
 
 
-def answer_of(text: str, names: Collection[str], *, reasoning: bool = True) -> Answer:
-    """Splits the text of a completion that may call the tools `names`. With `reasoning=False`, a `<think>` block is a
-    part of the content.
+def opens_reasoning(renderer: Renderer, tools: CallableTools, prompt: IntArray) -> bool:
+    """Whether a prompt ends with the beginning of a reasoning block, as some chat templates write it."""
+    return renderer.decode(prompt[-_TAIL:]).rstrip().endswith(tools.format.reasoning[0])
 
-    A `<think>` block must begin the text. A chat template may have opened it in the prompt, so the opening tag is
-    optional.
+
+def answer_of(text: str, tools: CallableTools, *, reasoning: bool = True, opened: bool = False) -> Answer:
+    """Splits the text of a completion that may call `tools`. With `reasoning=False`, a `<think>` block is a part of the
+    content; reasoning in a channel of its own is left out.
+
+    A reasoning block begins the text, or is `opened` by the prompt. A completion that ends in it has no content.
     """
-    thought: str | None = None
-    before, closed, after = text.partition(REASONING_END)
-    if reasoning and closed and (_OPEN not in before or before.strip().startswith(_OPEN)):
-        thought, text = before.strip().removeprefix(_OPEN).strip(), after.strip()
-    return Answer(thought, *(read_tool_calls(text, names) if names else (text, ())))
+    thought, rest = _split(text, tools.format, reasoning, opened)
+    if thought is not None:
+        thought, rest = thought.strip(), rest.strip()
+    return Answer(thought if reasoning else None, *tools.read(rest))
 
 
-def written(answer: Answer, ids: Collection[str], text_of: TextOf, *, reasoning: bool = True) -> str:
+def settled(
+    text: str, tools: CallableTools, stop: Sequence[str], *, reasoning: bool = True, opened: bool = False
+) -> Answer:
+    """The parts that are certain while a completion has only this text: each begins the same part of its `answer_of`,
+    however it continues up to a stop string."""
+    how = tools.format
+    ends = [at for end in stop if (at := text.find(end)) >= 0]
+    text = text[: min(ends)] if ends else without_partial(text, stop)
+    start = text.lstrip()
+    if _splits(how, reasoning) and any(mark.startswith(start) for mark in (how.reasoning[0], *how.answers)):
+        return Answer(None, "")
+    thought, rest = _split(text, how, reasoning, opened)
+    if thought is None:
+        return Answer(None, tools.certain(rest))
+    shown = thought.strip() if reasoning else None
+    if how.reasoning[1] not in text:
+        return Answer(without_partial(thought, [how.reasoning[1]]).strip() if reasoning else None, "")
+    rest = rest.lstrip()
+    undecided = any(mark.startswith(rest) for mark in how.answers)
+    return Answer(shown, "" if undecided else tools.certain(rest).rstrip())
+
+
+def _splits(how: ToolFormat, reasoning: bool) -> bool:
+    return reasoning or bool(how.answers)
+
+
+def _split(text: str, how: ToolFormat, reasoning: bool, opened: bool) -> tuple[str | None, str]:
+    """(the text of the reasoning block, the text after it); (None, the text) without a block."""
+    if not _splits(how, reasoning):
+        return None, text
+    start, thought = text.lstrip(), None
+    if opened or start.startswith(how.reasoning[0]):
+        thought, _, text = start.removeprefix(how.reasoning[0]).partition(how.reasoning[1])
+        start = text.lstrip()
+    mark = next((mark for mark in how.answers if start.startswith(mark)), None)
+    return thought, text if mark is None else start.removeprefix(mark)
+
+
+def written(answer: Answer, ids: Collection[str], recorded: Recorded, *, reasoning: bool = True) -> str:
     """The text of a completion from its parts: the policy's own text, if one of the completions `ids` has these parts.
 
     `reasoning` is the same as when the parts were split.
     """
-    names = {call.name for call in answer.calls}
+    tools = CallableTools(frozenset(call.name for call in answer.calls), recorded.format)
     for completion in ids:
-        text = text_of(completion)
-        if text is not None and answer_of(text, names, reasoning=reasoning) == answer:
-            return text
-    thought = f"{_OPEN}\n{answer.reasoning}\n{REASONING_END}\n\n" if answer.reasoning is not None else ""
-    return thought + (write_tool_calls(answer.content, answer.calls) if answer.calls else answer.content)
+        own = recorded.text_of(completion)
+        if own is not None and answer_of(own.text, tools, reasoning=reasoning, opened=own.opened) == answer:
+            return own.text
+    begin, end = tools.format.reasoning
+    thought = f"{begin}\n{answer.reasoning}\n{end}\n\n" if answer.reasoning is not None else ""
+    calls = [tools.format.write(answer.calls)] if answer.calls else []
+    return thought + "\n".join([answer.content, *calls] if answer.content else calls)
 
 
-def edit_of(text: str, sent: str, names: Collection[str]) -> str:
+def edit_of(own: Written, sent: str, tools: CallableTools) -> str:
     """What an agent changed in a completion before it sent it back, and the usual cause."""
-    had, has = answer_of(text, names), answer_of(sent, names)
+    text = own.text
+    had, has = answer_of(text, tools, opened=own.opened), answer_of(sent, tools)
     if (
         had.reasoning is not None
         and has.reasoning is None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from trivium.errors import DataError, RolloutError
 from trivium.policy import EngineFailure
-from trivium.serving.bodies import RequestError
+from trivium.serving.bodies import RequestError, as_request_error
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 _T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -28,20 +31,27 @@ def guarded(endpoint: Endpoint, api_key: str | None, error_body: ErrorBody = Req
         try:
             _authenticate(request, api_key)
             return await endpoint(request)
-        except RequestError as error:
-            return _error_response(error_body, error)
         except ClientDisconnect:
             error = RequestError(400, "the body of a request", "the client has disconnected", "ask again")
             return _error_response(error_body, error)
-        except EngineFailure as error:  # the gateway raises it in the run, too
-            return _error_response(
-                error_body, RequestError(500, error.asked, error.found, error.do, code="engine_failure")
-            )
-        except (DataError, RolloutError) as error:
-            kind = "context_length_exceeded" if type(error).__name__ == "PromptTooLong" else None
-            return _error_response(error_body, RequestError(400, error.asked, error.found, error.do, code=kind))
+        except (RequestError, EngineFailure, DataError, RolloutError) as error:
+            return _error_response(error_body, as_request_error(error))
 
     return answer
+
+
+class EventResponse(StreamingResponse):
+    """A stream of server-sent events about work in progress. Cancels the work when the client disconnects."""
+
+    def __init__(self, events: AsyncGenerator[str], work: asyncio.Future[Any]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.cancel()
 
 
 def _authenticate(request: Request, api_key: str | None) -> None:

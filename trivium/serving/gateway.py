@@ -12,20 +12,24 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from trivium.concurrency import Threads, Turns, gather_or_cancel
 from trivium.explorer import Explorer
 from trivium.phases import announce
 from trivium.policy import EngineFailure, Policy, PromptTooLong
-from trivium.protocols import Buffer
+from trivium.protocols import Buffer, Progress
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.serving.bodies import RequestError
+from trivium.serving.completion_parts import Recorded, answer_of, opens_reasoning
 from trivium.serving.groups import OpenGroups
 from trivium.serving.requests import ChatRequest, Feedback
 from trivium.serving.sessions import CompletionNode, IdleLimits, OpenGroup, Session, unknown_error, visible_text
+from trivium.serving.streams import StreamedCompletion
 from trivium.synchronizer import Synchronizer
+from trivium.text.tool_formats import HERMES
 from trivium.types import SERVED, Completion, Failure, IntArray, Message, Request, StopReason, Turn
 
 T = TypeVar("T")
@@ -80,6 +84,8 @@ class Gateway:
         """Whether the final policy is served, after the training."""
         self._groups = OpenGroups(explorer, buffer, schedule, synchronizer, require_secret=options.require_secret)
         self.sessions = self._groups.sessions
+        # A renderer of a user may know no format.
+        self.recorded = Recorded(self.sessions.text_of, getattr(explorer.renderer, "tool_format", HERMES))
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._warns = True
@@ -151,15 +157,16 @@ class Gateway:
 
     # ------------------------------------------------------------------ completions
 
-    async def complete(self, request: ChatRequest) -> list[CompletionNode]:
-        """`request.n` completions of the current policy. Raises RequestError, and EngineFailure, which also ends the
-        run."""
+    async def complete(self, request: ChatRequest, streamed: Sequence[StreamedCompletion] = ()) -> list[CompletionNode]:
+        """`request.n` completions of the current policy, each followed by one of `streamed`. Raises RequestError, and
+        EngineFailure, which also ends the run."""
         if self.final:
             request = replace(request, labels=replace(request.labels, evaluation=True))
         self._check_ready()
         self._check_length(request)
-        routes = [self._call(session, parent, request) for session, parent in self._groups.route(request)]
-        return await self._breaking(gather_or_cancel(routes))
+        routes = zip_longest(self._groups.route(request), streamed)
+        calls = [self._call(session, parent, request, stream) for (session, parent), stream in routes]
+        return await self._breaking(gather_or_cancel(calls))
 
     async def sample(self, request: Request) -> Completion:
         """A completion of token ids by the current policy, which is not recorded. Raises the errors of `complete`."""
@@ -207,7 +214,13 @@ class Gateway:
                 "send less, or raise engine.max_context",
             )
 
-    async def _call(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
+    async def _call(
+        self,
+        session: Session,
+        parent: CompletionNode | None,
+        request: ChatRequest,
+        stream: StreamedCompletion | None,
+    ) -> CompletionNode:
         """One completion in a session that counts the call as in progress."""
         try:
             if session.group is not None:
@@ -216,7 +229,7 @@ class Gateway:
             session.check_active("roll the task out again")
             if session.policy is None:
                 session.policy, session.started = self._policy(session, request), time.monotonic()
-            return await self._generate(session, parent, request)
+            return await self._generate(session, parent, request, stream)
         finally:
             session.calls -= 1
             session.touched = time.monotonic()
@@ -257,7 +270,16 @@ class Gateway:
             explorer.engine, explorer.renderer, request.sampling, key, explorer.max_context, threads=self._encoders
         )
 
-    async def _generate(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
+    async def _generate(
+        self,
+        session: Session,
+        parent: CompletionNode | None,
+        request: ChatRequest,
+        stream: StreamedCompletion | None,
+    ) -> CompletionNode:
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        if stream is not None:
+            stream.open(completion_id, session, parent)
         earlier = parent.conversation if parent is not None else ()
         new, tokens = request.messages[len(earlier) :], request.tokens
         added = None
@@ -267,7 +289,7 @@ class Gateway:
         if how := session.rewriting(request.messages, len(earlier), request.tools):
             self._note_rewriting(session, how)
         policy = session.branch(parent, new, request.sampling, added)
-        generating = asyncio.ensure_future(self._limited(policy, (*policy.history, *new), tokens))
+        generating = asyncio.ensure_future(self._limited(policy, (*policy.history, *new), tokens, stream))
         session.generating.add(generating)
         try:
             turn = await generating
@@ -280,13 +302,19 @@ class Gateway:
             session.generating.discard(generating)
         if turn.stop_reason is StopReason.ABORT:
             raise _closing()
-        answer = Message("assistant", visible_text(turn, request.sampling.stop))
+        reasoning_open = opens_reasoning(self.explorer.renderer, request.tools, turn.prompt_tokens)
+        text = visible_text(turn, request.sampling.stop)
+        parts = answer_of(text, request.tools, reasoning=request.reasoning, opened=reasoning_open)
+        # A completion that comes back without an id is known by what its client has seen of it.
+        answer = Message("assistant", text if parts.calls or request.reasoning else parts.content)
         # `earlier` is the parent's own tuple: the client's copies of old messages are not kept
         conversation = (*earlier, *new, answer)
-        completion_id, order = f"chatcmpl-{uuid.uuid4().hex}", len(session.completions)
-        node = CompletionNode(completion_id, session, policy, turn, conversation, order, parent)
+        node = CompletionNode(completion_id, session, policy, turn, conversation, len(session.completions), parent)
         node.instructions = request.instructions
+        node.reasoning_open = reasoning_open
         self.sessions.record(node)
+        if stream is not None:
+            stream.complete(node)
         return node
 
     def _note_rewriting(self, session: Session, how: str) -> None:
@@ -301,10 +329,16 @@ class Gateway:
             how,
         )
 
-    async def _limited(self, policy: Policy, conversation: Sequence[Message], tokens: IntArray | None) -> Turn:
+    async def _limited(
+        self,
+        policy: Policy,
+        conversation: Sequence[Message],
+        tokens: IntArray | None,
+        progress: Progress | None,
+    ) -> Turn:
         """One turn, within the limit of concurrent generations."""
         async with self._concurrency:
-            return await policy.generate(conversation, tokens=tokens)
+            return await policy.generate(conversation, tokens=tokens, progress=progress)
 
     # ------------------------------------------------------------------ feedback
 

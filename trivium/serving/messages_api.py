@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trivium.protocols import Renderer
 from trivium.serving.bodies import RequestError, bad_request
-from trivium.serving.completion_parts import Answer, TextOf, answer_of, completion_id, part_id, written
+from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, read_count, supported, typed
 from trivium.serving.sessions import CompletionNode, visible_text
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
 from trivium.text.tools import ToolCall
 from trivium.types import Sampling, StopReason
 
@@ -59,7 +60,7 @@ def read_message(
     headers: Mapping[str, str],
     model: str,
     trained: Sampling,
-    text_of: TextOf,
+    recorded: Recorded,
     *,
     counts: bool = False,
 ) -> ChatRequest:
@@ -75,7 +76,7 @@ def read_message(
     thinks = _thinks(body)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(body, "tools", list, []))]
     chat: dict[str, Any] = {name: value for name, value in body.items() if name in _PASSED}
-    chat |= {"messages": _messages(body, text_of, thinks), "tools": tools}
+    chat |= {"messages": _messages(body, recorded, thinks), "tools": tools}
     if body.get("tool_choice", {}).get("type") == "none":
         chat["tool_choice"] = "none"
     if "stop_sequences" in body:
@@ -84,7 +85,7 @@ def read_message(
     if (user := metadata.pop("user_id", None)) is not None:
         chat["user"] = user
     chat["metadata"] = metadata
-    request = read_chat(chat, headers, model, trained, text_of)
+    request = read_chat(chat, headers, model, trained, recorded)
     limit = read_count(body, "max_tokens", trained.max_new_tokens, 10**9)
     limit = limit if request.labels.evaluation else min(limit, trained.max_new_tokens)
     return replace(request, sampling=replace(request.sampling, max_new_tokens=limit), reasoning=thinks)
@@ -114,7 +115,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
     }
 
 
-def _messages(body: Mapping[str, Any], text_of: TextOf, thinks: bool) -> list[Any]:
+def _messages(body: Mapping[str, Any], recorded: Recorded, thinks: bool) -> list[Any]:
     """The messages of a chat request."""
     messages: list[Any] = []
     if system := body.get("system"):
@@ -128,7 +129,7 @@ def _messages(body: Mapping[str, Any], text_of: TextOf, thinks: bool) -> list[An
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif role == "assistant":
-            messages.append({"role": role, "content": _assistant(content, f"{where}.content", text_of, thinks)})
+            messages.append({"role": role, "content": _assistant(content, f"{where}.content", recorded, thinks)})
         else:
             messages += _user(role, content, f"{where}.content")
     return messages
@@ -184,7 +185,7 @@ def _text_of_blocks(value: object, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _assistant(blocks: Sequence[Any], where: str, text_of: TextOf, thinks: bool) -> str:
+def _assistant(blocks: Sequence[Any], where: str, recorded: Recorded, thinks: bool) -> str:
     """The text of an earlier completion. If the policy wrote it, exactly its text."""
     thoughts: list[str] = []
     texts: list[str] = []
@@ -204,7 +205,7 @@ def _assistant(blocks: Sequence[Any], where: str, text_of: TextOf, thinks: bool)
             found, do = f"{block!r:.60}", "send the blocks of a response unchanged"
             raise bad_request(f"{where}[{number}]", "a block of type text, thinking or tool_use", found, do)
     answer = Answer("\n".join(thoughts) if thoughts else None, "".join(texts), tuple(calls))
-    return written(answer, dict.fromkeys(ids), text_of, reasoning=thinks)
+    return written(answer, dict.fromkeys(ids), recorded, reasoning=thinks)
 
 
 # --------------------------------------------------------------------------- responses
@@ -215,68 +216,81 @@ def message(model: str, chat: ChatRequest, completions: Sequence[CompletionNode]
     del renderer
     (node,) = completions
     turn, stop = node.turn, chat.sampling.stop
-    answer = answer_of(visible_text(turn, stop), chat.tools, reasoning=chat.reasoning)
+    answer = answer_of(visible_text(turn, stop), chat.tools, reasoning=chat.reasoning, opened=node.reasoning_open)
     content: list[dict[str, Any]] = []
     if answer.reasoning is not None:  # an empty block, too: its signature names the completion
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": part_id("sig", node.id)})
     if answer.content:
         content.append({"type": "text", "text": answer.content})
     content += [
-        {"type": "tool_use", "id": part_id("toolu", node.id, number), "name": name, "input": json.loads(arguments)}
-        for number, (name, arguments) in enumerate(answer.calls)
+        _tool_use(node.id, number, name, json.loads(arguments)) for number, (name, arguments) in enumerate(answer.calls)
     ]
     ended = turn.stop_reason is StopReason.STOP
     reason = "stop_sequence" if ended else "max_tokens" if turn.stop_reason is StopReason.LENGTH else "end_turn"
-    body = {
-        "id": node.id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
+    body = _message(model, node) | {
         "content": content,
         "stop_reason": "tool_use" if answer.calls else reason,
         "stop_sequence": next((text for text in stop if text in turn.text), None) if ended else None,
         "usage": {"input_tokens": len(turn.prompt_tokens), "output_tokens": len(turn.tokens)},
-        "session": node.session.name,
-        "task_id": node.session.task_id,
     }
     if chat.token_ids:
         body |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
     return body
 
 
-async def message_events(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
-    """A complete message as server-sent events: each block begins, gets its content and ends."""
-    del chat
+class MessageEvents(Events):
+    """The events of a message: each block begins, grows and ends."""
 
-    def event(kind: str, **data: Any) -> str:
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"
+    def __init__(self, model: str, chat: ChatRequest, renderer: Renderer) -> None:
+        super().__init__(model, chat, renderer)
+        self._index = -1
+        """The place of the newest block."""
 
-    usage = {**body["usage"], "output_tokens": 0}
-    yield event("message_start", message={**body, "content": [], "stop_reason": None, "usage": usage})
-    for index, block in enumerate(body["content"]):
-        empty, deltas = _streamed(block)
-        yield event("content_block_start", index=index, content_block=empty)
-        for delta in deltas:
-            yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    end = {name: body[name] for name in ("stop_reason", "stop_sequence")}
-    yield event("message_delta", delta=end, usage=body["usage"])
-    yield event("message_stop")
+    def begin(self, completion: StreamedCompletion) -> Iterator[str]:
+        usage = {"input_tokens": len(completion.prompt or ()), "output_tokens": 0}
+        started = _message(self.model, completion) | {"usage": usage}
+        yield _event("message_start", message=started)
+
+    def step(self, completion: StreamedCompletion, step: Step) -> Iterator[str]:
+        self._index += step.what == "begin"
+        name = {"reasoning": "thinking", "content": "text", "call": "partial_json"}[step.kind]
+        if step.what == "begin":
+            block: dict[str, Any] = {"type": name, name: ""}
+            if step.kind == "reasoning":
+                block["signature"] = ""
+            elif step.call is not None:
+                block = _tool_use(completion.id, step.number, step.call.name, {})
+            yield _event("content_block_start", index=self._index, content_block=block)
+        elif step.what == "text":
+            kind = "input_json_delta" if step.kind == "call" else f"{name}_delta"
+            yield _event("content_block_delta", index=self._index, delta={"type": kind, name: step.text})
+        else:
+            if step.kind == "reasoning":
+                delta = {"type": "signature_delta", "signature": part_id("sig", completion.id)}
+                yield _event("content_block_delta", index=self._index, delta=delta)
+            yield _event("content_block_stop", index=self._index)
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[str]:
+        end = {name: body[name] for name in body.keys() & {"stop_reason", "stop_sequence", "token_ids"}}
+        yield _event("message_delta", delta=end, usage=body["usage"])
+        yield _event("message_stop")
+
+    def failed(self, error: RequestError) -> str:
+        return event(message_error(error), "error")
 
 
-def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the block as it begins, its deltas)."""
-    match block["type"]:
-        case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case "thinking":
-            return {**block, "thinking": "", "signature": ""}, [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        case _:
-            text = json.dumps(block["input"])
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+def _event(kind: str, **data: Any) -> str:
+    return event({"type": kind, **data}, kind)
+
+
+def _message(model: str, completion: StreamedCompletion | CompletionNode) -> dict[str, Any]:
+    """A message without content."""
+    body = {"type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None}
+    return {**identity(completion), **body, "stop_sequence": None}
+
+
+def _tool_use(completion: str, number: int, name: str, given: object) -> dict[str, Any]:
+    return {"type": "tool_use", "id": part_id("toolu", completion, number), "name": name, "input": given}
 
 
 def message_error(error: RequestError) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from trivium.errors import DataError, RewardError
 from trivium.policy import named_numbers
 from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request
-from trivium.serving.completion_parts import Answer, TextOf, completion_id, written
+from trivium.serving.completion_parts import Answer, Recorded, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
+from trivium.text.tool_formats import CallableTools
 from trivium.text.tools import TOOLS, ToolCall, json_object
 from trivium.types import MIN_TEMPERATURE, IntArray, Message, Sampling
 
@@ -107,8 +108,8 @@ class ChatRequest:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
-    tools: frozenset[str] = frozenset()
-    """Names of the functions that the completion may call."""
+    tools: CallableTools = field(default_factory=CallableTools)
+    """The functions that the completion may call."""
     reasoning: bool = False
     """Whether the `<think>` block of a completion is a part of its own, and not of the text."""
     request_id: str = ""
@@ -119,7 +120,7 @@ class ChatRequest:
 
 
 def read_chat(
-    body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling, text_of: TextOf
+    body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling, recorded: Recorded
 ) -> ChatRequest:
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
     body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
@@ -132,7 +133,7 @@ def read_chat(
         )
     tools = [] if body.get("tool_choice") == "none" else typed(body, "tools", list, [])
     names = frozenset(_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools))
-    messages = _messages(body.get("messages"), text_of)
+    messages = _messages(body.get("messages"), recorded)
     return ChatRequest(
         messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
         labels=labels,
@@ -143,7 +144,7 @@ def read_chat(
         include_usage=typed(options, "include_usage", bool, False),
         logprobs=typed(body, "logprobs", bool, False),
         token_ids=typed(body, "return_token_ids", bool, False),
-        tools=names,
+        tools=CallableTools(names, recorded.format),
     )
 
 
@@ -268,11 +269,11 @@ def read_sampling(body: Mapping[str, Any], trained: Sampling, *, evaluation: boo
 def _for_training(sampling: Sampling, trained: Sampling, names: Sequence[str]) -> Sampling:
     """The sampling parameters of the config with the length and the stop strings of a request; `names` has the
     parameter that sets the length. Raises RequestError if others differ."""
-    for name, field in _TRAINED.items():
-        value, own = getattr(sampling, field), getattr(trained, field)
+    for name, attribute in _TRAINED.items():
+        value, own = getattr(sampling, attribute), getattr(trained, attribute)
         if value != own:
             found = f"this run samples at {own}, and the trainer computes with that"
-            do = f"leave it out, set engine.sampling.{field}, or mark the request `evaluation: true`"
+            do = f"leave it out, set engine.sampling.{attribute}, or mark the request `evaluation: true`"
             raise bad_request(name, f"{name} {value} in training", found, do)
     if sampling.max_new_tokens > trained.max_new_tokens:
         found = f"this run trains completions of {trained.max_new_tokens}"
@@ -311,13 +312,13 @@ def _tool_name(tool: object, where: str) -> str:
     return name
 
 
-def _messages(value: object, text_of: TextOf) -> tuple[Message, ...]:
+def _messages(value: object, recorded: Recorded) -> tuple[Message, ...]:
     if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
         found = f"{len(value)} messages" if isinstance(value, list) else f"{value!r:.60}"
         raise bad_request(
             "messages", f"a list of 1 to {_MAX_MESSAGES} messages", found, "send at least one {role, content}"
         )
-    messages = tuple(_message(entry, f"messages[{number}]", text_of) for number, entry in enumerate(value))
+    messages = tuple(_message(entry, f"messages[{number}]", recorded) for number, entry in enumerate(value))
     if messages[-1].role == "assistant":
         raise bad_request(
             "messages",
@@ -328,7 +329,7 @@ def _messages(value: object, text_of: TextOf) -> tuple[Message, ...]:
     return messages
 
 
-def _message(entry: object, where: str, text_of: TextOf) -> Message:
+def _message(entry: object, where: str, recorded: Recorded) -> Message:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str) or entry["role"] == TOOLS:
         raise bad_request(where, "a message {role, content}", f"{entry!r:.60}", "send a role and a content")
     role = entry["role"]
@@ -339,16 +340,16 @@ def _message(entry: object, where: str, text_of: TextOf) -> Message:
                 f"{where}.{name}", f"a message with {name}", f"{value!r:.60}", "send role and content only"
             )
     if entry.get("tool_calls"):
-        return Message(role, _called(entry, where, text_of))
+        return Message(role, _called(entry, where, recorded))
     return replace(_content(entry.get("content"), where), role=role)
 
 
-def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
+def _called(entry: Mapping[str, Any], where: str, recorded: Recorded) -> str:
     """The text of an assistant's message with `tool_calls`. If the policy wrote the message, exactly its text."""
     content = "" if entry.get("content") is None else _text(entry["content"], where)
     sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
-    return written(Answer(None, content, calls), [completion_id(str(sent[0].get("id")))], text_of, reasoning=False)
+    return written(Answer(None, content, calls), [completion_id(str(sent[0].get("id")))], recorded, reasoning=False)
 
 
 def _sent_call(call: object, where: str) -> ToolCall:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from trivium.protocols import Renderer
-from trivium.serving.bodies import bad_request
-from trivium.serving.completion_parts import REASONING_END, Answer, TextOf, answer_of, completion_id, part_id, written
+from trivium.serving.bodies import RequestError, bad_request
+from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed
 from trivium.serving.sessions import CompletionNode, visible_text
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
 from trivium.text.tools import TOOLS, ToolCall, json_object
 from trivium.types import IntArray, Message, Sampling, StopReason
 
@@ -67,7 +67,7 @@ def read_response(
     headers: Mapping[str, str],
     model: str,
     trained: Sampling,
-    text_of: TextOf,
+    recorded: Recorded,
     node_of: NodeOf,
 ) -> ChatRequest:
     """The chat request in a body of `/v1/responses`. Raises RequestError.
@@ -77,19 +77,19 @@ def read_response(
     body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(body, "tools", list, []))]
     chat: dict[str, Any] = {name: value for name, value in body.items() if name in _PASSED}
-    chat |= {"tools": tools, "messages": _messages(body.get("input"), text_of)}
+    chat |= {"tools": tools, "messages": _messages(body.get("input"), recorded)}
     if body.get("tool_choice") == "none":
         chat["tool_choice"] = "none"
     if "max_output_tokens" in body:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     previous = typed(body, "previous_response_id", str, "")
     instructions = typed(body, "instructions", str, "")
-    request = read_chat(chat, headers, model, trained, text_of)
+    request = read_chat(chat, headers, model, trained, recorded)
     # The tools of a chat request are its first message; the instructions come after it.
-    of_tools = request.messages[: bool(request.tools)]
+    of_tools = request.messages[: bool(request.tools.names)]
     new = request.messages[len(of_tools) :]
     system = (Message("system", instructions),) if instructions else ()
-    request = replace(request, messages=(*of_tools, *system, *new), instructions=bool(instructions))
+    request = replace(request, messages=(*of_tools, *system, *new), instructions=bool(instructions), reasoning=True)
     return _continued(request, node_of(previous), len(new)) if previous else request
 
 
@@ -118,7 +118,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
 
 
-def _messages(value: object, text_of: TextOf) -> list[Any]:
+def _messages(value: object, recorded: Recorded) -> list[Any]:
     """The messages of a chat request, from the items of `input`."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -132,11 +132,11 @@ def _messages(value: object, text_of: TextOf) -> list[Any]:
             raise bad_request(where, "an item", f"{item!r:.60}", "send items as they were received")
         if turn.takes(item, where):
             continue
-        messages += turn.ended(text_of)
+        messages += turn.ended(recorded)
         turn = _Turn()
         if not turn.takes(item, where):
             messages.append(_message(item, where))
-    return [*messages, *turn.ended(text_of)]
+    return [*messages, *turn.ended(recorded)]
 
 
 class _Turn:
@@ -171,12 +171,12 @@ class _Turn:
             self._reasoning.append(_text(item.get("content") or item.get("summary") or [], f"{where}.content"))
         return True
 
-    def ended(self, text_of: TextOf) -> Iterator[dict[str, Any]]:
+    def ended(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
         """Yields the message of the turn, if it has items."""
         if self._has_items:
             reasoning = "\n".join(self._reasoning) if self._reasoning else None
             answer = Answer(reasoning, "".join(self._texts), tuple(self._calls))
-            yield {"role": "assistant", "content": written(answer, self._ids, text_of)}
+            yield {"role": "assistant", "content": written(answer, self._ids, recorded)}
 
 
 def _call(item: Mapping[str, Any], where: str) -> ToolCall:
@@ -240,27 +240,14 @@ def response(
     (node,) = completions
     turn = node.turn
     cut = turn.stop_reason is StopReason.LENGTH
-    answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools)
-    decoded = partial(_ends_reasoning, renderer, turn.tokens)
-    # A binary search for the token that completes `</think>`: decoding every prefix would be slow.
+    answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools, opened=node.reasoning_open)
+    decoded = partial(_ends_reasoning, chat.tools.format.reasoning[1], renderer, turn.tokens)
+    # A binary search for the token that completes the reasoning: decoding every prefix would be slow.
     thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning is not None else 0
-    body: dict[str, Any] = {
-        "id": node.id,
-        "object": "response",
-        "created_at": int(time.time()),
+    body = _response(model, chat, node) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "model": model,
         "output": list(_output(node, answer, "incomplete" if cut else "completed")),
-        "parallel_tool_calls": True,
-        "previous_response_id": None if node.parent is None else node.parent.id,
-        "temperature": chat.sampling.temperature,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": chat.sampling.top_p,
         "usage": {
             "input_tokens": len(turn.prompt_tokens),
             "input_tokens_details": {"cached_tokens": 0},
@@ -268,66 +255,126 @@ def response(
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": len(turn.prompt_tokens) + len(turn.tokens),
         },
-        "session": node.session.name,
-        "task_id": node.session.task_id,
     }
     if chat.token_ids:
         body |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
     return body
 
 
-def _ends_reasoning(renderer: Renderer, tokens: IntArray, last: int) -> bool:
+def _response(model: str, chat: ChatRequest, completion: StreamedCompletion | CompletionNode) -> dict[str, Any]:
+    """A response without output."""
+    return {
+        **identity(completion),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None if completion.parent is None else completion.parent.id,
+        "temperature": chat.sampling.temperature,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": chat.sampling.top_p,
+        "usage": None,
+    }
+
+
+def _ends_reasoning(end: str, renderer: Renderer, tokens: IntArray, last: int) -> bool:
     """Whether the reasoning has ended with the token at this index."""
-    return REASONING_END in renderer.decode(tokens[: last + 1])
+    return end in renderer.decode(tokens[: last + 1])
 
 
 def _output(node: CompletionNode, answer: Answer, status: str) -> Iterator[dict[str, Any]]:
     """Yields the items of a completion."""
     if answer.reasoning is not None:
-        content = [{"type": "reasoning_text", "text": answer.reasoning}]
-        yield {"type": "reasoning", "id": part_id("rs", node.id), "summary": [], "content": content, "status": status}
+        yield _item(node.id, "reasoning", 0, answer.reasoning, status)
     if answer.content or not answer.calls:
-        content = [{"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}]
-        yield {
-            "type": "message",
-            "id": part_id("msg", node.id),
-            "role": "assistant",
+        yield _item(node.id, "content", 0, answer.content, status)
+    for number, call in enumerate(answer.calls):
+        yield _item(node.id, "call", number, call.arguments, status, call)
+
+
+def _item(
+    completion: str, kind: str, number: int, text: str, status: str, call: ToolCall | None = None
+) -> dict[str, Any]:
+    """The item of a part of a completion."""
+    if call is not None:
+        ids = {"id": part_id("fc", completion, number), "call_id": part_id("call", completion, number)}
+        return {"type": "function_call", **ids, "name": call.name, "arguments": text, "status": status}
+    if kind == "reasoning":
+        content: list[dict[str, Any]] = [{"type": "reasoning_text", "text": text}]
+        return {
+            "type": "reasoning",
+            "id": part_id("rs", completion),
+            "summary": [],
             "content": content,
             "status": status,
         }
-    for number, (name, arguments) in enumerate(answer.calls):
-        ids = {"id": part_id("fc", node.id, number), "call_id": part_id("call", node.id, number)}
-        yield {"type": "function_call", **ids, "name": name, "arguments": arguments, "status": status}
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {
+        "type": "message",
+        "id": part_id("msg", completion),
+        "role": "assistant",
+        "content": content,
+        "status": status,
+    }
 
 
-async def response_events(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
-    """A complete response as server-sent events: each item begins, gets its content and ends."""
-    del chat
-    number = -1
+class ResponseEvents(Events):
+    """The events of a response: each item begins, grows and ends."""
 
-    def event(kind: str, **data: Any) -> str:
-        nonlocal number
-        number += 1
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **data})}\n\n"
+    def __init__(self, model: str, chat: ChatRequest, renderer: Renderer) -> None:
+        super().__init__(model, chat, renderer)
+        self._number = self._index = -1
+        """The numbers of the newest event and of the newest item."""
 
-    started = {**body, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
-    for index, item in enumerate(body["output"]):
-        empty = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
-        yield event("response.output_item.added", output_index=index, item=empty)
-        place = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield event("response.function_call_arguments.done", **place, **done)
-        for at, part in enumerate(item.get("content", ())):
-            kind = f"response.{part['type']}"
-            here = {**place, "content_index": at}
-            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-            yield event("response.content_part.added", **here, part={**part, "text": ""})
-            yield event(f"{kind}.delta", **here, delta=part["text"], **more)
-            yield event(f"{kind}.done", **here, text=part["text"], **more)
-            yield event("response.content_part.done", **here, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
-    yield event(f"response.{body['status']}", response=body)
+    def begin(self, completion: StreamedCompletion) -> Iterator[str]:
+        self._completion = completion
+        started = _response(self.model, self.chat, completion)
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+
+    def step(self, completion: StreamedCompletion, step: Step) -> Iterator[str]:
+        node = completion.node
+        self._index += step.what == "begin"
+        over = step.what == "end"
+        cut = node is not None and node.turn.stop_reason is StopReason.LENGTH
+        status = ("incomplete" if cut else "completed") if over else "in_progress"
+        item = _item(completion.id, step.kind, step.number, step.text if over else "", status, step.call)
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": self._index}
+        kind = "response.function_call_arguments"
+        part = item["content"][0] if step.call is None else {}
+        if part:
+            kind, place["content_index"] = f"response.{part['type']}", 0
+        more = {"logprobs": []} if step.kind == "content" else {}
+        if step.what == "begin":
+            empty = {**item, "content": []} if part else item
+            yield self._event("response.output_item.added", output_index=self._index, item=empty)
+            if part:
+                yield self._event("response.content_part.added", **place, part=part)
+        elif step.what == "text":
+            yield self._event(f"{kind}.delta", **place, delta=step.text, **more)
+        else:
+            done = {"text": step.text} if step.call is None else {"arguments": step.text, "name": step.call.name}
+            yield self._event(f"{kind}.done", **place, **done, **more)
+            if part:
+                yield self._event("response.content_part.done", **place, part=part)
+            yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[str]:
+        if len(body["output"]) > self._index + 1:  # a message without text
+            for what in ("begin", "end"):
+                yield from self.step(self._completion, Step(what, "content"))
+        yield self._event(f"response.{body['status']}", response=body)
+
+    def failed(self, error: RequestError) -> str:
+        return self._event("error", code=error.code, message=str(error), param=error.param)
+
+    def _event(self, kind: str, **data: Any) -> str:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **data}, kind)

@@ -3,24 +3,32 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from trivium.protocols import Renderer
 from trivium.serving.bodies import BodyLimits, RequestError, read_body
-from trivium.serving.chat_api import chat_completion, chunks
-from trivium.serving.completion_parts import TextOf
-from trivium.serving.endpoints import Endpoint, cancel_on_disconnect, guarded
+from trivium.serving.chat_api import ChatEvents, chat_completion
+from trivium.serving.completion_parts import Recorded
+from trivium.serving.endpoints import Endpoint, EventResponse, cancel_on_disconnect, guarded
 from trivium.serving.gateway import Gateway
-from trivium.serving.messages_api import message, message_error, message_events, read_message
+from trivium.serving.messages_api import MessageEvents, message, message_error, read_message
 from trivium.serving.requests import ChatRequest, read_chat, read_feedback, read_secret
-from trivium.serving.responses_api import read_response, response, response_events
+from trivium.serving.responses_api import ResponseEvents, read_response, response
 from trivium.serving.sessions import CompletionNode
-from trivium.serving.tokens_api import generated, generated_events, read_completion, read_generate, text_completion
+from trivium.serving.streams import CompletionStream, Events
+from trivium.serving.tokens_api import (
+    GeneratedEvents,
+    generated,
+    read_completion,
+    read_generate,
+    text_completion,
+)
 from trivium.types import IntArray, Sampling
 
 
@@ -52,14 +60,14 @@ class ChatServer:
     # ------------------------------------------------------------------ endpoints
 
     async def _chat(self, request: Request) -> Response:
-        return await self._respond(request, await self._read(request, read_chat), chat_completion, chunks)
+        return await self._respond(request, await self._read(request, read_chat), chat_completion, ChatEvents)
 
     async def _message(self, request: Request) -> Response:
-        return await self._respond(request, await self._read(request, read_message), message, message_events)
+        return await self._respond(request, await self._read(request, read_message), message, MessageEvents)
 
     async def _response(self, request: Request) -> Response:
         read = partial(read_response, node_of=self.gateway.sessions.node_of)
-        return await self._respond(request, await self._read(request, read), response, response_events)
+        return await self._respond(request, await self._read(request, read), response, ResponseEvents)
 
     async def _generate(self, request: Request) -> Response:
         explorer = self.gateway.explorer
@@ -68,30 +76,36 @@ class ChatServer:
         def text(tokens: IntArray) -> str:
             return explorer.renderer.decode(tokens[: explorer.max_context])  # a longer prompt is refused
 
-        def read(sent: Any, headers: Any, model: str, trained: Sampling, _: TextOf) -> ChatRequest:
+        def read(sent: Any, headers: Any, model: str, trained: Sampling, _: Recorded) -> ChatRequest:
             return read_generate(sent, headers, model, trained, eos, text)
 
-        return await self._respond(request, await self._read(request, read), generated, generated_events)
+        return await self._respond(request, await self._read(request, read), generated, GeneratedEvents)
 
     async def _read(self, request: Request, read: Callable[..., ChatRequest]) -> ChatRequest:
         gateway = self.gateway
         sent = read_body(await request.body())
-        return read(sent, request.headers, self.model, gateway.explorer.sampling, gateway.sessions.text_of)
+        return read(sent, request.headers, self.model, gateway.explorer.sampling, gateway.recorded)
 
     async def _respond(
         self,
         request: Request,
         chat: ChatRequest,
         whole: Callable[[str, ChatRequest, Sequence[CompletionNode], Renderer], dict[str, Any]],
-        events: Callable[[dict[str, Any], ChatRequest], AsyncGenerator[str]],
+        events: type[Events],
     ) -> Response:
         """Samples the completions and returns them in the format of a protocol: `whole`, or as a stream of `events`."""
-        completions = await cancel_on_disconnect(request, self.gateway.complete(chat))
-        body = whole(self.model, chat, completions, self.gateway.explorer.renderer)
+        renderer = self.gateway.explorer.renderer
+
+        def body(completions: Sequence[CompletionNode]) -> dict[str, Any]:
+            return whole(self.model, chat, completions, renderer)
+
         if not chat.stream:
-            return JSONResponse(body)
-        # The response begins after the last token is sampled, so an error can still set its status.
-        return StreamingResponse(events(body, chat), media_type="text/event-stream")
+            return JSONResponse(body(await cancel_on_disconnect(request, self.gateway.complete(chat))))
+        stream = CompletionStream(chat, renderer)
+        work = asyncio.ensure_future(self.gateway.complete(chat, stream.completions))
+        # The response begins with the first token, so an earlier error can still set its status.
+        await cancel_on_disconnect(request, stream.started(work))
+        return EventResponse(stream.events(work, events(self.model, chat, renderer), body), work)
 
     async def _count_tokens(self, request: Request) -> Response:
         chat = await self._read(request, partial(read_message, counts=True))

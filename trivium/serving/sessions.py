@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ import numpy as np
 
 from trivium.policy import Policy
 from trivium.serving.bodies import RequestError
-from trivium.serving.completion_parts import edit_of
+from trivium.serving.completion_parts import Written, edit_of
 from trivium.serving.requests import ChatRequest
+from trivium.text.tool_formats import CallableTools
 from trivium.text.tools import TOOLS
 from trivium.types import Failure, IntArray, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
@@ -91,6 +92,8 @@ class CompletionNode:
     """The completion that this one continues from."""
     children: list[CompletionNode] = field(default_factory=list["CompletionNode"])
     """Completions that continue from this one."""
+    reasoning_open: bool = False
+    """Whether the prompt ends with an open `<think>` block."""
     instructions: bool = False
     """Whether the conversation's system message holds for this call only (`ChatRequest.instructions`)."""
     calls: Counter[str] = field(default_factory=Counter[str])
@@ -164,7 +167,7 @@ class Session:
         assert start is not None
         return start.branch(f"{name}.{number}", sampling)
 
-    def rewriting(self, conversation: Conversation, known: int, names: Collection[str]) -> str:
+    def rewriting(self, conversation: Conversation, known: int, tools: CallableTools) -> str:
         """Describes how a call rewrites the history of this session; empty if it does not. The call continues from the
         first `known` messages of its conversation.
 
@@ -181,7 +184,7 @@ class Session:
             *before, own = node.conversation
             sent = replies.get(len(before))
             if sent is not None and sent != own and conversation[: len(before)] == tuple(before):
-                edit = edit_of(own.content, sent.content, names)
+                edit = edit_of(Written(own.content, node.reasoning_open), sent.content, tools)
                 return f"message {len(before) - hidden} is a completion of the policy, and {edit}"
         sent_back = {message.content for message in replies.values()}
         if not any(node.conversation[-1].content in sent_back for node in self.completions):
@@ -286,10 +289,10 @@ class SessionStore:
             raise unknown_error(f"the completion {completion_id!r}")
         return session
 
-    def text_of(self, completion_id: str) -> str | None:
-        """The text of a completion as its client knows it, or None if the completion is unknown."""
+    def text_of(self, completion_id: str) -> Written | None:
+        """A completion as its client knows it, or None if the completion is unknown."""
         node = self._node(completion_id)
-        return None if node is None else node.conversation[-1].content
+        return None if node is None else Written(node.conversation[-1].content, node.reasoning_open)
 
     def node_of(self, completion_id: str) -> CompletionNode:
         """A completion of a session in progress. Raises RequestError if it is unknown."""

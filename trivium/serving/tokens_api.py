@@ -6,10 +6,9 @@ recorded nor trained on, so a request may set any sampling parameter.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +19,7 @@ from trivium.randomness import SampleKey
 from trivium.serving.bodies import bad_request
 from trivium.serving.requests import LABELS, ChatRequest, read_count, read_labels, read_sampling, supported, typed
 from trivium.serving.sessions import CompletionNode
+from trivium.serving.streams import Events, StreamedCompletion, event, identity
 from trivium.types import SERVED, Completion, IntArray, Message, Request, Sampling, StopReason, Turn
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -169,29 +169,40 @@ def _generated_choice(index: int, node: CompletionNode) -> dict[str, Any]:
     turn = node.turn
     return {
         "index": index,
-        "id": node.id,
-        "session": node.session.name,
-        "task_id": node.session.task_id,
+        **identity(node),
         "token_ids": turn.tokens.tolist(),
-        "logprobs": {"content": _log_probs(turn.tokens.tolist(), turn.log_prob.tolist())},
+        "logprobs": _log_probs(turn.tokens.tolist(), turn.log_prob.tolist()),
         "finish_reason": _finish(turn),
     }
 
 
-def _log_probs(tokens: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
-    return [
+def _log_probs(tokens: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
+    entries = [
         {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
         for token, log_prob in zip(tokens, log_probs, strict=True)
     ]
+    return {"content": entries}
 
 
-async def generated_events(body: dict[str, Any], chat: ChatRequest) -> AsyncGenerator[str]:
-    """A complete response as server-sent events."""
-    for choice in body["choices"]:
-        yield f"data: {json.dumps({'request_id': body['request_id'], 'choices': [choice]})}\n\n"
-    if chat.include_usage:
-        yield f"data: {json.dumps({'request_id': body['request_id'], 'choices': [], 'usage': body['usage']})}\n\n"
-    yield "data: [DONE]\n\n"
+class GeneratedEvents(Events):
+    """vLLM's chunks: the new tokens of a choice, and at its end the finish reason."""
+
+    def grow(self, completion: StreamedCompletion) -> Iterator[str]:
+        self._id = self.chat.request_id or completion.id
+        tokens, log_probs = completion.take_tokens()
+        if tokens:
+            choice = {"token_ids": tokens, "logprobs": _log_probs(tokens, log_probs), "finish_reason": None}
+            yield self._chunk([{"index": completion.index, **identity(completion), **choice}])
+
+    def end(self, body: Mapping[str, Any]) -> Iterator[str]:
+        for choice in body["choices"]:
+            yield self._chunk([choice | {"token_ids": [], "logprobs": _log_probs([], [])}])
+        if self.chat.include_usage:
+            yield self._chunk([], usage=body["usage"])
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return event({"request_id": self._id, "choices": choices, **more})
 
 
 def text_completion(model: str, request: Request, completion: Completion, renderer: Renderer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from trivium.testing.channel_contract import check_channel
 from trivium.testing.engine_contract import check_engine
 from trivium.testing.engine_numbers import Tolerance
 from trivium.testing.reference import ReferencePolicy, reference_policy
+from trivium.testing.tool_format_contract import check_tool_format
 from trivium.testing.train_engine_contract import check_train_engine
 from trivium.testing.workflow_contract import check_workflow
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_channel",
     "check_engine",
     "check_read_buffer",
+    "check_tool_format",
     "check_train_engine",
     "check_workflow",
     "reference_policy",

@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,7 @@ from jinja2 import TemplateError
 from trivium.errors import DataError
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.tokenizer import hf_tokenizer
+from trivium.text.tool_formats import format_of
 from trivium.text.tools import described, split_tools
 from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason
 
@@ -51,7 +53,8 @@ class ChatRenderer:
     in a message's text become special tokens, as in every engine that renders chat templates; those of media are
     refused.
 
-    `images` describes how the model reads images; None: it reads only text.
+    `images` describes how the model reads images; None: it reads only text. `tool_calls` names the format of calls of
+    tools (`trivium.text.tool_formats`).
     """
 
     eos_token_ids: frozenset[int]
@@ -59,7 +62,12 @@ class ChatRenderer:
     generation_config.json beside the tokenizer lists."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None, images: Images | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        images: Images | None = None,
+        tool_calls: str = "auto",
     ) -> None:
         if chat_template is None and images is not None:
             chat_template = images.chat_template
@@ -74,10 +82,20 @@ class ChatRenderer:
         self._decode, self._ids_of = _decode_of(tokenizer), _encode_of(tokenizer)
         self._by_parts = images is not None and self._takes_parts()
         self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
+        self.tool_format = format_of(str(chat_template or tokenizer.chat_template), tool_calls)
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
         own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
-        self.eos_token_ids = frozenset(own | _generation_eos(tokenizer.name_or_path))
+        marks = {
+            int(tokenizer.convert_tokens_to_ids(mark)): mark  # pyright: ignore[reportArgumentType]
+            for mark in self.tool_format.marks
+            if mark in tokenizer.all_special_tokens
+        }
+        ends = own | _generation_eos(tokenizer.name_or_path)
+        # GPT-OSS ends each message of a turn with the token that ends a completion in a history.
+        self.eos_token_ids = frozenset(ends - marks.keys() or ends)
+        self._marks = {token: mark for token, mark in marks.items() if token not in self.eos_token_ids}
+        """The special tokens that mark calls of tools."""
         # The members of a group share a conversation, and rendering it costs more than sampling a token.
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
@@ -124,8 +142,16 @@ class ChatRenderer:
         return seen.then(self._expanded(bridge, _media_of(new)))
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
-        """Text without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Text without special tokens, apart from those that mark calls of tools; invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(tokens, np.int64).tolist()
+        marks = [at for at, token in enumerate(ids) if token in self._marks] if self._marks else []
+        parts = [
+            self._decoded(ids[start + 1 : end]) + (self._marks[ids[end]] if end < len(ids) else "")
+            for start, end in pairwise([-1, *marks, len(ids)])
+        ]
+        return "".join(parts)
+
+    def _decoded(self, ids: list[int]) -> str:
         text = self._decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -183,7 +209,7 @@ class ChatRenderer:
         self._check_media(messages)
         tools, messages = split_tools(messages)
         if tools and not self._knows_tools:
-            tools, messages = [], described(tools, messages)
+            tools, messages = [], described(tools, messages, self.tool_format.instructions())
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -294,9 +320,10 @@ class ChatRenderer:
         return token
 
 
-def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS) -> ChatRenderer:
+def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS, tool_calls: str = "auto") -> ChatRenderer:
     """The renderer of the model in a directory, with images if the model reads them."""
-    return ChatRenderer(hf_tokenizer(model_dir), images=images_of(model_dir, max_pixels=max_image_pixels))
+    images = images_of(model_dir, max_pixels=max_image_pixels)
+    return ChatRenderer(hf_tokenizer(model_dir), images=images, tool_calls=tool_calls)
 
 
 def parts_of(message: Message) -> list[str]:

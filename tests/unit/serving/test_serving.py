@@ -194,8 +194,9 @@ async def test_a_stream_says_what_the_whole_answer_says(tmp_path: Path) -> None:
     for index, choice in enumerate(whole["choices"]):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
-        assert [c["finish_reason"] for c in mine] == [None, choice["finish_reason"]]
-        assert mine[0]["logprobs"] == choice["logprobs"]
+        assert [c["finish_reason"] for c in mine] == [*[None] * (len(mine) - 1), choice["finish_reason"]]
+        entries = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
 
 
 async def test_log_probs_ids_usage_and_stop_strings(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIBadRequest
 
 from tests.serving import RENDERER, Served, served
-from trivium.serving.completion_parts import answer_of, completion_id, part_id, written
+from trivium.serving.completion_parts import Recorded, Written, answer_of, completion_id, part_id, written
+from trivium.text.tool_formats import HERMES, CallableTools
 from trivium.types import forks_of
 
 CALL = 'Let me see.\n<tool_call>{"name":"weather",  "arguments": {"city": "Zürich"}}</tool_call>'
@@ -353,18 +354,25 @@ async def test_an_unsupported_response_is_refused(tmp_path: Path) -> None:
 PIECES = [*'ab {}":\n', "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}']
 
 
-@given(st.lists(st.sampled_from(PIECES)).map("".join))
-def test_the_parts_of_a_completion_restore_its_text(text: str) -> None:
-    answer = answer_of(text, {"f"})
-    assert written(answer, ["x", "chatcmpl-1"], {"chatcmpl-1": text}.get) == text
-    again = written(answer, [], {}.get)
-    assert answer_of(again, {call.name for call in answer.calls}).calls == answer.calls
+def recorded(text: str, opened: bool = False) -> Recorded:
+    return Recorded({"chatcmpl-1": Written(text, opened)}.get, HERMES)
+
+
+@given(st.lists(st.sampled_from(PIECES)).map("".join), st.booleans())
+def test_the_parts_of_a_completion_restore_its_text(text: str, opened: bool) -> None:
+    tools = CallableTools(frozenset("f"))
+    answer = answer_of(text, tools, opened=opened)
+    assert written(answer, ["x", "chatcmpl-1"], recorded(text, opened)) == text
+    again = written(answer, [], recorded(text))
+    assert answer_of(again, tools).calls == answer.calls
 
 
 def test_edited_parts_are_written_anew() -> None:
-    edited = answer_of(CALL, {"weather"})._replace(content="Let me guess.")
-    assert written(edited, ["chatcmpl-1"], {"chatcmpl-1": CALL}.get) != CALL
-    assert answer_of(written(edited, ["chatcmpl-1"], {"chatcmpl-1": CALL}.get), {"weather"}) == edited
+    tools = CallableTools(frozenset({"weather"}))
+    edited = answer_of(CALL, tools)._replace(content="Let me guess.")
+    again = written(edited, ["chatcmpl-1"], recorded(CALL))
+    assert again != CALL
+    assert answer_of(again, tools) == edited
 
 
 def test_ids_of_parts_name_their_completion() -> None:

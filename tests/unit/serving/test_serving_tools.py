@@ -18,7 +18,8 @@ from tests.serving import NAME, RENDERER, Served, served
 from trivium.errors import DataError
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
-from trivium.text.tools import TOOLS, ToolCall, described, read_tool_calls, split_tools, write_tool_calls
+from trivium.text.tool_formats import HERMES
+from trivium.text.tools import TOOLS, described, split_tools
 from trivium.types import Message
 
 
@@ -45,29 +46,6 @@ def saying(text: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- the text
 
 
-def test_calls_are_read_and_written() -> None:
-    names = {"f", "g"}
-    f, g = ToolCall("f", '{"x": [1]}'), ToolCall("g", "{}")
-    both = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>\n'
-    both += '<tool_call>{"name": "g", "parameters": {}}</tool_call>'
-    assert read_tool_calls(both, names) == ("Let me see.", (f, g))
-    assert read_tool_calls('{"name": "f", "parameters": {"x": [1]}}', names) == ("", (f,))
-    assert read_tool_calls(write_tool_calls("So:", (f, g)), names) == ("So:", (f, g))
-    for text in (
-        "no call",
-        '{"name": "h", "parameters": {}}',
-        '{"name": "f"}',
-        '{"name": "f", "arguments": "x"}',
-        "[1]",
-        '<tool_call>{"name": "f", "arguments": {}}',
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call> and more',
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>',
-        "{" * 100_000,
-        '{"a":' * 100_000,
-    ):
-        assert read_tool_calls(text, names) == (text, ())
-
-
 def test_a_template_that_knows_tools_gets_them() -> None:
     tools, user = Message(TOOLS, json.dumps([TOOL])), Message("user", "hi")
     template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}" + TEMPLATE
@@ -75,9 +53,9 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     assert native.decode(native.render([tools, user]).tokens).startswith("weather: ")
     assert native.decode(native.render([user]).tokens).startswith("hi")
     told = RENDERER.decode(RENDERER.render([tools, user]).tokens)
-    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user])).tokens)
+    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user], HERMES.instructions())).tokens)
     assert '"city"' in told
-    system = described([TOOL], [Message("system", "Be brief."), user])
+    system = described([TOOL], [Message("system", "Be brief."), user], "write")
     assert [message.role for message in system] == ["system", "user"]
     assert system[0].content.startswith("Be brief.\n\n# Tools")
     with refused(DataError, "JSON"):
@@ -102,10 +80,10 @@ async def test_a_call_of_a_tool_goes_to_the_client_and_back_token_for_token(tmp_
         messages += [first.message.model_dump(exclude_none=True), result]
         stream = await client.chat.completions.create(messages=messages, stream=True, **asked)
         streamed = [chunk.choices[0] async for chunk in stream]
-        (again,) = streamed[0].delta.tool_calls or ()
-        assert (again.index, again.id != call.id) == (0, True)
-        assert again.function is not None
-        assert again.function.arguments == call.function.arguments
+        parts = [again for choice in streamed for again in choice.delta.tool_calls or ()]
+        assert (parts[0].index, bool(parts[0].id), parts[0].id != call.id) == (0, True, True)
+        arguments = "".join(again.function.arguments or "" for again in parts if again.function is not None)
+        assert arguments == call.function.arguments
         assert streamed[-1].finish_reason == "tool_calls"
         (one, said), (two, _) = here.engine.given
         known = np.concatenate([one.prompt_tokens, said.tokens])

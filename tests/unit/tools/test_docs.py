@@ -47,10 +47,11 @@ def test_no_section_kind_or_metric_is_left_out() -> None:
     heads = [line for line in algorithms.splitlines() if line.startswith("### ")]
     for kind in algorithms_page.KINDS:
         assert [name for name in CATALOGUE[kind] if not any(f"`{name}`" in head for head in heads)] == []
-    # The others are named by workflow.environment, sync.method and cluster.kind, are functions of the user, or belong
-    # to a front door that a test has imported.
+    # The others are named by workflow.environment, sync.method, cluster.kind and model.tool_calls, are functions of the
+    # user, or belong to a front door that a test has imported.
     rest = set(CATALOGUE) - kinds - set(algorithms_page.KINDS)
-    assert rest - {"reward_managers"} == {"environments", "channels", "renderers", "sessions", "functions", "tools"}
+    others = {"environments", "channels", "renderers", "sessions", "functions", "tools", "tool_calls"}
+    assert rest - {"reward_managers"} == others
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 

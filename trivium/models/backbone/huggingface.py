@@ -12,9 +12,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
-from trivium.config import Plugin, RunConfig, config_path
+from trivium.config import Plugin, RunConfig, config_path, plugin_path
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.errors import DataError, Problem
+from trivium.errors import ConfigError, DataError, Problem
+from trivium.registry import resolve
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
@@ -42,6 +43,9 @@ class HuggingFaceModel:
         template_variables: dict[str, Any] = Field(default={})
         """Variables of the chat template, for example `{enable_thinking: false}`. They are set at the start of the
         template, so every prompt, in training, evaluation and an exported model, is rendered with them."""
+        tool_calls: Annotated[str, AfterValidator(plugin_path)] = "auto"
+        """How the model writes calls of tools: `hermes` (also Qwen), `llama3`, `mistral`, `deepseek`, `gpt_oss`, or a
+        format of your own (`my_format.py:FORMAT`). `auto` takes the one that the chat template contains."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))
@@ -57,6 +61,11 @@ class HuggingFaceModel:
                     found, do = "the chat template does not use it", "remove it, or set model.chat_template"
                     yield Problem(f"{where}.template_variables.{name}", "a variable of the template", found, do)
             yield from _unusable(Path(self.path), f"{where}.path")
+            if self.tool_calls != "auto":
+                try:
+                    resolve("tool_calls", self.tool_calls)
+                except ConfigError as error:
+                    yield Problem(f"{where}.tool_calls", error.asked, error.found, error.do)
 
         def template(self) -> str | None:
             """The chat template as Jinja text; None if the tokenizer's own is used as it is."""
