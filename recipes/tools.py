@@ -1,7 +1,7 @@
 """A calculator for a tiny model: products of two numbers that it does not learn to compute itself.
 
 `calculate` is the tool. `products` gives the tasks of rollouts, `worked` the rows of supervised steps that teach the
-form of a call and of an answer. `TinyModel` has a chat template that names the tools.
+form of a call and of an answer, `direct` those of a control. The chat template of `TinyModel` names the tools.
 """
 
 import json
@@ -28,22 +28,22 @@ def products(count: int, held_out: bool = False) -> list[dict[str, Any]]:
     return [{"id": f"{a}*{b}", "prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in chosen]
 
 
-def worked(count: int, with_tool: bool = True) -> list[dict[str, Any]]:
-    """Rows with completions: the call of each product, and its answer after the result. Without the tool, the answer
-    alone."""
+def worked(count: int) -> list[dict[str, Any]]:
+    """Rows with completions: the call of each product, and the answer after its result."""
+    tools = {"role": "tools", "content": json.dumps([{"function": {"name": "calculate"}}])}
     rows: list[dict[str, Any]] = []
     for task in products(count):
-        conversation, answer = [{"role": "user", "content": task["prompt"]}], task["answer"]
-        if with_tool:
-            call = json.dumps({"name": "calculate", "parameters": {"e": task["id"]}})
-            conversation = [
-                {"role": "tools", "content": json.dumps([{"function": {"name": "calculate"}}])},
-                *conversation,
-            ]
-            rows.append({"id": f"{task['id']} call", "prompt": conversation, "completion": call, "answer": answer})
-            conversation = [*conversation, {"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
-        rows.append({"id": task["id"], "prompt": conversation, "completion": answer, "answer": answer})
+        answer, call = task["answer"], json.dumps({"name": "calculate", "parameters": {"e": task["id"]}})
+        question = [tools, {"role": "user", "content": task["prompt"]}]
+        result = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+        rows.append({"id": f"{task['id']} call", "prompt": question, "completion": call, "answer": answer})
+        rows.append({"id": task["id"], "prompt": [*question, *result], "completion": answer, "answer": answer})
     return rows
+
+
+def direct(count: int) -> list[dict[str, Any]]:
+    """Rows whose completion is the answer, for a control without the tool."""
+    return [{**task, "completion": task["answer"]} for task in products(count)]
 
 
 class TinyModel(api.TinyModel):

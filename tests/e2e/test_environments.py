@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.test_kill import outcome_of
 from trivium.buffers.journal import Journal
-from trivium.config import config_from_mapping
+from trivium.config import config_from_mapping, merged, read_yaml
 from trivium.inspection.rollout_view import calls_of, decoder, rollouts_of
 from trivium.runtime.launch import run
 from trivium.types import Trajectory
@@ -163,3 +163,20 @@ def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
         assert rollout.failure.side == "workflow"
     for rollout, whole in zip(rollouts, expected, strict=False):
         assert rollout.failure is not None or rollout.reward == whole.reward
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_use_a_calculator_and_cannot_answer_without(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "tools.yaml"
+
+    def accuracy(name: str, **sections: Any) -> tuple[float, float]:
+        changed: dict[str, Any] = {"run": {"dir": str(tmp_path / name)}, "cluster": {"threads": 1}, **sections}
+        summary = run(config_from_mapping(merged(read_yaml(recipe), changed), recipe.parent))
+        return summary["accuracy_before"], summary["accuracy_after"]
+
+    before, after = accuracy("with")
+    assert before < after
+    assert after > 0.8
+    without = {"tasks": {"train": {"source": "tools.py:direct"}}, "workflow": {"kind": "single_turn"}}
+    _, control = accuracy("without", **without)
+    assert control < 0.1

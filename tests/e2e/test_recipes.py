@@ -37,6 +37,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "lora.yaml": {},
     "own_reward/run.yaml": {},
     "reasoning_gym.yaml": {"tasks": {"train": {"size": 32}, "test": {"size": 16}}},
+    "tools.yaml": {"tasks": {"train": {"args": {"count": 40}}, "test": {"args": {"count": 20}}}},
     "vision.yaml": {"tasks": {"test": {"count": 20}}},
 }
 """Every recipe of supervised steps and then RL, and what keeps it within a second or two."""

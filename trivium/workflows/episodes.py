@@ -125,7 +125,7 @@ class Episodes(ABC):
         try:
             await self._ask(f"{self._name}.close", task, world.close, self._end_s)
         except EnvironmentFailure as error:
-            _log.warning("an environment could not be closed; its rollout is kept: %s", error.found)
+            _log.warning("an environment could not be closed: %s", error.found)
             _log.info("the traceback of that failure", exc_info=error)
 
     async def _ask(

@@ -72,7 +72,7 @@ class Mcp(Episodes):
 
     def __init__(self, config: Config) -> None:
         _require()
-        super().__init__(config, f"the MCP server {config.url or config.command[0]}", config.max_calls + 1)
+        super().__init__(config, f"the MCP server {config.url or ' '.join(config.command)}", config.max_calls + 1)
         self._config = config
 
     def make(self) -> Environment:

@@ -128,7 +128,10 @@ class _Session:
 
         await self.close()
         proxy = None if is_loopback(urlsplit(self._url).hostname or "") else True
-        self._socket = await connect(self._url, open_timeout=self._connect_s, max_size=_MAX_BYTES, proxy=proxy)
+        # A server may compute a step without answering pings. Deadlines detect one that is lost.
+        self._socket = await connect(
+            self._url, open_timeout=self._connect_s, ping_timeout=None, max_size=_MAX_BYTES, proxy=proxy
+        )
 
     async def _exchange(self, kind: str, data: Any) -> Mapping[str, Any]:
         """Sends a message and returns the data of the response. Raises EnvironmentFailure for an error."""

@@ -1,8 +1,8 @@
 """One game of guessing a digit, behind several doors: an environment class, Gymnasium, OpenEnv, MCP.
 
-`python agent_game.py mcp` is an MCP server on its standard streams, `python agent_game.py openenv PORT [STEPS]` an
-OpenEnv server, which kills itself after so many steps. All doors write the same messages, and their rewards are sums of
-the same binary fractions.
+`python agent_game.py mcp [PORT]` is an MCP server on its standard streams or at a port. `agent_game.py openenv PORT
+[STEPS]` is an OpenEnv server, which kills itself after so many steps. All doors write the same messages, and their
+rewards are sums of the same binary fractions.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def mcp_server() -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "mcp":
+    if sys.argv[1] == "mcp" and len(sys.argv) > 2:
+        mcp_server().run("streamable-http", port=int(sys.argv[2]))
+    elif sys.argv[1] == "mcp":
         mcp_server().run()
     else:
         asyncio.run(serve_openenv(int(sys.argv[2])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from failing import refused
 from workflow_parts import policy, shown, workflow
 
 from trivium.errors import UnknownName
+from trivium.policy import Policy
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure
 from trivium.workflows.worlds import observed_text
@@ -112,19 +114,45 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
         await workflow("mcp", **fields, start_tool="begins").run(WITHOUT_TOOLS, policy("6"))
 
 
+async def test_an_mcp_server_at_a_port_that_starts_late_and_dies_in_an_episode() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    episodes = workflow("mcp", url=f"http://127.0.0.1:{port}/mcp", start_tool="begin", reward_tool="score")
+    waiting = asyncio.ensure_future(episodes.run(WITHOUT_TOOLS, policy(*COMPLETIONS)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(sys.executable, GAME, "mcp", str(port), env=env)
+    try:
+        assert await waiting == EARNED
+        player = policy(*COMPLETIONS)
+        player.generate = killing(process, player)
+        with refused(EnvironmentFailure, "'guess'"):
+            await episodes.run(WITHOUT_TOOLS, player)
+        assert len(player.turns) == 2
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def killing(process: asyncio.subprocess.Process, player: Policy) -> Any:
+    """The policy's `generate`, which kills the process before the second completion."""
+    generate = player.generate
+
+    async def generated(*args: Any, **kwargs: Any) -> Any:
+        if len(player.turns) == 1:
+            process.kill()
+            await process.wait()
+        return await generate(*args, **kwargs)
+
+    return generated
+
+
 async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_late_does_not() -> None:
     async with openenv() as (port, process):
         episodes = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=60)
         player = policy(*COMPLETIONS)
-        generate = player.generate
-
-        async def killing(*args: Any, **kwargs: Any) -> Any:
-            if len(player.turns) == 1:
-                process.kill()
-                await process.wait()
-            return await generate(*args, **kwargs)
-
-        player.generate = killing
+        player.generate = killing(process, player)
         with refused(EnvironmentFailure, "step", "t") as caught:
             await episodes.run(TASK, player)
         assert "ConnectionClosed" in caught.value.found
