@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from trivium.text.renderer import renderer_of as renderer_of
     from trivium.text.tiny import TinyModel as TinyModel
     from trivium.text.tiny_vision import TinyVisionModel as TinyVisionModel
-    from trivium.text.tools import ToolCall as ToolCall
+    from trivium.text.tool_formats import ToolCall as ToolCall
+    from trivium.text.tool_formats import ToolFormat as ToolFormat
     from trivium.text.tools import read_tool_calls as read_tool_calls
     from trivium.training.engine import TorchTrainEngine as TorchTrainEngine
     from trivium.types import Batch as Batch

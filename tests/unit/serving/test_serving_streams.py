@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI
 
 from tests.serving import RENDERER, Babbler, Served, served
-from trivium.engines.torch import TorchEngine
+from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import RolloutError
 from trivium.serving.completion_parts import Answer, answer_of, settled
 from trivium.serving.sessions import visible_text
