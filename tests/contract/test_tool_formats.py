@@ -15,7 +15,7 @@ from trivium.testing import check_tool_format
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tool_formats import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MISTRAL, ToolFormat, format_of
-from trivium.text.tools import ToolCall
+from trivium.text.tools import ToolCall, read_tool_calls
 
 KINDS = sorted(CATALOGUE["tool_calls"])
 MARKS = [
@@ -68,6 +68,8 @@ def test_the_notations_of_models_are_read(
     how: ToolFormat, text: str, content: str, calls: tuple[ToolCall, ...]
 ) -> None:
     assert how.read(text) == (content, calls)
+    assert read_tool_calls(text, {"f", "g"}) == (content, calls)
+    assert read_tool_calls(text, {"h"}) == (text, ())
 
 
 @pytest.mark.parametrize("kind", KINDS)

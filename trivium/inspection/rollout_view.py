@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,10 +13,9 @@ import yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
-from trivium.text.tools import ToolCall, read_tool_calls
+from trivium.text.tool_formats import FORMATS, ToolCall
 from trivium.types import EXPERT_VERSION, Fork, IntArray, Media, Turn, forks_of
 
-_CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"')
 Decode = Callable[[Sequence[int] | IntArray], str]
 
 
@@ -144,7 +142,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 
 def _calls(completion: str) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion. A record has no list of tools: any name counts."""
-    return read_tool_calls(completion, set(_CALLED.findall(completion)))[1]
+    return next((calls[1] for how in FORMATS if (calls := how.read(completion)) is not None), ())
 
 
 def _fork(fork: Fork, decode: Decode) -> dict[str, Any]:

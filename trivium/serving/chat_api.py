@@ -10,7 +10,7 @@ from trivium.protocols import Renderer
 from trivium.serving.completion_parts import answer_of, part_id
 from trivium.serving.requests import ChatRequest
 from trivium.serving.sessions import CompletionNode, visible_text
-from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity, token_ids
 from trivium.types import StopReason
 
 _FINISH = {StopReason.LENGTH: "length"}
@@ -46,9 +46,7 @@ def _choice(index: int, node: CompletionNode, chat: ChatRequest, renderer: Rende
         "finish_reason": "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, "stop"),
         "logprobs": _log_probs(turn.tokens.tolist(), turn.log_prob.tolist(), renderer) if chat.logprobs else None,
     }
-    if chat.token_ids:
-        choice |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
-    return choice
+    return choice | token_ids(chat, turn)
 
 
 def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:

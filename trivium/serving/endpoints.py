@@ -46,6 +46,8 @@ class EventResponse(StreamingResponse):
     def __init__(self, events: AsyncGenerator[str], work: asyncio.Future[Any]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._work = work
+        # An error is an event for the client. If the client has disconnected, asyncio would log it as lost.
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

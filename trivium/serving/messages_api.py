@@ -12,7 +12,7 @@ from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, read_count, supported, typed
 from trivium.serving.sessions import CompletionNode, visible_text
-from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity, token_ids
 from trivium.text.tools import ToolCall
 from trivium.types import Sampling, StopReason
 
@@ -31,13 +31,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
     "output_config": ({},),
-}
-_WHY = {
-    "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
-    "top_k": "set engine.sampling.top_k: the trainer computes with the same distribution",
-    "mcp_servers": "let the agent call its servers",
-    "context_management": "let the agent edit its messages",
-    "output_config": "constrained output changes the sampled distribution, and the trainer does not replay it",
 }
 _ERRORS = {
     400: "invalid_request_error",
@@ -70,7 +63,7 @@ def read_message(
     `max_tokens` is a required parameter here. In training, one above `engine.sampling.max_new_tokens` is reduced to
     that.
     """
-    body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
+    body = supported(body, _KNOWN, _NEUTRAL, model)
     if "max_tokens" not in body and not counts:
         raise bad_request("max_tokens", "max_tokens", "the request has none", "send it: this protocol requires it")
     thinks = _thinks(body)
@@ -233,9 +226,7 @@ def message(model: str, chat: ChatRequest, completions: Sequence[CompletionNode]
         "stop_sequence": next((text for text in stop if text in turn.text), None) if ended else None,
         "usage": {"input_tokens": len(turn.prompt_tokens), "output_tokens": len(turn.tokens)},
     }
-    if chat.token_ids:
-        body |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
-    return body
+    return body | token_ids(chat, turn)
 
 
 class MessageEvents(Events):

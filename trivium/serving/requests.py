@@ -49,9 +49,24 @@ _WHY = {
     "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
     "parallel_tool_calls": "the policy decides how many calls it makes",
     "seed": "a sample is a function of the run's seed, the task, the session and the call: set those",
-    "response_format": "constrained output changes the sampled distribution, and the trainer does not replay it",
-    "top_logprobs": "the engine keeps the log-probability of the sampled token only",
+    **dict.fromkeys(
+        ("response_format", "output_config", "text"),
+        "constrained output changes the sampled distribution, and the trainer does not replay it",
+    ),
+    **dict.fromkeys(("logprobs", "top_logprobs"), "the engine keeps the log-probability of the sampled token only"),
+    "top_k": "set engine.sampling.top_k: the trainer computes with the same distribution",
+    "mcp_servers": "let the agent call its servers",
+    "context_management": "let the agent edit its messages",
+    "conversation": "send previous_response_id, or the items of the conversation",
+    "reasoning": "the policy decides how long it thinks",
+    "truncation": "raise engine.max_context, or send fewer items",
+    **dict.fromkeys(
+        ("features", "content_parts"),
+        "send conversations with images to /v1/chat/completions: the server renders them",
+    ),
+    "output_mode": "decode the token ids, or use /v1/chat/completions",
 }
+"""Parameter of a protocol that is not supported -> what its refusal says."""
 _KNOWN = frozenset(
     {
         "model",
@@ -123,7 +138,7 @@ def read_chat(
     body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling, recorded: Recorded
 ) -> ChatRequest:
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
-    body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
+    body = supported(body, _KNOWN, _NEUTRAL, model)
     labels = read_labels(body, headers)
     stream = typed(body, "stream", bool, False)
     options = typed(body, "stream_options", dict, {})
@@ -152,17 +167,16 @@ def supported(
     body: Mapping[str, Any],
     known: frozenset[str],
     neutral: Mapping[str, tuple[Any, ...]],
-    why: Mapping[str, str],
     model: str,
 ) -> dict[str, Any]:
     """The parameters of a body that are not null. Raises RequestError for an unknown parameter, a `neutral` one with a
-    value that would have an effect (`why` it is not supported), and another model."""
+    value that would have an effect, and another model."""
     body = {name: value for name, value in body.items() if value is not None}
     for name in body.keys() - known - neutral.keys():
         raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, known))
     for name in body.keys() & neutral.keys():
         if body[name] not in neutral[name]:
-            do = why.get(name, "leave it out")
+            do = _WHY.get(name, "leave it out")
             raise bad_request(name, f"{name} = {body[name]!r:.60}", "this endpoint does not support it", do)
     if body.get("model") != model:
         raise RequestError(

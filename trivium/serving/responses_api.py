@@ -14,7 +14,7 @@ from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed
 from trivium.serving.sessions import CompletionNode, visible_text
-from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity
+from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity, token_ids
 from trivium.text.tools import TOOLS, ToolCall, json_object
 from trivium.types import IntArray, Message, Sampling, StopReason
 
@@ -43,16 +43,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Further parameter -> the values that have no effect here. Any other value is refused."""
-_WHY = {
-    "tool_choice": "the policy decides which tool it calls: forcing a call changes the sampled distribution",
-    "parallel_tool_calls": "the policy decides how many calls it makes",
-    "conversation": "send previous_response_id, or the items of the conversation",
-    "reasoning": "the policy decides how long it thinks",
-    "text": "constrained output changes the sampled distribution, and the trainer does not replay it",
-    "top_logprobs": "the engine keeps the log-probability of the sampled token only",
-    "truncation": "raise engine.max_context, or send fewer items",
-}
-"""Parameter of `_NEUTRAL` -> what the refusal of another value says."""
 _PASSED = frozenset(
     {"model", "temperature", "top_p", "stream", "columns", "return_token_ids", "user", "metadata", *LABELS}
 )
@@ -74,7 +64,7 @@ def read_response(
 
     A `previous_response_id` stands for the conversation that ends with that completion, without its `instructions`.
     """
-    body = supported(body, _KNOWN, _NEUTRAL, _WHY, model)
+    body = supported(body, _KNOWN, _NEUTRAL, model)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(body, "tools", list, []))]
     chat: dict[str, Any] = {name: value for name, value in body.items() if name in _PASSED}
     chat |= {"tools": tools, "messages": _messages(body.get("input"), recorded)}
@@ -256,9 +246,7 @@ def response(
             "total_tokens": len(turn.prompt_tokens) + len(turn.tokens),
         },
     }
-    if chat.token_ids:
-        body |= {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
-    return body
+    return body | token_ids(chat, turn)
 
 
 def _response(model: str, chat: ChatRequest, completion: StreamedCompletion | CompletionNode) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trivium.serving.completion_parts import Answer, answer_of, opens_reasoning,
 from trivium.serving.requests import ChatRequest
 from trivium.serving.sessions import CompletionNode, Session, visible_text
 from trivium.text.tools import ToolCall
-from trivium.types import Prompt
+from trivium.types import Prompt, Turn
 
 _WINDOW = 64
 """Tokens after which a text that ends in the middle of a character is taken as it is."""
@@ -169,6 +169,12 @@ def identity(completion: StreamedCompletion | CompletionNode) -> dict[str, Any]:
     """What a client needs for feedback about a completion."""
     session = completion.session
     return {"id": completion.id, "session": session.name, "task_id": session.task_id} if session is not None else {}
+
+
+def token_ids(chat: ChatRequest, turn: Turn) -> dict[str, list[int]]:
+    """The token ids of a completion, if its request asks for them."""
+    ids = {"prompt_token_ids": turn.prompt_tokens.tolist(), "token_ids": turn.tokens.tolist()}
+    return ids if chat.token_ids else {}
 
 
 def event(data: Mapping[str, Any], kind: str = "") -> str:

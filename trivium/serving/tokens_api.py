@@ -65,13 +65,6 @@ _GENERATE_SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
     "spaces_between_special_tokens": (True, False),
 }
-_WHY = {
-    "features": "send conversations with images to /v1/chat/completions: the server renders them",
-    "content_parts": "send conversations with images to /v1/chat/completions: the server renders them",
-    "logprobs": "the engine keeps the log-probability of the sampled token only",
-    "output_mode": "decode the token ids, or use /v1/chat/completions",
-    "seed": "a sample is a function of the run's seed, the task, the session and the call: set those",
-}
 
 
 # --------------------------------------------------------------------------- requests
@@ -89,12 +82,11 @@ def read_generate(
 
     The header `X-Session-ID` also names the session. Special token ids are sampled and returned as they are.
     """
-    body = supported({"model": model, **body}, _GENERATE, _GENERATE_NEUTRAL, _WHY, model)
+    body = supported({"model": model, **body}, _GENERATE, _GENERATE_NEUTRAL, model)
     params = supported(
         {**typed(body, "sampling_params", dict, {}), "model": model},
         _GENERATE_SAMPLING | {"model"},
         _GENERATE_SAMPLING_NEUTRAL,
-        _WHY,
         model,
     )
     _check_stop_tokens(params, eos_token_ids)
@@ -120,7 +112,7 @@ def read_completion(
 ) -> Request:
     """The request in a body of `/v1/completions`, for the policy `model` that is trained with `trained`. Without a
     seed, `number` (of the request) addresses its random numbers. Raises RequestError."""
-    body = supported(body, _SAMPLING | {"model", "prompt"}, _NEUTRAL, {}, model)
+    body = supported(body, _SAMPLING | {"model", "prompt"}, _NEUTRAL, model)
     _check_stop_tokens(body, eos_token_ids)
     seed = body.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

@@ -208,6 +208,7 @@ class CallableTools:
 
 
 HERMES, LLAMA3, MISTRAL, DEEPSEEK, GPT_OSS = Hermes(), Json(), Mistral(), DeepSeek(), GptOss()
+FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK, GPT_OSS)
 _SIGNS = {
     "<|channel|>": "gpt_oss",
     "<｜tool▁calls▁begin｜>": "deepseek",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trivium.errors import DataError
-from trivium.text.tool_formats import HERMES, CallableTools, ToolCall, ToolFormat
+from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall
 from trivium.types import Message
 
 TOOLS = "tools"
@@ -52,10 +52,11 @@ def described(tools: Sequence[object], messages: Sequence[Message], instructions
     return [Message("system", text), *messages]
 
 
-def read_tool_calls(text: str, names: Collection[str], how: ToolFormat = HERMES) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text before the calls, calls) of a completion. If any part is not a valid call of one of these tools, the whole
-    completion is text."""
-    return CallableTools(frozenset(names), how).read(text)
+def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
+    """(text before the calls, calls) of a completion, in the notation of any family that Trivium knows. If any part is
+    not a valid call of one of these tools, the whole completion is text."""
+    read = (CallableTools(frozenset(names), how).read(text) for how in FORMATS)
+    return next((calls for calls in read if calls[1]), (text, ()))
 
 
 def json_object(text: str) -> str | None:

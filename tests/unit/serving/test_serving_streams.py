@@ -19,7 +19,7 @@ from trivium.serving.completion_parts import Answer, answer_of, settled
 from trivium.serving.sessions import visible_text
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, TinyModel, tiny_tokenizer
-from trivium.text.tool_formats import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MISTRAL, CallableTools
+from trivium.text.tool_formats import FORMATS, GPT_OSS, CallableTools
 from trivium.text.tools import ToolCall
 from trivium.types import Completion, Request, StopReason, Turn
 
@@ -39,7 +39,6 @@ def saying(text: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- what is certain
 
 CALL_OF = ToolCall("f", "{}")
-FORMATS = [HERMES, LLAMA3, MISTRAL, DEEPSEEK, GPT_OSS]
 PIECES = {
     how: [*'ab {}":\n', "stop", *how.marks, *how.reasoning, *how.answers, "</tool_call>", how.write([CALL_OF])]
     for how in FORMATS
