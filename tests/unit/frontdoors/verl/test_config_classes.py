@@ -33,11 +33,13 @@ def test_a_mapping_becomes_objects_with_the_defaults_of_the_table() -> None:
         "gamma": 0.9,
         "kl_ctrl": {"_target_": f"{TARGET}KLControlConfig", "kl_coef": 0.002},
         "pf_ppo": {"reweight_method": "max_min"},
+        "filter_groups": {"_target_": "verl.of.another.Version", "enable": True},
     }
     config = omega_conf_to_dataclass(section)
     assert (type(config), type(config.kl_ctrl), type(config.pf_ppo)) == (AlgoConfig, KLControlConfig, PFPPOConfig)
     assert (config["gamma"], config.lam, config.get("lam"), config.get("mine", 7)) == (0.9, 1.0, 1.0, 7)
     assert config.kl_ctrl.kl_coef == 0.002
+    assert config.filter_groups.enable
     assert config.kl_ctrl.horizon == TABLE.default_of("algorithm.kl_ctrl.horizon")
     assert config.pf_ppo.weight_pow == TABLE.default_of("algorithm.pf_ppo.weight_pow")
     assert {*config} >= {"gamma", "kl_ctrl", "gdpo_reward_keys"}

@@ -203,13 +203,9 @@ def _target(address: str) -> Any:
     return globals()[name]
 
 
-def _instance(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def _instance(kind: Any, values: Mapping[str, Any]) -> Any:
     """Returns an object of a config class; mappings with a `_target_` inside become objects of theirs."""
-    arguments: dict[str, Any] = {}
-    for name, value in values.items():
-        if name != "_target_":
-            has_target = isinstance(value, Mapping) and "_target_" in cast(Mapping[str, Any], value)
-            arguments[name] = _instance(_target(str(value["_target_"])), value) if has_target else value
+    arguments = {name: _part(value) for name, value in values.items() if name != "_target_"}
     if not is_dataclass(kind):
         return kind(arguments)
     names = [each.name for each in fields(kind)]
@@ -218,3 +214,14 @@ def _instance(kind: type[Any], values: Mapping[str, Any]) -> Any:
         found = "it has no such field"
         raise InvalidConfig(f"{kind.__name__}.{min(unknown)}", found, suggest(min(unknown), names))
     return kind(**arguments)
+
+
+def _part(value: Any) -> Any:
+    """Returns the object of a mapping that names its class, a section for a class of verl that is not here (those of
+    profilers and optimizers of other backends, for example), and any other value as it is."""
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    values = cast(Mapping[str, Any], value)
+    address = str(values["_target_"])
+    is_absent = address.startswith("verl.") and address.rpartition(".")[2] not in globals()
+    return _instance(Section.of if is_absent else _target(address), values)
