@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.test_trinity_door import EXPLORED, config, experiences, rows, steps, trained
 from trivium.config import build
-from trivium.errors import ConfigError
 from trivium.frontdoors.trinity import (
     MONITOR,
     SAMPLE_STRATEGY,
@@ -24,7 +23,6 @@ from trivium.frontdoors.trinity import (
     Trainer,
     VerlPPOTrainerWrapper,
     get_logger,
-    get_trainer_wrapper,
     load_config,
     prefix_metrics,
 )
@@ -77,6 +75,10 @@ class Sender(VerlPPOTrainerWrapper):
 
 @pytest.fixture
 def shaped(tmp_path: Path) -> Config:
+    return shaped_in(tmp_path)
+
+
+def shaped_in(tmp_path: Path) -> Config:
     """A config of Trinity's shape, from a file."""
     model = build("models", config(tmp_path, EXPLORED).model, seed=0).materialize(tmp_path / "model")
     lines = [f'{{"question": "{a}+{b}=", "answer": "{a + b}"}}\n' for a in range(3) for b in range(3)]
@@ -140,13 +142,6 @@ async def test_a_train_step_does_not_block_the_event_loop(tmp_path: Path, monkey
         engine.save_checkpoint()
     assert forgotten is not None
     engine.shutdown()
-
-
-def test_an_unknown_trainer_is_not_implemented(shaped: Config) -> None:
-    shaped.trainer.trainer_type = "other"
-    with pytest.raises(NotImplementedError) as error:
-        get_trainer_wrapper(shaped)
-    assert isinstance(error.value, ConfigError)
 
 
 async def test_nccl_of_one_process_calls_sync_weight(shaped: Config, tmp_path: Path) -> None:

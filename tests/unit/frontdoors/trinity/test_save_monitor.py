@@ -17,11 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.failing import refused
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife
 from trivium.errors import RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor
+from trivium.frontdoors.trinity.objects.boards.ray_actors import USER_S, NamespaceHost
+from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared
 from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.types import SaveStrategy
 
@@ -331,19 +334,20 @@ async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Pop
             await target.completed(2)
 
 
-async def test_a_saver_without_a_heartbeat_is_dead_wherever_it_is(tmp_path: Path) -> None:
-    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD, heartbeat_s=0.5)
-    saver_of(target, ProcessLife("far away", 1, "1"), 1)
+async def test_a_saver_of_another_machine_lives_as_long_as_its_process_sends_heartbeats(tmp_path: Path) -> None:
+    """The actor of the namespace on Ray knows the processes of all machines."""
+    host, far = NamespaceHost("board", None, 1), ProcessLife("far away", 1, "1")
+    await host.beat("far", far)
+    living = await host.is_alive(far)
+    host._users["far"].seen -= 2 * USER_S
+    assert (living, await host.is_alive(far)) == (True, False)
+    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
+    target.shared = Shared("namespace", "board", target.board, is_alive=lambda life: life.host != far.host)
+    saver_of(target, far, 1)
     async with asyncio.timeout(10):
-        await target.notify_started("n", "beating")
-        with pytest.raises(RunDirError, match=r"no heartbeat for 0\.5 s"):
+        await target.notify_started("n", "next")
+        with refused(RunDirError, "its process is gone"):
             await target.completed(1)
-    waiting = asyncio.ensure_future(target.notify_started("n", "waiting"))
-    await asyncio.sleep(2)
-    assert not waiting.done()  # a long save beats by itself
-    await target.notify_finished(2)
-    async with asyncio.timeout(10):
-        await waiting
     await target.notify_finished(2)
 
 
@@ -355,7 +359,7 @@ async def test_a_saver_that_counts_as_dead_does_not_get_a_turn(tmp_path: Path) -
 
     def silent(values: Mapping[str, Any]) -> Mapping[str, Any]:
         state = SaveState.of(values)
-        state.remove_dead({ticket: (0, "no heartbeat") for ticket, saver in state.savers.items() if not saver.writing})
+        state.remove_dead([ticket for ticket, saver in state.savers.items() if not saver.writing])
         return {**values, **state.values()}
 
     target.board.write(silent)

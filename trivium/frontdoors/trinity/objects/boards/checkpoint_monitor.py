@@ -8,8 +8,6 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 
@@ -17,7 +15,7 @@ from trivium.board import Board, MemoryBoard, Values, locked
 from trivium.checkpoint import store
 from trivium.checkpoint.atomic import atomic_write, complete_steps, folder_name
 from trivium.checkpoint.remote import RemoteDirectory
-from trivium.concurrency import Heartbeat, HeartbeatTracker, ProcessLife, ProgressDeadline, Waiting, wait_until
+from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
 from trivium.frontdoors.trinity.objects.boards.actors import made_once
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
@@ -30,8 +28,6 @@ T = TypeVar("T")
 _log = logging.getLogger("trivium")
 ROLE = "checkpoint_monitor"
 """The name of a CheckpointMonitor in its namespace."""
-HEARTBEAT_S = 60.0
-"""Seconds without a heartbeat after which a saver on another machine of a Ray cluster counts as dead."""
 _POLL_S = 0.5
 """How often a wait for savers checks whether they are alive."""
 
@@ -65,23 +61,16 @@ class CheckpointMonitor:
         *,
         deadline_s: float = 3600.0,
         board: Board | None = None,
-        heartbeat_s: float | None = None,
     ) -> None:
         """`default_hdfs_dir` is the fsspec URL of a directory that complete checkpoints of a run are copied to
-        (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying.
-
-        `board` holds the state (default: a board of this process). With `heartbeat_s`, its processes may be on several
-        machines: each sends heartbeats for its savers, and a saver without one for `heartbeat_s` counts as dead.
+        (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying. `board`
+        holds the state (default: a board of this process).
         """
         self.save_strategy = SaveStrategy(save_strategy)
         self.default_local_dir, self.default_hdfs_dir = default_local_dir, default_hdfs_dir
-        self.deadline_s, self.heartbeat_s = deadline_s, heartbeat_s
+        self.deadline_s = deadline_s
         self.board: Board = board or MemoryBoard()
         self._remote = None if default_hdfs_dir is None else RemoteDirectory(default_hdfs_dir, deadline_s)
-        self._trackers: dict[int, HeartbeatTracker] = {}
-        """The heartbeats of all savers, as this process sees them."""
-        self._beating: dict[int, ExitStack] = {}
-        """The heartbeats that this process sends."""
 
     # ------------------------------------------------------------------ one for all processes
 
@@ -108,9 +97,7 @@ class CheckpointMonitor:
         def make(shared: Shared) -> CheckpointMonitor:
             first = {**settings, "save_strategy": settings["save_strategy"] or SaveStrategy.UNRESTRICTED.value}
             has = shared.agree("settings", None if default_local_dir is None else first)
-            heartbeat_s = None if shared.calls is None else HEARTBEAT_S
-            names = ("save_strategy", "default_local_dir", "default_hdfs_dir")
-            monitor = cls(*(has[name] for name in names), board=shared.board, heartbeat_s=heartbeat_s)
+            monitor = cls(*(has[name] for name in settings), board=shared.board)
             monitor.shared = shared
             return monitor
 
@@ -218,10 +205,6 @@ class CheckpointMonitor:
         }[self.save_strategy]
         name = f"{job_id} on {node_id}"
         ticket = self._change(lambda state: state.enqueue(Saver(place, name, _this_process())))
-        if self.heartbeat_s is not None:
-            stack = self._beating[ticket] = ExitStack()
-            beat = partial(self._change, partial(_count_beat, ticket))
-            stack.enter_context(Heartbeat(beat, self.heartbeat_s / 4, f"saver-{ticket}"))
         try:
             admitted: bool | None = False
             while admitted is False:
@@ -235,7 +218,6 @@ class CheckpointMonitor:
                 )
         except BaseException:
             self._change(lambda state: state.savers.pop(ticket, None))
-            self._stop_beating(ticket)
             raise
         return ticket
 
@@ -243,7 +225,7 @@ class CheckpointMonitor:
         """Reports that a saver of this process has written its part of this step. If it was the last saver, returns
         after the step is recorded as complete."""
         step, caller = _checked(step), _this_process()
-        self._stop_beating(self._change(lambda state: state.finish(step, _kind(is_state_dict), caller)))
+        self._change(lambda state: state.finish(step, _kind(is_state_dict), caller))
         await self._note_complete(step)
 
     # ------------------------------------------------------------------ internals
@@ -287,27 +269,10 @@ class CheckpointMonitor:
 
     def _remove_dead(self) -> None:
         """Removes the savers that died. The steps that they were saving cannot become complete."""
-        state = self._state
-        causes = {ticket: (saver.beats, self._cause_of_death(ticket, saver)) for ticket, saver in state.savers.items()}
-        dead = {ticket: (beats, cause) for ticket, (beats, cause) in causes.items() if cause}
-        for ticket in [*self._trackers.keys() - state.savers.keys()]:
-            self._trackers.pop(ticket, None)
-        if dead:
-            for name, cause in self._change(lambda state: state.remove_dead(dead)):
-                _log.error("the saver %s died (%s); what it was saving does not count", name, cause)
-
-    def _cause_of_death(self, ticket: int, saver: Saver) -> str:
-        """Returns why a saver died; empty if it may be alive."""
-        if not saver.alive():
-            return "its process is gone"
-        if self.heartbeat_s is None:
-            return ""
-        silence_s = self._trackers.setdefault(ticket, HeartbeatTracker()).silence_s(saver.beats)
-        return f"no heartbeat for {self.heartbeat_s} s" if silence_s > self.heartbeat_s else ""
-
-    def _stop_beating(self, ticket: int | None) -> None:
-        if ticket is not None and (beating := self._beating.pop(ticket, None)) is not None:
-            beating.close()
+        is_alive = ProcessLife.__call__ if self.shared is None else self.shared.is_alive
+        dead = [ticket for ticket, saver in self._state.savers.items() if not is_alive(saver.alive)]
+        for name in self._change(lambda state: state.remove_dead(dead)) if dead else ():
+            _log.error("the saver %s died: its process is gone; what it was saving does not count", name)
 
     async def _wait(self, done: Callable[[SaveState], bool], who: str, whom: str) -> None:
         """Waits until `done` holds. Any change among the savers counts as progress."""
@@ -319,11 +284,6 @@ class CheckpointMonitor:
             return done(state) or None, state.describe()
 
         await wait_until(poll, lambda: Waiting(who, whom, self._state.describe()), self.deadline_s)
-
-
-def _count_beat(ticket: int, state: SaveState) -> None:
-    """Counts a heartbeat of a saver. Raises KeyError for a saver that counts as dead, which ends its heartbeat."""
-    state.savers[ticket].beats += 1
 
 
 def _this_process() -> ProcessLife:

@@ -78,6 +78,10 @@ class NamespaceHost(Host):
         """Unregisters a process."""
         self._users.pop(key, None)
 
+    async def is_alive(self, life: ProcessLife) -> bool:
+        """Whether a registered process lives."""
+        return any(user.life == life and user.alive() for user in self._users.values())
+
     def _living(self) -> bool:
         self._users = {key: user for key, user in self._users.items() if user.alive()}
         return bool(self._users)
@@ -194,5 +198,8 @@ def join(namespace: str, name: str) -> Shared:
         if ray_session() == actor.session:
             ray.get(actor.leave.remote(key))
 
+    def is_alive(other: ProcessLife) -> bool:
+        return other() if other.host == life.host else ray.get(actor.is_alive.remote(other))
+
     table: Any = Proxy(actor, name, key)
-    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), actor, leave)
+    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), actor, leave, is_alive)

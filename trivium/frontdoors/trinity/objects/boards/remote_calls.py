@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from trivium.board import Board, Values
+from trivium.concurrency import ProcessLife
 from trivium.errors import SyncError, UnknownName
 
 P = ParamSpec("P")
@@ -36,6 +37,8 @@ class Shared:
     host: Any = None
     """On Ray, the actor that hosts the board, and references to weights."""
     close: Callable[[], None] = lambda: None
+    is_alive: Callable[[ProcessLife], bool] = ProcessLife.__call__
+    """Whether a process that uses the board lives."""
 
     def agree(self, key: str, value: object) -> Any:
         """Writes the value unless one is stored; returns the stored value, which all processes see. Raises UnknownName

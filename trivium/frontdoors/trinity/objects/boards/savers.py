@@ -23,7 +23,6 @@ class Saver:
     """Savers with the same place may write at the same time."""
     name: str
     alive: ProcessLife
-    beats: int = 0
     writing: bool = False
 
 
@@ -110,30 +109,22 @@ class SaveState:
         mine.writing = self.may_write(ticket)
         return mine.writing
 
-    def remove(self, caller: ProcessLife) -> int | None:
-        """Removes the saver that has written longest, preferably one of the caller's process. Returns its ticket, or
-        None if no saver writes."""
+    def remove(self, caller: ProcessLife) -> None:
+        """Removes the saver that has written longest, preferably one of the caller's process."""
         writing = [ticket for ticket, saver in self.savers.items() if saver.writing]
         own = [ticket for ticket in writing if self.savers[ticket].alive == caller]
-        ticket = next(iter([*own, *writing]), None)
-        if ticket is not None:
+        for ticket in [*own, *writing][:1]:
             del self.savers[ticket]
-        return ticket
 
-    def remove_dead(self, causes: Mapping[int, tuple[int, str]]) -> list[tuple[str, str]]:
-        """Removes dead savers, given as ticket -> (heartbeats at that time, cause). The steps for which their processes
-        registered savers cannot become complete. Returns (name, cause) of each removed saver."""
-        removed: list[tuple[str, str]] = []
-        for ticket, (beats, cause) in causes.items():
-            saver = self.savers.get(ticket)
-            if saver is None or saver.beats != beats:
-                continue
-            del self.savers[ticket]
-            removed.append((saver.name, cause))
+    def remove_dead(self, tickets: Iterable[int]) -> list[str]:
+        """Removes savers whose processes have ended. The steps for which these processes registered savers cannot
+        become complete. Returns the names of the removed savers."""
+        removed = [self.savers.pop(ticket) for ticket in tickets if ticket in self.savers]
+        for saver in removed:
             for step, entry in [*self.steps.items()]:
                 if saver.alive in entry.registered_by and max(entry.counts.values()) > 0:
-                    self.give_up(step, f"the saver {saver.name} died: {cause}")
-        return removed
+                    self.give_up(step, f"the saver {saver.name} died: its process is gone")
+        return [saver.name for saver in removed]
 
     # ------------------------------------------------------------------ steps
 
@@ -157,11 +148,11 @@ class SaveState:
         if step not in self.broken and kind not in self.step(step).announced:
             self.step(step).announced.append(kind)
 
-    def finish(self, step: int, kind: str, caller: ProcessLife) -> int | None:
-        """Records that a saver of the caller's process has finished. Returns its ticket, or None if no saver writes."""
+    def finish(self, step: int, kind: str, caller: ProcessLife) -> None:
+        """Records that a saver of the caller's process has finished."""
         if step not in self.broken:
             self.step(step).counts[kind] -= 1
-        return self.remove(caller)
+        self.remove(caller)
 
     def give_up(self, step: int, cause: str) -> None:
         """Records that the step cannot become complete, with the cause."""

@@ -417,11 +417,12 @@ class Synchronizer(core.Synchronizer):
     def _stop_dead(self) -> None:
         """Sets the trainer and explorers whose processes have ended to stopped."""
         values = self.board.read()
+        is_alive = ProcessLife.__call__ if self.shared is None else self.shared.is_alive
         for name, entry in live_explorers(values).items():
-            if "alive" in entry and not ProcessLife(**entry["alive"])():
+            if "alive" in entry and not is_alive(ProcessLife(**entry["alive"])):
                 self._explorer(name, status=_STOPPED, dead="its process is gone")
         trains = values.get(_TRAINS)
-        if trains is not None and _trainer(values) != _STOPPED and not ProcessLife(**trains)():
+        if trains is not None and _trainer(values) != _STOPPED and not is_alive(ProcessLife(**trains)):
             self._write(lambda values: {**values, "trainer": _STOPPED} if values.get(_TRAINS) == trains else values)
 
 
