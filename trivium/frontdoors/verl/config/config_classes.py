@@ -197,7 +197,7 @@ def _target(address: str) -> Any:
     module, _, name = address.rpartition(".")
     if module.partition(".")[0] != "verl":
         return getattr(import_module(module), name)
-    if name not in globals():
+    if not is_dataclass(globals().get(name)):
         found = "there is no such class here"
         raise InvalidConfig(f"the config class {address}", found, "use the classes without Megatron, or a mapping")
     return globals()[name]
@@ -206,13 +206,12 @@ def _target(address: str) -> Any:
 def _instance(kind: Any, values: Mapping[str, Any]) -> Any:
     """Returns an object of a config class; mappings with a `_target_` inside become objects of theirs."""
     arguments = {name: _part(value) for name, value in values.items() if name != "_target_"}
-    if not is_dataclass(kind):
+    names = getattr(kind, "__dataclass_fields__", None)
+    if names is None:
         return kind(arguments)
-    names = [each.name for each in fields(kind)]
-    unknown = arguments.keys() - {*names}
-    if unknown:
+    if unknown := arguments.keys() - names.keys():
         found = "it has no such field"
-        raise InvalidConfig(f"{kind.__name__}.{min(unknown)}", found, suggest(min(unknown), names))
+        raise InvalidConfig(f"{kind.__name__}.{min(unknown)}", found, suggest(min(unknown), list(names)))
     return kind(**arguments)
 
 
