@@ -117,7 +117,6 @@ UPDATE: dict[str, Entry] = {
     "ppo_mini_batch_size": Mapped("the number algorithm.mini_batches, which is data.train_batch_size over it", 256),
     "ppo_epochs": Mapped("algorithm.epochs", 1),
     "ppo_max_token_len_per_gpu": Mapped("train.max_tokens_per_micro_batch", 16384),
-    "loss_agg_mode": Mapped("algorithm.aggregate", "token-mean"),
     "grad_clip": Mapped("train.max_grad_norm", 1.0),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
     "shuffle": Ignored("prompts are shuffled in every epoch, and mini-batches keep their order"),
@@ -151,6 +150,9 @@ _KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.acto
 
 ACTOR: dict[str, Entry] = {
     **UPDATE,
+    "loss_agg_mode": Mapped(
+        "algorithm.aggregate", "token-mean", note="sapo and geo_mean always average over the tokens of each sequence"
+    ),
     "clip_ratio": Mapped(
         (f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED, note=f"{_DPPO} both bounds of the divergence"
     ),
