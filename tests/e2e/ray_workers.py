@@ -1,4 +1,4 @@
-"""Workers of groups on Ray: what the tests have them do."""
+"""Worker classes of the tests of worker groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trivium.frontdoors.verl.objects.workers.worker import Worker
 
 
 class Traced:
-    """Rows that note, in a file, in which processes they are unpickled."""
+    """Rows that write the ids of the processes that unpickle them to a file."""
 
     def __init__(self, path: Path, values: np.ndarray) -> None:
         self.path, self.values = path, values
@@ -45,7 +45,7 @@ def _arrived(path: Path, values: np.ndarray) -> Traced:
 
 
 def deal(group: Any, *names: str) -> tuple[list[list[str]], dict[str, Any]]:
-    """A user's rule: every rank is told its place in a row of names."""
+    """A user's rule: each rank receives the names with its rank appended."""
     return [[f"{name} {rank}" for rank in range(group.world_size)] for name in names], {}
 
 
@@ -54,7 +54,7 @@ def shout(group: Any, results: list[str]) -> str:
 
 
 class Counting(Worker):
-    """Does a bit of everything."""
+    """A worker with a method for each rule."""
 
     def __init__(self, start: int, peers: int = 1) -> None:
         self.start, self.calls = start, list[str]()
@@ -88,7 +88,7 @@ class Counting(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def through(self, rows: Any, more: Any = None, *, offset: int = 0) -> Any:
-        """The same rows; how many there were is remembered."""
+        """Returns the rows, and records their number."""
         self.seen.append(len(rows) if not isinstance(rows, dict) else len(next(iter(rows.values()))))
         return rows if more is None else more
 
@@ -131,7 +131,7 @@ class Counting(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def until(self, end: Path) -> int:
-        """Returns once the file is there."""
+        """Returns when the file exists."""
         eventually(end.exists, 120, lambda: f"{end} is not there")
         return self.rank
 
@@ -168,7 +168,7 @@ class Counting(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stuck(self) -> None:
-        """Rank 1 never comes to the sum that the others wait for."""
+        """Rank 1 never takes part in the reduction, so the others wait."""
         meet()
         if self.rank == 1:
             time.sleep(3600)
@@ -176,14 +176,14 @@ class Counting(Worker):
 
 
 class Talking(Worker):
-    """A rollout engine beside a trainer: many replies at a time."""
+    """A rollout engine in the process of a trainer, with concurrent calls."""
 
     def __init__(self) -> None:
         self.talking = self.most = 0
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     async def generate(self, prompts: list[str]) -> list[str]:
-        """Answers once six have been asked at a time; greetings at once."""
+        """Returns after six calls are concurrent; returns `hello` immediately."""
         self.talking += 1
         self.most = max(self.most, self.talking)
         async with asyncio.timeout(120):

@@ -107,7 +107,7 @@ def calls(folder: Path, who: str) -> list[str]:
 
 
 class Overriding(RayPPOTrainer):
-    """Counts what users override."""
+    """A trainer that counts the calls of overridden methods."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -128,7 +128,7 @@ class Overriding(RayPPOTrainer):
 
 
 def within_a_minute(score: Any) -> Any:
-    """A scorer with a time limit, as many are written; it needs a main thread."""
+    """A scorer that limits its time by a signal, which needs the main thread."""
 
     def late(number: int, frame: Any) -> None:
         raise TimeoutError
@@ -148,7 +148,7 @@ def within_a_minute(score: Any) -> Any:
 def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
     example: Any, connected: None, tmp_path: Path
 ) -> None:
-    """PPO with critic, reference and an adaptive KL in the reward; another object goes on from the checkpoint."""
+    """PPO with critic, reference and an adaptive KL in the reward. Another trainer resumes from the checkpoint."""
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.5, "horizon": 20}}
 
     def trainer(steps: int, workers: int) -> Overriding:
@@ -246,7 +246,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
 def test_there_is_no_second_loop(
     example: Any, connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `loops.train_step` nothing trains. A reward model's workers score what the manager passes on."""
+    """`fit` fails without `loops.train_step`. The manager passes on the scores of the reward model's workers."""
     example.write_data(tmp_path)
     made = example.make_trainer("grpo", tmp_path, steps=1)
     score_model = ScoreModel(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), seed=0)
@@ -304,7 +304,7 @@ def known(values: torch.Tensor, where: str) -> dict[str, float]:
 
 
 def slow_metrics(view: Any, coef: float) -> dict[str, float]:
-    """What verl's definitions make of a batch's tensors; `coef` weighs the KL penalty in the reward."""
+    """Computes metrics of a batch by verl's definitions. `coef` is the coefficient of the KL penalty in the reward."""
     batch, mask = view.batch, view.batch["response_mask"].bool()
     attention, width = batch["attention_mask"], batch["responses"].shape[1]
     prompts, responses = attention[:, :-width].sum(-1).double(), attention[:, -width:].sum(-1).double()
@@ -337,7 +337,7 @@ def slow_metrics(view: Any, coef: float) -> dict[str, float]:
 def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
     example: Any, connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dataset and sampler by the config's names, a manager loaded from it, two ranks; then the run is continued."""
+    """The config names dataset, sampler and manager; two ranks train; then the run is resumed."""
     example.write_data(tmp_path)
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.5, "horizon": 20}}
     monkeypatch.setattr("tests.e2e.verl_user.Hardest.seen", [])
@@ -400,7 +400,7 @@ def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
 
 
 class Recipe(RayPPOTrainer):
-    """A trainer as recipes derive it."""
+    """A trainer as verl's recipes derive it."""
 
     def __init__(self, *arguments: Any, weight: float, **named: Any) -> None:
         self.seen: list[str] = []
@@ -489,7 +489,7 @@ def test_what_a_recipe_overrides_changes_the_run(example: Any, connected: None, 
 
 
 def test_registered_functions_train_as_those_that_ship(example: Any, connected: None, tmp_path: Path) -> None:
-    """GRPO and PPO's loss written anew, on two ranks; another loss exists in this process alone."""
+    """The user's copies of GRPO and of PPO's loss on two ranks; another loss exists only in this process."""
 
     @register_policy_loss("inner")
     def inner(log_prob: Any, advantages: Any, response_mask: Any, loss_agg_mode: str, config: Any, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Groups of processes on Ray: who is given what, what becomes of it, and what happens when one of them dies."""
+"""Worker groups on Ray: dispatch of arguments, collection of results, futures, failures and pools."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def three(connected: None, run_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def four(connected: None, run_dir: Path) -> Iterator[Any]:
-    """Two roles in each of four processes; the critic's ranks share sequences by twos."""
+    """Two roles in each of four processes; two of the critic's ranks share each share of the data."""
     both = create_colocated_worker_cls(
         {Role.Critic: RayClassWithInitArgs(ray.remote(Counting), 7, peers=2), "rollout": RayClassWithInitArgs(Talking)}
     )
@@ -76,7 +76,7 @@ def batch(rows: int) -> Batch:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality of values with rows."""
+    """Whether two values with rows are equal."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
     if isinstance(a, Batch):

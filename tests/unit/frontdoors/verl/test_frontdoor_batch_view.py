@@ -1,4 +1,4 @@
-"""The seeds' view of groups: where every token and column lands, and a manager written for the original on top."""
+"""The view of groups: positions of tokens and columns, and a manager written for verl."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_shapes_and_extras_that_do_not_fit() -> None:
 
 
 class Letters:
-    """Every id is a letter; 0 and 1 are special."""
+    """A tokenizer of letters; the ids 0 and 1 are special."""
 
     eos_token = "?"
 
@@ -182,7 +182,7 @@ class Letters:
 
 
 class TheirManager:
-    """As people wrote them for the original: everything through `data`, item by item."""
+    """A manager as verl's users write it: it reads `data` item by item."""
 
     def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source") -> None:
         self.tokenizer = tokenizer

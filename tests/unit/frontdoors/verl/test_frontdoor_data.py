@@ -156,7 +156,7 @@ def test_tensors_are_positions_too() -> None:
 
 
 class Curriculum(AbstractCurriculumSampler):
-    """Visits what was rewarded least, from where it stands; its state is all that it knows."""
+    """Visits the rows with the lowest rewards next. Its state is complete."""
 
     def __init__(self, data_source: Any, data_config: Any = None) -> None:
         self.rewards, self.left = [0.0] * len(data_source), list[int]()

@@ -29,7 +29,7 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0],
 
 
 def objectives(mode: str, weighted: bool) -> tuple[PolicyObjective, PolicyObjective]:
-    """(with the user's loss, with the same loss as it ships)"""
+    """Returns (objective with the user's loss, objective with the shipped loss)."""
     options = {"function": "tests.e2e.verl_user:my_loss", "loss_agg_mode": mode, "config": CONFIG}
     mine = policy_objective("trivium.frontdoors.verl.registered:computed", mode, weighted=weighted, **options)
     ships = policy_objective("ppo", mode, weighted=weighted, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
@@ -60,7 +60,7 @@ def loss_of(objective: PolicyObjective, log_prob: torch.Tensor, parts: list[slic
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_users_loss_is_averaged_over_the_step_however_it_is_cut(mode: str, weighted: bool) -> None:
-    """Against the loss that ships (which golden values pin), and finite differences."""
+    """Compares with the shipped loss, which golden values check, and with finite differences."""
     mine, ships = objectives(mode, weighted)
     log_prob = step()["log_prob"].requires_grad_()
     expected = loss_of(ships, log_prob, [slice(0, 4)])

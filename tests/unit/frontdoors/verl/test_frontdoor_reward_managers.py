@@ -1,4 +1,4 @@
-"""Reward managers: where rewards land, what else is said, and what becomes of samples that cannot be scored."""
+"""Reward managers: positions of rewards, extra information, and samples that cannot be scored."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from trivium.text.tiny import tiny_tokenizer
 
 CALLS: list[Any] = []
 HELD = threading.Event()
-"""Lets go of what hangs, at the end of a test."""
+"""Ends scorers that hang, at the end of a test."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A real one: a token per character, and an end of its own."""
+    """The tiny tokenizer: a token per character, and an end token."""
     return tiny_tokenizer()
 
 
@@ -61,7 +61,7 @@ def nothing_hangs_on() -> Iterator[None]:
 
 
 def view(tokenizer: Any, *texts: str, sources: list[str] | None = None, width: int = 24, **columns: Any) -> BatchView:
-    """Responses to `1+1?`, padded; each ends as the model ends it."""
+    """Padded responses to `1+1?` with end tokens."""
     prompt = tokenizer.encode("1+1?", add_special_tokens=False)
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     responses = torch.full((len(rows), width), tokenizer.pad_token_id)
@@ -97,7 +97,7 @@ def length(data_source: str, solution_str: str, ground_truth: str, extra_info: d
 
 
 def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-    """Does what the solution says."""
+    """Behaves as the solution's text names."""
     CALLS.append(solution_str)
     if solution_str == "raise":
         raise KeyError("missing")

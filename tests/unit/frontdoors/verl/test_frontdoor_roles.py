@@ -1,4 +1,4 @@
-"""Which worker groups an algorithm needs, and what each worker is told that it is."""
+"""The worker groups that an algorithm needs, and the role names of their workers."""
 
 from __future__ import annotations
 

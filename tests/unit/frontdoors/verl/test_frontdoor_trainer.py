@@ -1,4 +1,4 @@
-"""What RayPPOTrainer refuses in a RunConfig, before anything starts."""
+"""RunConfigs, data and samplers that RayPPOTrainer refuses before it starts a process."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_p
 
 
 class NotASampler:
-    """What `data.sampler` must not name."""
+    """A class that `data.sampler` must not name."""
 
 
 def verl_config(model: str, tmp_path: Path, **data: Any) -> dict[str, Any]:

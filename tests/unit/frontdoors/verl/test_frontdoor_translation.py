@@ -1,4 +1,4 @@
-"""The original trainer's config as a RunConfig."""
+"""verl's config as a RunConfig."""
 
 from __future__ import annotations
 
@@ -424,7 +424,7 @@ def test_a_section_that_says_nothing_asks_for_nothing(model: str) -> None:
 
 
 def test_what_chooses_rewards_is_no_list_of_errors(model: str) -> None:
-    """Sections as the original's launcher merges them, and a manager of one's own."""
+    """Sections as verl's launcher merges them, and a manager of the user."""
     more = {
         "reward_model": {
             "reward_manager": {"source": "importlib", "name": "Mine", "module": {"path": "m.py", "name": "custom"}},
@@ -457,7 +457,7 @@ def test_less_than_a_batch_is_an_error(model: str) -> None:
 
 
 def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
-    """Every key at the value that the original has, as its launcher merges it."""
+    """Every key with verl's default, as its launcher merges them."""
     whole: dict[str, Any] = verl_config(model)
     for key, entry in TABLE.entries.items():
         if f"{key}." in " ".join(TABLE.entries):

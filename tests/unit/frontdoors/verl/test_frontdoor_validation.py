@@ -1,4 +1,4 @@
-"""Validation statistics: exact, where the original draws samples of samples."""
+"""Validation statistics, which are exact; verl estimates them by bootstrap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_best_and_worst_are_means_over_all_choices(n: int) -> None:
 
 
 def test_the_reference_case_is_exact_here() -> None:
-    """Four samples, two of them right: the original's bootstrap says 0.926 and 0.738."""
+    """Four samples, two of them right: verl's bootstrap gives 0.926 and 0.738."""
     found = of_task([1, 0, 0, 1], ["a", "b", "b", "a"])
     assert (found["mean@4"], found["std@4"], found["best@4/mean"]) == (0.5, 0.5, 1.0)
     assert found["best@2/mean"] == pytest.approx(5 / 6)
@@ -94,7 +94,7 @@ def group(number: int, *texts: str, greedy: str | None = None) -> Group:
 
 
 class Manager:
-    """Rewards the length, and counts how often it is asked."""
+    """Returns the length as the reward, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

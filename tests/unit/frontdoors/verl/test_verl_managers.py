@@ -48,7 +48,7 @@ def rows(tokenizer: Any, *texts: str, **more: Any) -> BatchView:
 
 
 def config(manager: Any = None, scorer: str = "contains", layout: str = "2025", **kwargs: Any) -> dict[str, Any]:
-    """A config that names them, in the layout of a year."""
+    """A config that names a manager and a scorer, in the layout of a year."""
     function = {"path": FILE, "name": scorer}
     if layout == "2025":
         return {
