@@ -31,7 +31,6 @@ from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.registry import suggest
 from trivium.text import hf_tokenizer
 
-_KEEP_ALL = 1_000_000
 _OWN_MONITOR = "trivium.frontdoors.trinity.monitor_views:MonitorOfTrinity"
 _MONITORS = ("tensorboard", "wandb", "mlflow")
 _STYLES = {
@@ -123,7 +122,6 @@ def _sections(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "sync": sync,
         "buffer": buffer_of(trinity),
         "evaluation": evaluation_of(trinity, sync.get("interval", 1)),
-        "checkpoint": _checkpoint(trinity),
         "monitors": _monitors(trinity),
         "cluster": _cluster(trinity, device),
     }
@@ -248,7 +246,7 @@ def _engine_kind(trinity: TrinityConfig) -> str:
 
 
 def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
-    trainer, fsdp = trinity.trainer, f"{_ACTOR}.fsdp_config"
+    trainer = trinity.trainer
     kind = str(trinity["trainer.trainer_type"])
     if kind != "verl" and ":" not in kind:
         do = "use verl, or an engine of yours: my_engine.py:Mine"
@@ -259,7 +257,7 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
     longest = math.ceil(2 * max_context(trinity) / max(1, parallel)) or 16384
     norms = [trinity["trainer.actor_grad_clip"]]
     norms += [trinity["trainer.grad_clip"]] if trinity.has("trainer.grad_clip") else [trainer[f"{_ACTOR}.grad_clip"]]
-    dtype = "float32" if device == "cpu" else _DTYPES.get(str(trainer[f"{fsdp}.dtype"]), "bfloat16")
+    dtype = "float32" if device == "cpu" else _DTYPES.get(str(trainer[f"{_ACTOR}.fsdp_config.dtype"]), "bfloat16")
     train: dict[str, Any] = {
         "kind": "torch",
         "device": device,
@@ -267,7 +265,6 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
         "max_tokens_per_micro_batch": trinity["trainer.max_token_len_per_gpu"]
         or trainer.values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu")
         or longest,
-        "gradient_checkpointing": bool(trainer["actor_rollout_ref.model.enable_gradient_checkpointing"]),
         "max_grad_norm": next(norm for norm in norms if norm is not None),
         "optimizer": _optimizer(_actor_optimizer(trinity), steps),
     }
@@ -275,11 +272,7 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
         train["critic_optimizer"] = _optimizer({name: trainer[f"critic.optim.{name}"] for name in _OPTIONS}, steps)
     if parallel > 1:
         train["sequence_parallel"] = parallel
-    if any(trainer[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload")):
-        train["cpu_offload"] = True
-    if (trainer[f"{fsdp}.fsdp_size"] or -1) > 0:
-        train["shard"] = trainer[f"{fsdp}.fsdp_size"]
-    return merged(train, trinity.lora.mapped()["train"]) if trinity.lora else train
+    return train
 
 
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -349,9 +342,6 @@ def _schedule(trinity: TrinityConfig, steps: int, staleness: int | None) -> dict
     }
     if staleness is not None:
         schedule["max_staleness"] = staleness
-    if trinity["explorer.over_rollout.ratio"]:
-        ratio = trinity["explorer.over_rollout.ratio"]
-        schedule["over_rollout"] = ratio / (1 - ratio)
     return schedule | _order(trinity)
 
 
@@ -417,11 +407,6 @@ def _method(trinity: TrinityConfig, method: str, device: str) -> str:
     if trinity.lora and method == "nccl":
         method = "checkpoint"
     return "memory" if method == "nccl" and not _cluster(trinity, device) else method
-
-
-def _checkpoint(trinity: TrinityConfig) -> dict[str, Any]:
-    keep = trinity["trainer.max_checkpoints_to_keep"] or trinity.trainer["trainer.max_actor_ckpt_to_keep"]
-    return {"keep": keep or _KEEP_ALL}
 
 
 def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:

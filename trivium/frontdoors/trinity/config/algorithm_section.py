@@ -156,8 +156,6 @@ def algorithm_of(trinity: TrinityConfig) -> dict[str, Any]:
     section["correction"] = _NONE  # in both, the ratio is against the policy that sampled
     if not trinity["algorithm.bypass_old_logprobs"] and loss not in _WITHOUT_RATIO:
         section["old_log_prob"] = "recompute"
-    if (epochs := trinity.trainer["actor_rollout_ref.actor.ppo_epochs"]) != 1:
-        section["epochs"] = epochs
     section |= _entropy(trinity, stands) | _kl(trinity, stands) | _critic(trinity, advantage)
     return _with_operators(trinity, section) | _teacher(trinity, advantage)
 

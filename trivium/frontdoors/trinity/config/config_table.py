@@ -5,7 +5,9 @@ A key outside the table is an error. So is an unsupported value.
 
 from __future__ import annotations
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, ignored, under
+from dataclasses import replace
+
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, if_on, ignored, under
 from trivium.frontdoors.trinity.config.keys_of_data import (
     DATA_PROCESSOR,
     EXPLORER_INPUT,
@@ -187,7 +189,9 @@ _EXPLORER: dict[str, Entry] = {
     "bench_on_latest_checkpoint": Restricted(_OFF, "use `trivium eval CONFIG --step N`"),
     "proxy_port": Mapped("serve.port", 8010, when={"mode": "serve"}),
     "listen_address": Mapped("serve.host", type=str, when={"mode": "serve"}, note="127.0.0.1 if it is not set"),
-    "over_rollout.ratio": Mapped("schedule.over_rollout: ratio / (1 - ratio)", 0.0),
+    "over_rollout.ratio": Mapped(
+        "schedule.over_rollout", 0.0, convert=lambda ratio: if_on(ratio / (1 - ratio)), note="ratio / (1 - ratio)"
+    ),
     "over_rollout.wait_after_min": Ignored("the step takes the groups that finish first"),
     "over_rollout.return_partial_tasks": Ignored("a group is trained on as a whole, as there"),
     "dynamic_timeout": Ignored("workflow.deadline_s is the deadline of a rollout"),
@@ -224,7 +228,7 @@ _TRAINER: dict[str, Entry] = {
     "grad_offload": Mapped("train.cpu_offload", False, convert={True: True}),
     "offload_policy": Mapped("train.cpu_offload", False, convert={True: True}),
     "save_strategy": Mapped("checkpoint.save_strategy", "unrestricted", convert=str.lower),
-    "max_checkpoints_to_keep": Mapped("checkpoint.keep; 0 keeps all", 0),
+    "max_checkpoints_to_keep": Mapped("checkpoint.keep", 0, convert=if_on, note="0 keeps all"),
     "megatron": Ignored("Megatron is not supported; trainer_strategy must be fsdp or fsdp2"),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
     "trainer_config": Mapped("train: keys of verl's config, see below", {}),
@@ -307,11 +311,16 @@ AUXILIARY_MODEL = Table(
 
 _TAKEN = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    "actor_rollout_ref.actor.fsdp_config.param_offload",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "trainer.max_actor_ckpt_to_keep",
+)
+"""Keys of verl's config that are translated as verl's."""
+_READ = (
     "actor_rollout_ref.actor.grad_clip",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.actor.ppo_epochs",
     "actor_rollout_ref.actor.fsdp_config.dtype",
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     *(
         f"{role}.optim.{name}"
@@ -321,11 +330,8 @@ _TAKEN = (
     ),
     "critic.cliprange_value",
     "trainer.critic_warmup",
-    "trainer.max_actor_ckpt_to_keep",
 )
-"""Keys of verl's config that have no counterpart in Trinity-RFT, or that are read if the counterpart is unset."""
-_OFFLOADS = tuple(f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload"))
-
+"""Keys of verl's config that rules read, most of them where Trinity-RFT's own key is unset."""
 
 _DECIDES = "Trinity-RFT's own key of the same meaning decides, as there"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
@@ -341,9 +347,16 @@ _OF_MEGATRON = (
 
 def _of_trainer_config(key: str, entry: Entry) -> Entry:
     """Returns the entry of a key of verl's config inside trainer.trainer_config."""
-    if not isinstance(entry, Mapped) or key in _TAKEN + _OFFLOADS:
+    if not isinstance(entry, Mapped):
         return entry
-    return Ignored(_DECIDES)
+    if key.endswith("actor.ppo_epochs"):
+        return replace(
+            entry, convert=lambda epochs: epochs if epochs != 1 else None, when={"learning from rows": False}
+        )
+    if key in _TAKEN:
+        return entry
+    described = f"{entry.to}, if Trinity-RFT's own key is unset"
+    return replace(entry, to=described, convert=None, when={}) if key in _READ else Ignored(_DECIDES)
 
 
 TRAINER_CONFIG = Table(

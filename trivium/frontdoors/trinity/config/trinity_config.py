@@ -7,11 +7,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
-from trivium.config import read_yaml
+from trivium.config import merged, read_yaml
 from trivium.errors import Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Table
@@ -20,6 +20,7 @@ from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TA
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
 
 _NOT_SAMPLED = ("sft", "dpo")
+_KEEP_ALL = 1_000_000
 _FIRST_PORT = 8001
 """The port of the first auxiliary model, unless its `base_port` is set."""
 
@@ -79,8 +80,10 @@ class TrinityConfig:
         return str(self[key] or "")
 
     def mapped(self) -> dict[str, Any]:
-        """Returns the RunConfig fragment of the rows of the table that have a path."""
-        return self._top.mapped(**{"mode": self.mode, "learning from rows": self.offline})
+        """Returns the RunConfig fragment of the rows of the tables that have a path."""
+        context = {"mode": self.mode, "learning from rows": self.offline}
+        tables = [self.trainer, *([self.lora] if self.lora else []), self._top]
+        return reduce(merged, (table.mapped(**context) for table in tables), {"checkpoint": {"keep": _KEEP_ALL}})
 
     def first(self, *keys: str) -> Any:
         """Returns the value of the first of these keys that is set, else the first default."""
