@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
@@ -252,6 +253,7 @@ def check(group: Group, given: set[tuple[bytes, bytes, bytes]], edits: Counter[s
     return len(forks)
 
 
+@pytest.mark.timeout(300 + EPISODES)
 async def test_fuzzed_episodes_are_recorded_token_for_token(tmp_path: Path) -> None:
     engine = Agentic()
     async with served(
