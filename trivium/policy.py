@@ -121,6 +121,8 @@ class Policy:
         self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
         """Metrics of the workflow; their means are logged under `workflow/`."""
+        self._participant = ""
+        """The name of the fork that this policy belongs to."""
         self._calls = 0
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
@@ -170,6 +172,7 @@ class Policy:
             done.stop_reason,
             self._renderer.decode(done.tokens) if done.text is None else done.text,
             prompt.media,
+            participant=self._participant,
             extra=done.extra,
         )
         self._rollout.turns[key.path] = turn
@@ -196,9 +199,11 @@ class Policy:
         return credited
 
     def fork(self, name: str) -> Policy:
-        """A policy with its own conversation and random numbers. Its turns join the same record.
+        """A second participant: a policy with its own conversation and random numbers. Its turns join the same record.
 
-        Raises RolloutError for a duplicate name, since both forks would draw the same numbers.
+        Rewards named like a fork (`{"proposer": 1.0, "solver": 0.0}`, or `proposer/novelty`) are those of its turns
+        alone. A fork of a fork belongs to the same participant. Raises RolloutError for a duplicate name, since both
+        forks would draw the same numbers.
         """
         if name in self._forks:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
@@ -213,11 +218,13 @@ class Policy:
             threads=self._threads,
         )
         other.metrics = self.metrics
+        other._participant = self._participant or name
         return other
 
     def branch(self, name: str, sampling: Sampling | None = None) -> Policy:
         """A fork that continues this conversation and its tokens. `sampling` replaces the sampling parameters."""
         other = self.fork(name)
+        other._participant = self._participant
         other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
         other._sampling = sampling or self._sampling
         return other

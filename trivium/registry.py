@@ -262,6 +262,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "scale_shift": "trivium.algorithms.shaping:scale_shift",
         "group_normalise": "trivium.algorithms.shaping:group_normalise",
         "running_normalise": "trivium.algorithms.shaping:running_normalise",
+        "role_baseline": "trivium.algorithms.shaping:role_baseline",
     },
     "train": {
         "torch": "trivium.training.engine:TorchTrainEngine",

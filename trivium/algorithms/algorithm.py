@@ -273,7 +273,8 @@ class GroupAlgorithm:
         moments = [asdict(moments) for moments in self._moments]
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         coef = {"kl_coef": steered.value, "kl_coef_initial": steered.initial} if steered else {}
-        return coef | ({"moments": moments} if moments else {})
+        roles = [{name: asdict(each) for name, each in roles.items()} for roles in self._roles]
+        return coef | ({"moments": moments} if moments else {}) | ({"roles": roles} if roles else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`. Keeps the current value of anything that the state lacks, and of the KL coefficient
@@ -285,11 +286,18 @@ class GroupAlgorithm:
         if "moments" in state:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 vars(moments).update(saved)
+        for roles, saved in zip(self._roles, state.get("roles", ()), strict=bool(state.get("roles"))):
+            roles.update({name: Moments(**each) for name, each in saved.items()})
 
     @property
     def _moments(self) -> list[Moments]:
         """The moments of the shapings that have them."""
         return [step.moments for step in self.shapings if step.moments is not None]
+
+    @property
+    def _roles(self) -> list[dict[str, Moments]]:
+        """The moments by participant of the shapings that have them."""
+        return [step.roles for step in self.shapings if step.roles is not None]
 
 
 def _placed(arrays: Sequence[AnyArray], rows: Sequence[int], batch: Batch) -> list[AnyArray]:

@@ -26,8 +26,8 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
     rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     scores = torch.where(last, rewards[:, None].float(), 0.0)
-    group = numbered([e.group_id for e in batch.experiences])
-    trajectory = numbered([(e.group_id, e.index) for e in batch.experiences])
+    group = numbered([(e.group_id, e.participant) for e in batch.experiences])
+    trajectory = numbered([(e.group_id, e.index, e.participant) for e in batch.experiences])
     return AdvantageInputs(
         scores,
         mask,
@@ -59,11 +59,13 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
     of_row, total = x.trajectory, int(x.trajectory.max()) + 1
     rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
     lengths = torch.tensor([e.num_response_tokens for e in batch.experiences])
+    participants = {int(number): e.participant for number, e in zip(of_row, batch.experiences, strict=True)}
     return ShapingInputs(
         reward=rewards.new_zeros(total).scatter(0, of_row, rewards),
         length=lengths.new_zeros(total).index_add(0, of_row, lengths),
         truncated=torch.zeros(total, dtype=torch.bool).scatter(0, of_row, torch.tensor(truncated_rows(batch))),
         group=x.group.new_zeros(total).scatter(0, of_row, x.group),
+        participants=tuple(participants[number] for number in range(total)),
         max_new_tokens=max_new_tokens,
     )
 

@@ -33,6 +33,7 @@ COLUMNS = frozenset(SCORES.values()) | {
     "greedy_reward",
     "uniform",
     "moments",
+    "role_mean",
 }
 """Columns that a function may need: scores of the train engine, and columns computed from a batch."""
 
@@ -258,7 +259,8 @@ class FilterMetadata(FunctionMetadata):
 class ShapingMetadata(FunctionMetadata):
     """Metadata of `f(x: ShapingInputs, *, options...) -> (T,) rewards`, a shaping that an entry of `shaping` can name.
 
-    `needs` may name `moments`: the mean and standard deviation of every reward seen so far, this step's included.
+    `needs` may name `moments`: the mean and standard deviation of every reward seen so far, this step's included; and
+    `role_mean`: the mean for each participant.
     """
 
     decorator = "reward_shaping"

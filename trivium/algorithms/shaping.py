@@ -60,6 +60,10 @@ class ShapingInputs:
     """The longest completion that sampling allows."""
     moments: Moments | None = None
     """Moments of all inputs of this shaping so far, this step's rewards included; None if it does not need them."""
+    participants: tuple[str, ...] = ()
+    """The participant of each trajectory (`Policy.fork`); empty texts if they have no rewards of their own."""
+    role_mean: Tensor | None = None
+    """Float64: the mean of all rewards of the participant so far, this step's included; None if it is not needed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class Shaping:
     function: Callable[[ShapingInputs], Tensor]
     metadata: ShapingMetadata
     moments: Moments | None = None
-    """Moments of the rewards that it has received, if it needs them. The only mutable field."""
+    """Moments of the rewards that it has received, if it needs them. Mutable, as `roles`."""
+    roles: dict[str, Moments] | None = None
+    """The same for each participant."""
 
 
 def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
@@ -80,7 +86,8 @@ def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
     for step in shapings:
         if step.moments is not None:
             step.moments.update([float(reward) for reward in x.reward])
-        reward = step.function(replace(x, moments=step.moments))
+        means = None if step.roles is None else _role_means(step.roles, x)
+        reward = step.function(replace(x, moments=step.moments, role_mean=means))
         if reward.shape != x.reward.shape or not bool(reward.isfinite().all()):
             name = getattr(step.function, "func", step.function).__name__
             raise DataError(
@@ -90,6 +97,15 @@ def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
             )
         x = replace(x, reward=reward.double())
     return x.reward
+
+
+def _role_means(roles: dict[str, Moments], x: ShapingInputs) -> Tensor:
+    """The mean reward of each trajectory's participant, after adding this step's rewards to `roles`."""
+    names = x.participants or ("",) * len(x.reward)
+    for name in dict.fromkeys(names):
+        own = [float(reward) for reward, other in zip(x.reward, names, strict=True) if other == name]
+        roles.setdefault(name, Moments()).update(own)
+    return x.reward.new_tensor([roles[name].mean for name in names])
 
 
 Limit = Annotated[
@@ -243,3 +259,16 @@ def running_normalise(
         raise DataError("running_normalise", "no moments", "call it through an algorithm's `shaping`")
     centred = x.reward - moments.mean if minus_mean else x.reward
     return centred / (moments.std if moments.std >= min_std else 1.0)
+
+
+@reward_shaping(
+    formula="R - mean(R of the same participant so far)",
+    source="role-conditioned advantage estimation: SPIRAL, Liu et al. 2025, with the mean of all steps",
+    needs={"role_mean"},
+)
+def role_baseline(x: ShapingInputs) -> Tensor:
+    """Rewards relative to their participant's, for games, where one role may be easier than the other. Use it with
+    an estimator that compares no members (`reinforce`). A resumed run keeps the means."""
+    if x.role_mean is None:
+        raise DataError("role_baseline", "no means", "call it through an algorithm's `shaping`")
+    return x.reward - x.role_mean

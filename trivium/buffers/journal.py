@@ -319,7 +319,8 @@ def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
     media = pack_media(turn.media)
     fields = [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
     extra = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in turn.extra.items()}
-    return [*fields, extra] if extra else fields  # records without extra arrays keep the older format
+    further = [extra, turn.participant] if turn.participant else [extra] if extra else []
+    return [*fields, *further]  # records without extra arrays and participants keep the older format
 
 
 def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
@@ -335,6 +336,7 @@ def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
         unpack_media(media),
         reward,
         state,
+        further[1] if len(further) > 1 else "",
         {name: np.frombuffer(array, dtype).reshape(shape) for name, (dtype, shape, array) in extra.items()},
     )
 

@@ -98,7 +98,7 @@ def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]
     """Returns a rollout token by token. `pieces` returns the text of each token of a sequence.
 
     Each sequence has `tokens` and `text` (L), `values` by name (L numbers or None each), and `turns`: the range [start,
-    stop) of each turn's own tokens, its stop reason and its reward.
+    stop) of each turn's own tokens, its stop reason, its reward and its participant.
     """
     group = rollout.group
     return {
@@ -123,6 +123,7 @@ def _sequence(
             "stop": span.stop,
             "stop_reason": turns[span.number].stop_reason.value,
             "reward": number(span.reward),
+            "participant": turns[span.number].participant,
             "text": turns[span.number].text,
             "media": media_values(turns[span.number].media),
         }

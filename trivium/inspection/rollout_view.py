@@ -131,6 +131,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
                 "fork": _fork(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn.text)],
+                "participant": turn.participant,
                 "stop_reason": turn.stop_reason.value,
                 "tokens": len(turn.tokens),
                 "reward": turn.reward,
@@ -190,7 +191,8 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
         for item in turn.get("media", ()):
             place = "" if item["span"] is None else f" at tokens {item['span'][0]} to {item['span'][1]}"
             lines.append(f"  {item['mime']}{place}: media/{item['sha256']}")
-        lines.append(_indented("completion", turn["completion"]))
+        who = f" of {turn['participant']}" if turn["participant"] else ""
+        lines.append(_indented(f"completion{who}", turn["completion"]))
         earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
         lines.append(f"  ({turn['tokens']} tokens, stop reason {turn['stop_reason']}{earned})")
     if (failure := trajectory.failure) is not None:

@@ -119,6 +119,9 @@ class Experience:
     """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
     greedy_reward: float | None = None
     """The reward of the task's greedy rollout, if there is one."""
+    participant: str = ""
+    """The participant that sampled it, if its trajectory has rewards for each participant (`Policy.fork`). Its rewards
+    are then compared with those of the same participant in other trajectories."""
 
     def __post_init__(self) -> None:
         for name, dtype in _TOKEN_ARRAYS.items():
@@ -277,6 +280,7 @@ def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ..
 def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:
     """One experience from (number, turn) pairs; each turn extends the previous one."""
     last = turns[-1][1]
+    participant = last.participant if last.participant in trajectory.participants else ""
     length = len(last.prompt_tokens) + len(last.tokens)
     mask = np.zeros(length, np.bool_)
     log_prob = np.zeros(length, np.float32)
@@ -297,12 +301,13 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         policy_version=version,
         group_id=group.group_id,
         index=trajectory.index,
-        rewards=trajectory.rewards,
+        rewards=trajectory.rewards_of(participant) if trajectory.participants else trajectory.rewards,
         stop_reason=last.stop_reason,
         media=last.media,
         turns=tuple(spans),
         extra=_joined_extra([turn for _, turn in turns], length),
         greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
+        participant=participant,
     )
 
 

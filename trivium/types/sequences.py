@@ -25,11 +25,12 @@ def continues(turn: Turn, earlier: Turn) -> bool:
 
 
 def sequences_of(turns: Sequence[Turn]) -> list[list[tuple[int, Turn]]]:
-    """The turns, with their numbers, of each token sequence: a turn that continues the one before it extends its
-    sequence, any other one starts another."""
+    """The turns, with their numbers, of each token sequence: a turn that continues the one before it, of the same
+    participant, extends its sequence. Any other one starts another."""
     sequences: list[list[tuple[int, Turn]]] = []
     for number, turn in enumerate(turns):
-        if sequences and continues(turn, sequences[-1][-1][1]):
+        last = sequences[-1][-1][1] if sequences else None
+        if last is not None and turn.participant == last.participant and continues(turn, last):
             sequences[-1].append((number, turn))
         else:
             sequences.append([(number, turn)])

@@ -186,6 +186,8 @@ class Turn:
     """The environment's reward for this turn, for step-wise estimators. It is part of the trajectory's reward."""
     state: str = ""
     """Identifies the environment's state before the turn: equal states have equal strings. Empty if unknown."""
+    participant: str = ""
+    """The fork of the policy that sampled it (`Policy.fork`); empty for the policy itself."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
     """See `Completion.extra`."""
 
@@ -240,6 +242,18 @@ class Trajectory:
     def reward(self) -> float:
         """The sum of the components."""
         return float(sum(self.rewards.values()))
+
+    @property
+    def participants(self) -> frozenset[str]:
+        """The participants that have rewards of their own: a component has the participant's name, or begins with this
+        name and a slash (`proposer/novelty`). The other components belong to every participant."""
+        owners = {name.partition("/")[0] for name in self.rewards}
+        return frozenset(turn.participant for turn in self.turns if turn.participant in owners)
+
+    def rewards_of(self, participant: str) -> Mapping[str, float]:
+        """The components of a participant's reward: its own, and those that belong to every participant."""
+        others = self.participants - {participant}
+        return {name: reward for name, reward in self.rewards.items() if name.partition("/")[0] not in others}
 
     @property
     def stop_reason(self) -> StopReason:

@@ -487,7 +487,8 @@ def _term(coef: float, kind: str, section: Plugin, metadata_type: type[TermMetad
 
 def _shaping(section: Plugin) -> Shaping:
     function, metadata = resolve_function("shapings", section, ShapingMetadata)
-    return Shaping(function, metadata, Moments() if "moments" in metadata.needs else None)
+    moments = Moments() if "moments" in metadata.needs else None
+    return Shaping(function, metadata, moments, {} if "role_mean" in metadata.needs else None)
 
 
 def _controller(kl: KlConfig) -> KlController | None:

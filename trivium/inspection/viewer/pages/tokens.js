@@ -112,7 +112,7 @@ export function transcript(rollout, { run, name, range, whole, picked, pick }) {
       elements.push(token);
       text.append(token);
     }
-    const more = own && turn ? [h("span", { class: turn.stop_reason === "eos" ? "dim" : "warn" }, ` · ${turn.stop_reason}`),
+    const more = own && turn ? [turn.participant ? ` · ${turn.participant}` : null, h("span", { class: turn.stop_reason === "eos" ? "dim" : "warn" }, ` · ${turn.stop_reason}`),
       turn.reward ? h("span", { class: "dim" }, `, reward ${show(turn.reward)}`) : null] : [];
     const calls = own && turn ? [...turn.text.matchAll(/<tool_call>([^]*?)<\/tool_call>/g)].map((call) => toolCall(call[1])) : [];
     return [h("p", { class: "role" }, role, more), text, ...calls];
