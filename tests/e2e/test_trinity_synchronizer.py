@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.trinity_savers import Start, forked
+from tests.failing import refused
 from tests.processes import eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.errors import ConfigError, SyncError, UnknownName
@@ -57,12 +58,12 @@ def explore(directory: str) -> None:
 
 def test_processes_share_statuses_weights_and_exchanges(start: Start, directory: Path) -> None:
     config = config_in(directory, "sync.style=dynamic_by_explorer", "sync.deadline_s=120")
-    with pytest.raises(UnknownName, match="the synchronizer of"):
+    with refused(UnknownName, "synchronizer"):
         Synchronizer.get_actor(namespace=str(directory))
     synchronizer = Synchronizer.get_actor(config)
     assert synchronizer.get_trainer_status() is STOPPED
     assert Synchronizer.get_actor(namespace=str(directory)) is synchronizer
-    with pytest.raises(ConfigError, match="with style 'fixed'"):
+    with refused(ConfigError, "style", "'fixed'"):
         Synchronizer.get_actor(config_in(directory))
     synchronizer.set_trainer_status(RUNNING)
     end = start(explore)
@@ -142,7 +143,7 @@ async def test_waiting_in_vain_leaves_the_statuses_as_they_were(directory: Path)
         assert await hasty.ready_to_nccl_sync("trainer", 1) is None  # there is no explorer
     hasty.set_explorer_status(RUNNING)
     for _ in range(2):
-        with pytest.raises(SyncError, match="a version newer than 0 waits for the trainer"):
+        with refused(SyncError, "newer than 0", "trainer"):
             await hasty.wait_new_model_state_dict(0)
         assert await hasty.ready_to_nccl_sync("explorer", 0) is None
         assert await hasty.ready_to_nccl_sync("trainer", 1) is None
@@ -157,7 +158,7 @@ async def test_waiting_for_a_version(alone: Synchronizer) -> None:
     alone.set_trainer_status(RUNNING)
     alone.set_explorer_status(RUNNING)
     assert await alone.wait_new_model_state_dict(0, no_wait=True) == 0
-    with pytest.raises(SyncError, match="the newest is 0"):
+    with refused(SyncError, "newest is 0"):
         await alone.wait_new_model_state_dict(1)
     for change, version in (
         (alone.notify_no_new_model_state_dict, 0),
@@ -174,7 +175,7 @@ async def test_waiting_for_a_version(alone: Synchronizer) -> None:
 
 async def test_an_exchange_and_its_sides_that_stop(alone: Synchronizer) -> None:
     alone.set_trainer_status(RUNNING)
-    with pytest.raises(SyncError, match="this process has reported no explorer"):
+    with refused(SyncError, "set_explorer_status(RunningStatus.RUNNING)"):
         await alone.ready_to_nccl_sync("explorer", 0)
     alone.set_explorer_status(REQUIRE)
     trainer = asyncio.ensure_future(alone.ready_to_nccl_sync("trainer", 1))
@@ -200,7 +201,7 @@ def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer
     alone.set_explorer_status(REQUIRE)
     alone.set_explorer_status(RUNNING, old_status=REQUIRE)
     assert alone.get_explorer_status_counts() == {RUNNING: 1, REQUIRE: 1, WAITING: 0, STOPPED: 0}
-    with pytest.raises(SyncError, match="none is waiting_sync"):
+    with refused(SyncError, "waiting_sync"):
         alone.set_explorer_status(RUNNING, WAITING)
     assert alone.trainer_requires_weight_sync() is None
     alone.set_trainer_status(REQUIRE)
@@ -210,7 +211,7 @@ def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer
         assert alone.get_latest_model_version() == 0
     assert alone.set_model_state_dict_with_step_num(7, world_size=3) == 7
     assert alone.set_model_state_dict_with_step_num() == 7 == alone.get_latest_model_version()
-    with pytest.raises(SyncError, match="publish versions in order"):
+    with refused(SyncError, "publish version"):
         alone.set_model_state_dict(None, 6)
     assert alone.get_model_state_dict() == (None, 7)
     with pytest.raises(AttributeError, match=r"sync\.method nccl makes the group"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.failing import refused
 from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.frontdoors.trinity.reward_functions import (
@@ -59,7 +60,7 @@ def test_countdown(completion: str, score: float) -> None:
 
 
 def test_countdown_without_its_numbers_is_an_error() -> None:
-    with pytest.raises(DataError, match="target, numbers"):
+    with refused(DataError, "target", "numbers", "answer"):
         Countdown(RewardConfig(kind="countdown"))("", "1", "24")
 
 
