@@ -358,11 +358,8 @@ def _flow(judge: Judged) -> dict[str, Any]:
 def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, Any]:
     """Returns the sampling settings of a taskset."""
     model = "explorer.rollout_model"
-    own = (
-        {name: settings[f"rollout_args.{name}"] for name in ("temperature", "top_p", "top_k", "max_tokens")}
-        if (settings)
-        else {}
-    )
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    own = {name: settings[f"rollout_args.{name}"] for name in names} if settings else {}
     sampling: dict[str, Any] = {"max_new_tokens": own.pop("max_tokens", None) or _max_tokens(trinity)[1]}
     for name in ("temperature", "top_p", "top_k"):
         value = own.get(name)

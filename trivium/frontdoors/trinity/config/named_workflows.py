@@ -105,15 +105,15 @@ class _Named:
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
 
 
+def _distilled(taskset: _Named) -> Judged:
+    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
+
+
 def _simple(taskset: _Named) -> Judged:
     if not taskset.reward:
         do = "set default_reward_fn_type, math_reward for example"
         taskset.problem("default_reward_fn_type", "rewards", f"{taskset.name} has none of its own", do)
-    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
-
-
-def _distilled(taskset: _Named) -> Judged:
-    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
+    return _distilled(taskset)
 
 
 def _math(taskset: _Named) -> Judged:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -192,16 +192,23 @@ class StepWiseRewardWorkflow(Workflow, ABC):
 
     def run(self) -> Sequence[RolledOut]:
         experiences: list[RolledOut] = []
+        for number, made in self._steps():
+            reward = self.reward(made, step_num=number)
+            for experience in made:
+                experience.reward = reward
+            experiences += made
+        return experiences
+
+    def _steps(self) -> Iterator[tuple[int, list[RolledOut]]]:
+        """Takes the steps. Yields the number and the experiences of each."""
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
             made = self.model.extract_experience_from_history()
-            reward = self.reward(made, step_num=number)
             for experience in made:
-                experience.reward, experience.eid.step = reward, number
-            experiences += made
+                experience.eid.step = number
+            yield number, made
             if not goes_on:
-                break
-        return experiences
+                return
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
@@ -221,15 +228,7 @@ class RewardPropagationWorkflow(StepWiseRewardWorkflow):
     """A workflow of several steps that have the reward of the last one."""
 
     def run(self) -> Sequence[RolledOut]:
-        experiences: list[RolledOut] = []
-        for number in range(self.max_step_num):
-            goes_on = self.step(step_num=number)
-            made = self.model.extract_experience_from_history()
-            for experience in made:
-                experience.eid.step = number
-            experiences += made
-            if not goes_on:
-                break
+        experiences = [experience for _, made in self._steps() for experience in made]
         reward = self.reward(experiences)
         for experience in experiences:
             experience.reward = reward
