@@ -74,7 +74,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
 """Each function, and each of its parameters with its default (`...`: none), is a fact."""
 
 PARTS = """
-from trivium.frontdoors.trinity import SampleStrategy, VerlPPOTrainerWrapper, DefaultSampleStrategy
+from trivium.frontdoors.trinity import SampleStrategy, VerlPPOTrainerWrapper
 
 
 class Notes:
@@ -102,7 +102,8 @@ class Given(SampleStrategy):
 
     async def sample(self, step, **kwargs):
         self.asked.append(step)
-        return await self.exp_buffer.read_async(), {"mine": 1.0}, self.exp_buffer.samples
+        experiences = await self.exp_buffer.read_async()
+        return experiences[::2], {"mine": len(experiences)}, self.exp_buffer.samples
 
 
 class Verbs(VerlPPOTrainerWrapper):
@@ -157,7 +158,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     file.write_text(PARTS)
     shaped.trainer.trainer_type, shaped.trainer.enable_preview, shaped.trainer.save_interval = f"{file}:Verbs", True, 2
     shaped.monitor.monitor_type, shaped.algorithm.sample_strategy = f"{file}:Notes", f"{file}:Given"
-    shaped.algorithm.sample_strategy_args = {"a": 1}
+    shaped.monitor.monitor_args, shaped.algorithm.sample_strategy_args = {"colour": "red"}, {"a": 1}
     shaped.synchronizer.sync_method = SyncMethod.MEMORY
     names = (
         "config",
@@ -254,6 +255,11 @@ FACTS: list[tuple[str, str, Check]] = [
         "the monitor gets the config",
         lambda w: w.parts["Notes"].made[0]["config"].monitor.monitor_type.endswith("Notes"),
     ),
+    (
+        "init-monitor-args",
+        "the config has the monitor's own arguments",
+        lambda w: w.parts["Notes"].made[0]["config"].monitor.monitor_args["colour"] == "red",
+    ),
     ("init-samples", "no rollouts wait to be shown", lambda w: w.before["samples"] == []),
     ("init-strategy", "the strategy gets the buffer section", lambda w: w.parts["Given"].made[0][0] == 2),
     ("init-strategy-args", "the strategy gets sample_strategy_args", lambda w: w.parts["Given"].made[0][1] == {"a": 1}),
@@ -283,7 +289,7 @@ FACTS: list[tuple[str, str, Check]] = [
     (
         "step-metrics",
         "metrics of the sample are under sample/",
-        lambda w: all(row["sample/mine"] == 1.0 for row in rows_of(w)),
+        lambda w: all(row["sample/mine"] == 4 for row in rows_of(w)),
     ),
     (
         "step-log",

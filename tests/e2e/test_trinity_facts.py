@@ -27,37 +27,10 @@ from trivium.frontdoors.trinity import (
     prefix_metrics,
 )
 from trivium.loops import train_step
-from trivium.registry import resolve
 from trivium.types import Metrics
 
 OWN_PARTS = """
-from trivium.frontdoors.trinity import SampleStrategy, VerlPPOTrainerWrapper
-
-
-class Notes:
-    rows, tables, closed = [], [], []
-
-    def __init__(self, project, group, name, role, config=None):
-        self.names = (project, group, name, role)
-        assert config.monitor.monitor_args["colour"] == "red"
-
-    def log(self, data, step, commit=False):
-        self.rows.append((step, *self.names, data))
-
-    def log_table(self, table_name, experiences_table, step):
-        self.tables.append((step, table_name, len(experiences_table)))
-
-    def close(self):
-        self.closed.append(True)
-
-
-class Half(SampleStrategy):
-    asked = []
-
-    async def sample(self, step, **kwargs):
-        self.asked.append((step, self.buffer_config.batch_size, self.kwargs))
-        experiences = await self.exp_buffer.read_async()
-        return experiences[::2], {"kept": 0.5}, self.exp_buffer.samples
+from trivium.frontdoors.trinity import VerlPPOTrainerWrapper
 
 
 class Sender(VerlPPOTrainerWrapper):
@@ -208,24 +181,6 @@ async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config)
     assert len(shown) == 3
     assert all(shown)
     await trainer.shutdown()
-
-
-async def test_monitors_and_strategies_of_users_are_called(shaped: Config, tmp_path: Path) -> None:
-    parts = tmp_path / "parts.py"
-    shaped.monitor.monitor_type = f"{parts}:Notes"
-    shaped.monitor.monitor_args = {"colour": "red"}
-    shaped.algorithm.sample_strategy = f"{parts}:Half"
-    shaped.algorithm.sample_strategy_args = {"a": 1}
-    shaped.trainer.enable_preview = True
-    trainer = Trainer(shaped)
-    await trained(trainer)
-    await trainer.shutdown()
-    notes, half = resolve("monitors", f"{parts}:Notes"), resolve("sample_strategies", f"{parts}:Half")
-    assert [row[:5] for row in notes.rows] == [(step, "facts", "", "first", "trainer") for step in (1, 2, 3)]
-    assert all(row[5]["sample/kept"] == 0.5 for row in notes.rows)
-    assert {name for _, name, _ in notes.tables} == {"rollout_examples"}
-    assert notes.closed == [True]
-    assert half.asked == [(step, 2, {"a": 1}) for step in (1, 2, 3)]
 
 
 def test_the_names_of_the_documents_exist(shaped: Config, tmp_path: Path) -> None:
