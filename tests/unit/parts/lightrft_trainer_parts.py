@@ -147,6 +147,13 @@ def fill(trainer: PPOTrainerVL, groups: Sequence[Group]) -> None:
         trainer.replay_buffer.append(experience)
 
 
+def filled(model: Path | torch.nn.Module, args: Namespace, **further: Any) -> PPOTrainerVL:
+    """A trainer whose replay buffer has the recorded groups. The arguments are those of `make_trainer`."""
+    trainer = make_trainer(model, args, **further)
+    fill(trainer, recorded())
+    return trainer
+
+
 def weights(trainer: PPOTrainerVL) -> dict[str, torch.Tensor]:
     """Copies of the actor's weights."""
     return {name: tensor.clone() for name, tensor in trainer.actor.export_weights()}

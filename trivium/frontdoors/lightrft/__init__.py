@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers import get_scheduler
 
-from trivium.frontdoors.lightrft.namespace import namespace_of
 from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
@@ -21,6 +20,7 @@ from trivium.frontdoors.lightrft.objects.script_calls import (
 )
 from trivium.frontdoors.lightrft.objects.strategy import FSDPV2Strategy, Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL, SPMDPPOTrainerVL
+from trivium.frontdoors.lightrft.translation import namespace_of
 
 ActorLanguage = ActorVL
 """ActorVL also loads text-only models."""

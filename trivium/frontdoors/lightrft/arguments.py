@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trivium.errors import ConfigError, Problem
@@ -110,18 +109,11 @@ def _is_cadence(value: Any) -> bool:
     return value == -1 or value >= 1
 
 
-@dataclass(frozen=True)
-class GenerateArguments:
-    """The additional keyword arguments of the constructor, by purpose."""
+def sorted_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (those of GENERATE, those of OPTIONAL, which override the attributes of `args`).
 
-    sampling: Mapping[str, Any]
-    """Arguments in GENERATE."""
-    overrides: Mapping[str, Any]
-    """Arguments in OPTIONAL. They override the attributes of `args`."""
-
-
-def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
-    """Sorts keyword arguments by purpose. Raises a ConfigError that lists all unknown keywords with suggestions."""
+    Raises a ConfigError that lists all unknown keywords with suggestions.
+    """
     known = GENERATE | _AS_ARGS
     unknown = sorted(set(given) - known - {*_OF_SCRIPTS})
     if unknown:
@@ -135,7 +127,7 @@ def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
     announce(TABLE.read({name: given[name] for name in _OF_SCRIPTS if name in given and name in TABLE.entries}).notes())
     if given.get("reward_tokenizers"):
         announce(["reward_tokenizers: no effect: reward models get the tokens of the rollouts, and texts"])
-    return GenerateArguments(
-        {name: value for name, value in given.items() if name in GENERATE},
-        {name: value for name, value in given.items() if name in _AS_ARGS},
+    sampling, overrides = (
+        {name: value for name, value in given.items() if name in names} for names in (GENERATE, _AS_ARGS)
     )
+    return sampling, overrides

@@ -13,7 +13,6 @@ from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.lightrft.config.algorithm_section import freezes_vision, launch_conflicts
 from trivium.frontdoors.lightrft.config.data_section import evaluated
 from trivium.frontdoors.lightrft.config.reward_section import remote_urls, reward_models
-from trivium.frontdoors.lightrft.namespace import of_settings
 from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
@@ -25,7 +24,7 @@ from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, get_vlm_
 from trivium.frontdoors.lightrft.objects.strategy import Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.rule_rewards import EXAMPLES_RECIPE
-from trivium.frontdoors.lightrft.translation import settings_of
+from trivium.frontdoors.lightrft.translation import of_settings, settings_of
 from trivium.frontdoors.tables import Settings, announce, refuse
 from trivium.models.vision.encoder import freeze_vision
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from trivium.frontdoors.lightrft.config.algorithm_section import (
 )
 from trivium.frontdoors.lightrft.config.config_table import OPENRLHF, TABLE
 from trivium.frontdoors.lightrft.config.data_section import prompts, tasks_of
-from trivium.frontdoors.lightrft.config.keys_of_training import betas_of
+from trivium.frontdoors.lightrft.config.keys_of_training import WANDB, betas_of
 from trivium.frontdoors.lightrft.config.launch_args import PROCESSES, flags_of
 from trivium.frontdoors.lightrft.config.launch_args import read as read
 from trivium.frontdoors.lightrft.config.reward_section import rewards_of
@@ -65,6 +66,21 @@ def _without_variables(value: object) -> object:
         return value
     text = os.path.expandvars(value)
     return _VARIABLE.sub("", text) or text
+
+
+def namespace_of(config: object) -> Namespace:
+    """Converts a Namespace, a mapping or a list of words to a Namespace for `fit`, the strategy and the data sets.
+
+    The result has every flag of the table; unset flags have LightRFT's defaults. Raises a ConfigError that lists
+    everything unsupported.
+    """
+    return of_settings(settings_of(config))
+
+
+def of_settings(lightrft: Settings) -> Namespace:
+    """Converts settings to a Namespace, as `namespace_of`."""
+    values = {flag: lightrft[flag] for flag in lightrft.table.entries}
+    return Namespace(**values | {"adam_betas": betas_of(values["adam_betas"])})
 
 
 def translate(config: object) -> Translation:
@@ -202,8 +218,7 @@ def _evaluation(lightrft: Settings, per_episode: int) -> dict[str, Any]:
 def _monitors(lightrft: Settings) -> list[dict[str, Any]]:
     monitors: list[dict[str, Any]] = [{"kind": "console"}, {"kind": "jsonl"}]
     if lightrft["use_wandb"]:
-        names = {"project": "wandb_project", "name": "wandb_run_name", "group": "wandb_group", "entity": "wandb_org"}
-        monitors.append({"kind": "wandb"} | {name: lightrft[key] for name, key in names.items() if lightrft[key]})
+        monitors.append({"kind": "wandb"} | {name: lightrft[flag] for name, flag in WANDB.items() if lightrft[flag]})
     return [*monitors, {"kind": "tensorboard"}] if lightrft["use_tensorboard"] else monitors
 
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.failing import refused
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.arguments import OPTIONAL, REQUIRED
-from trivium.frontdoors.lightrft.namespace import namespace_of
 from trivium.frontdoors.lightrft.objects.data.data import (
     PromptDatasetVL,
     SFTDatasetVL,
     blending_datasets,
     get_tokenizer_processor_vl,
 )
+from trivium.frontdoors.lightrft.translation import namespace_of
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
 
@@ -81,7 +82,7 @@ def test_without_a_chat_template_the_prompt_goes_into_the_input_template(seeing:
 def test_videos_have_a_column_of_their_own_and_are_refused(seeing: tuple[Any, Any]) -> None:
     data = prompts([{"prompt": "a", "videos": None}, {"prompt": "b", "videos": ["x.mp4"]}], seeing, videos_key="videos")
     assert data.collate_fn([data[0]]) == (["a"], [None], [None], [None], [None])
-    with pytest.raises(DataError, match="videos"):
+    with refused(DataError, "videos"):
         data[1]
 
 
@@ -97,7 +98,7 @@ def test_videos_have_a_column_of_their_own_and_are_refused(seeing: tuple[Any, An
 def test_rows_that_are_no_prompts_are_refused(
     seeing: tuple[Any, Any], row: dict[str, Any], args: dict[str, Any]
 ) -> None:
-    with pytest.raises(DataError, match="row 0"):
+    with refused(DataError, "row 0"):
         prompts([row], seeing, apply_chat_template=True, **args)[0]
 
 

@@ -9,7 +9,8 @@ from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignore
 OFF = (None, False)
 
 
-def _above_zero(number: int) -> int | None:
+def above_zero(number: float) -> float | None:
+    """Returns the number, or None, which sets nothing, if it is not above 0."""
     return number if number > 0 else None
 
 
@@ -35,7 +36,7 @@ MODELS: dict[str, Entry] = {
     "freeze_prefix": Mapped("train.vision_tower: frozen", type=object),
     "bf16": Mapped(("train.dtype", "engine.dtype"), False, convert={True: "bfloat16", False: "float32"}),
     "load_in_4bit": Mapped("train.frozen_dtype", False, convert={True: "nf4"}, note="needs lora_rank"),
-    "lora_rank": Mapped("train.lora.rank", 0, convert=_above_zero, note="0 trains every weight"),
+    "lora_rank": Mapped("train.lora.rank", 0, convert=above_zero, note="0 trains every weight"),
     "lora_alpha": Mapped("train.lora.alpha", 16, when={"lora_rank": True}),
     "target_modules": Mapped(
         "train.lora.targets", "all-linear", type=object, convert=_targets, when={"lora_rank": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trivium.frontdoors.lightrft.config.keys_of_models import above_zero
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
@@ -29,10 +30,6 @@ _DISCOUNTED = {"advantage_estimator": tuple(name for name in ESTIMATORS if name 
 _KL = {"init_kl_coef": True}
 
 
-def _above_zero(number: float) -> float | None:
-    return number if number > 0 else None
-
-
 def _gates(ratio: float) -> list[dict[str, Any]] | None:
     """Returns the gate that keeps the fraction `ratio` of a sequence's tokens."""
     return [{"kind": "top_entropy", "fraction": ratio, "per": "sequence"}] if 0 < ratio < 1 else None
@@ -51,6 +48,8 @@ def betas_of(value: Any) -> list[float] | None:
     return betas if len(betas) == 2 and all(0 <= beta < 1 for beta in betas) else None
 
 
+WANDB = {"project": "wandb_project", "name": "wandb_run_name", "group": "wandb_group", "entity": "wandb_org"}
+"""Option of the W&B monitor -> its flag."""
 _JOURNAL = "every rollout is recorded in run.dir; `trivium rollouts` prints them"
 
 ALGORITHM: dict[str, Entry] = {
@@ -103,8 +102,8 @@ ALGORITHM: dict[str, Entry] = {
         "for rloo: algorithm.normalise_advantages std; gae, reinforce and reinforce_baseline always normalise", False
     ),
     "no_advantage_std_norm": Mapped("algorithm.normalise_advantages: mean instead of std", False),
-    "advantage_clip": Mapped("algorithm.clip_advantages", 0.0, convert=_above_zero, note="0: no clipping"),
-    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1, convert=_above_zero, when=_GAE),
+    "advantage_clip": Mapped("algorithm.clip_advantages", 0.0, convert=above_zero, note="0: no clipping"),
+    "freezing_actor_steps": Mapped("algorithm.critic_warmup", -1, convert=above_zero, when=_GAE),
     "normalize_reward_for_critic": Restricted(
         (None, False), "leave it out: the critic is trained on unnormalised returns"
     ),

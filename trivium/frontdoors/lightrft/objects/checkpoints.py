@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
 from trivium.errors import DataError, RunDirError
@@ -54,14 +54,18 @@ class Role:
     @property
     def named(self) -> Optimizer | None:
         """The optimizer with its state by parameter name."""
-        network = self.model if isinstance(self.model, ValueModel) else self.model.module
-        return None if self.optimizer is None else Optimizer(network, self.optimizer)
+        return None if self.optimizer is None else Optimizer(network_of(self.model), self.optimizer)
+
+
+def network_of(model: LanguageModel | ValueModel) -> nn.Module:
+    """Returns the module whose parameters an optimizer has: those of a value model include its head."""
+    return model if isinstance(model, ValueModel) else model.module
 
 
 def trained_tensors(model: LanguageModel | ValueModel) -> dict[str, Tensor]:
     """Returns the tensors to save, possibly sharded: all weights; only adapter and head if the model has an adapter."""
     if not has_adapter(model.module):
-        state = (model if isinstance(model, ValueModel) else model.module).state_dict()
+        state = network_of(model).state_dict()
         return {name: state[name] for name in model.names}
     head = model.state_dict() if isinstance(model, ValueModel) else {}
     heads = {name: head[name] for name in head if name.startswith("value_head.")}

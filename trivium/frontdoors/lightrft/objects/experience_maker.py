@@ -84,8 +84,9 @@ class ExperienceMaker:
         purpose, groups = f"eval-{self.ranks.data_rank}", list[Group]()
         with torch.random.fork_rng(devices=[]):  # a loader may draw from the global generator
             for loaded in loader:
-                how: dict[str, Any] = {"version": version, "samples": samples, "sampling": sampling}
-                groups += self.generate(loaded, len(groups), purpose=purpose, **how)
+                groups += self.generate(
+                    loaded, len(groups), purpose=purpose, version=version, samples=samples, sampling=sampling
+                )
         members = [member for group in groups for member in group.alive]
         rows = [
             (each.reward, *(each.metrics.get(name, 0.0) for name in _PARTS), float(each.num_tokens)) for each in members

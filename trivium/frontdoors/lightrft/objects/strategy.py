@@ -26,7 +26,7 @@ from transformers import get_scheduler
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.objects import checkpoints
-from trivium.frontdoors.lightrft.objects.checkpoints import Role
+from trivium.frontdoors.lightrft.objects.checkpoints import Role, network_of
 from trivium.frontdoors.lightrft.objects.data.sharded_sampler import ShardedSampler
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
@@ -169,14 +169,12 @@ class Strategy(ScriptCalls):
 
     def totals(self, batch: Batch, max_response_length: int) -> LossDenominators:
         """Returns the loss denominators of an optimizer step: counts over all ranks. `batch` is this rank's share."""
-        own = count(batch, max_response_length)
-        if self.world_size == 1:
-            return own
-        names = [f.name for f in fields(own) if f.name not in ("max_response_length", "dp_size")]
-        numbers = {name: getattr(own, name) for name in names}
-        known = self.all_reduce({name: 0 if value is None else 1 for name, value in numbers.items()}, "max")
-        sums = self.all_reduce({name: value or 0 for name, value in numbers.items()}, "sum")
-        return replace(own, **{name: int(sums[name]) if known[name] else None for name in names})
+        counts = self.ranks.all_gather(count(batch, max_response_length))
+        sums: dict[str, int | None] = {}
+        for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "dp_size"}:
+            known = [number for each in counts if (number := getattr(each, name)) is not None]
+            sums[name] = sum(known) if known else None
+        return replace(counts[0], **sums)
 
     # ------------------------------------------------------------------ models and optimizers
 
@@ -253,11 +251,9 @@ class Strategy(ScriptCalls):
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
         """Returns AdamW over the trainable parameters. Weight decay applies to matrices only, not to embeddings."""
-        core = core_of(model)
-        network = core if isinstance(core, ValueModel) else core.module
         first, second = betas
         config = OptimizerConfig(lr=lr, betas=(first, second), weight_decay=weight_decay, eps=eps)
-        return adamw(network, config)
+        return adamw(network_of(core_of(model)), config)
 
     def prepare_models_and_optimizers(
         self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Namespace, max_steps: int
@@ -310,10 +306,9 @@ class Strategy(ScriptCalls):
         `max_tokens` tokens; the gradients do not depend on these limits.
         """
         core = core_of(model)
-        network = core if isinstance(core, ValueModel) else core.module
         if role not in _METRIC_NAME:
             raise ConfigError(f"a learner of the role {role!r}", "no such role", f"known: {', '.join(_METRIC_NAME)}")
-        trained_by = None if optimizer is None else Optimizer(network, optimizer, scheduler)
+        trained_by = None if optimizer is None else Optimizer(network_of(core), optimizer, scheduler)
         return Learner(
             RoleModel(_METRIC_NAME[role], core, trained_by),
             MicroBatching(max_tokens, max_sequences, share_prefix=True, model_dir=model.model_dir or Path()),
@@ -329,9 +324,7 @@ class Strategy(ScriptCalls):
         self, optimizer: torch.optim.Optimizer, model: Any, scheduler: Scheduler | None = None, name: str = "model"
     ) -> float:
         """Runs one optimizer step with the gradient clipped to `max_norm`. Returns the norm before clipping."""
-        core = core_of(model)
-        network = core if isinstance(core, ValueModel) else core.module
-        stepper = Optimizer(network, optimizer, scheduler)
+        stepper = Optimizer(network_of(core_of(model)), optimizer, scheduler)
         norm = stepper.step(None, self.max_norm or math.inf, f"the {name}")
         stepper.zero_grad()
         return norm

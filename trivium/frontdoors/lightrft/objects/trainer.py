@@ -55,7 +55,6 @@ from trivium.frontdoors.lightrft.objects.updates import (
 )
 from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer
 from trivium.models.vision.images import Images, check_processor
-from trivium.training.learner import Learner
 from trivium.types import Batch, Group, Metrics
 
 
@@ -109,11 +108,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         `do_sample`, `stop`, `eos_token_id`, `gamma`, `lambd`, and overrides of `args`. Raises ConfigError for other
         keywords.
         """
-        given = sorted_arguments(generate_kwargs)
-        if isinstance(reward_model, list | tuple) and len(reward_model) != 1 and not (reward_fn or reward_recipe):
-            raise ConfigError(
-                f"a list of {len(reward_model)} reward models", "no reward_fn combines them", "give reward_fn"
-            )
+        self.generate_kwargs, self._overrides = sorted_arguments(generate_kwargs)
         sizes = {"micro_train_batch_size": micro_train_batch_size, "micro_rollout_batch_size": micro_rollout_batch_size}
         coefs = {"ema_beta": ema_beta, "init_kl_coef": init_kl_coef, "ptx_coef": ptx_coef, "value_clip": value_clip}
         check_numbers(**sizes, **coefs, max_epochs=max_epochs, max_norm=max_norm, prompt_max_len=prompt_max_len)
@@ -133,9 +128,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", processor)
         self.processor, self.gradient_checkpointing = processor, gradient_checkpointing
         self.save_hf_ckpt, self.disable_ds_ckpt = save_hf_ckpt, disable_ds_ckpt
-        self.generate_kwargs, self._overrides = dict(given.sampling), dict(given.overrides)
-        own = {"temperature": actor.temperature}
-        self.sampling = sampling_of({**own, **self.generate_kwargs}, prompt_max_len)
+        self.sampling = sampling_of({"temperature": actor.temperature, **self.generate_kwargs}, prompt_max_len)
         self.kl_ctl = get_kl_controller(
             {
                 "type": "adaptive" if kl_target else "fixed",
@@ -168,7 +161,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             if model is not None:
                 model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
         self._set_temperature()
-        self._learners = self._open_learners()
+        self._open_learners()
         self._read_args(strategy.args)
 
     # ------------------------------------------------------------------ parts
@@ -180,22 +173,19 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             if model is not None:
                 model.temperature = temperature
 
-    def _open_learners(self) -> dict[str, Learner]:
-        """Returns role -> learner. `actor` and `critic` use the training micro-batch size, others that of rollouts."""
-        train, rollout = self.micro_train_batch_size, self.micro_rollout_batch_size
-        open_learner = partial(self.strategy.learner, max_response_length=self.sampling.max_new_tokens)
-        actor = (self.actor, self.actor_optim, self.actor_scheduler)
-        learners = {
-            "actor": open_learner("policy", *actor, max_sequences=train),
-            "actor_scores": open_learner("policy", self.actor, max_sequences=rollout),
-        }
+    def _open_learners(self) -> None:
+        """Opens the learners that update, with the micro-batch size of training, and those that score, with that of
+        rollouts."""
+        opened = partial(self.strategy.learner, max_response_length=self.sampling.max_new_tokens)
+        update = partial(opened, max_sequences=self.micro_train_batch_size)
+        score = partial(opened, max_sequences=self.micro_rollout_batch_size)
+        self._learners = {"actor": update("policy", self.actor, self.actor_optim, self.actor_scheduler)}
+        self._scoring = {"actor": score("policy", self.actor)}
         if self.initial_model is not None:
-            learners["reference"] = open_learner("reference", self.initial_model, max_sequences=rollout)
+            self._scoring["reference"] = score("reference", self.initial_model)
         if self.critic is not None:
-            critic = (self.critic, self.critic_optim, self.critic_scheduler)
-            learners["critic"] = open_learner("critic", *critic, max_sequences=train)
-            learners["critic_scores"] = open_learner("critic", self.critic, max_sequences=rollout)
-        return learners
+            self._learners["critic"] = update("critic", self.critic, self.critic_optim, self.critic_scheduler)
+            self._scoring["critic"] = score("critic", self.critic)
 
     def _read_args(self, args: Any) -> None:
         """Builds the algorithm and the experience maker from `args`. The constructor's keywords override `args`."""
@@ -218,12 +208,9 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             ),
         )
         self.algorithm.restore(previous)
-        scoring = {"actor": self._learners["actor_scores"]}
-        scoring |= {"reference": self._learners["reference"]} if "reference" in self._learners else {}
-        scoring |= {"critic": self._learners["critic_scores"]} if "critic_scores" in self._learners else {}
         self.experience_maker = ExperienceMaker(
             rollouts=self._engine,
-            models=Models(scoring),
+            models=Models(self._scoring),
             scorer=self.rewards,
             tokenizer=self.tokenizer,
             ranks=self.strategy.ranks,
@@ -303,9 +290,14 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _generated(self, loaded: Any, first: int) -> list[Group]:
         """Returns the groups of a batch of prompts that pass the filters, sampled with the current weights."""
-        how: dict[str, Any] = {"purpose": "train", "version": self.policy_version, "sampling": self.sampling}
-        samples = int(self.args.n_samples_per_prompt)
-        groups = self.experience_maker.generate(loaded, first, samples=samples, **how)
+        groups = self.experience_maker.generate(
+            loaded,
+            first,
+            purpose="train",
+            version=self.policy_version,
+            samples=int(self.args.n_samples_per_prompt),
+            sampling=self.sampling,
+        )
         return self.algorithm.filter(groups)[0]
 
     def _trained(self, groups: Sequence[Group], step: int) -> dict[str, float]:

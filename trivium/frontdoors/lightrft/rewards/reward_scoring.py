@@ -15,6 +15,7 @@ import torch
 from trivium.errors import ConfigError, RewardError, TriviumError, described, text_of
 from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
 from trivium.frontdoors.lightrft.rewards.reward_sources import Sample, numbers_in, sources_of
+from trivium.frontdoors.reward_calls import Scorer
 from trivium.registry import resolve
 from trivium.types import AnyArray
 
@@ -34,11 +35,35 @@ class Scored:
     """Name -> (B,). The value is 0 if the sample's recipe lacks the component."""
 
 
+class _Rule(NamedTuple):
+    """A rule on the completion."""
+
+    scorer: Scorer
+    parameters: Collection[str]
+    """The names of its arguments."""
+
+    def score(self, kind: str, sample: Sample) -> tuple[float, Mapping[str, float]]:
+        """Returns (the reward of a sample, the other numbers of the rule's mapping)."""
+        columns = _columns(sample)
+        (result,) = self.scorer.each(
+            [_Call(f"{kind}: {sample.completion:.80}", {n: columns[n] for n in self.parameters})]
+        )
+        parts = {name: part for name, part in result.extra.items() if name != "reward"}
+        return result.score, {str(n): float(numbers_in([part], 1, f"{kind}, {n}")[0]) for n, part in parts.items()}
+
+
+class _Call(NamedTuple):
+    """One call of a rule."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
 class _Component(NamedTuple):
     """One entry of a label's recipe."""
 
     type: str
-    rule: Rule | None
+    rule: _Rule | None
     source: int
     """Index of the model in `model_reward_list`; -1 for a rule."""
     weight: float
@@ -133,7 +158,13 @@ class RewardScorer:
         columns = {name: [getattr(sample, name) for sample in samples] for name in ("label", "query", "reference")}
         models = [torch.from_numpy(each).float() for each in numbers]
         further = () if self._reads_models_only else (*columns.values(), self._label_map)
-        result = _called("reward_fn", reward_fn, models, *further)
+        try:
+            result = reward_fn(models, *further)
+        except TriviumError:
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {text_of(error)}"
+            raise RewardError("a result of reward_fn", cause, "fix the reward: nothing is scored 0") from error
         rewards, metrics = result, dict[str, Any]()
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NoneType):
             rewards, metrics = result[0], dict(result[1] or {})
@@ -154,7 +185,7 @@ class RewardScorer:
                 if component.rule is None:
                     value, parts = float(numbers[component.source][row]), {}
                 else:
-                    value, parts = _by_rule(component.type, component.rule, sample)
+                    value, parts = component.rule.score(component.type, sample)
                 weighted = component.weight * value
                 rewards[row] += weighted
                 add("model_reward" if component.rule is None else "rule_reward", row, weighted)
@@ -221,7 +252,7 @@ def _place(where: str, key: Any, label_map: Mapping[Any, int], count: int) -> in
     return place
 
 
-def _rule(where: str, kind: Any) -> Rule:
+def _rule(where: str, kind: Any) -> _Rule:
     rule: Any = RULES.get(kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and rule is None and ":" in kind:
         rule = resolve("rewards", kind)
@@ -232,8 +263,7 @@ def _rule(where: str, kind: Any) -> Rule:
             "use one of them, a function, or its path (package.module:name, file.py:name), or register it with "
             "@register_rule",
         )
-    _parameters_of(where, rule)
-    return rule
+    return _Rule(Scorer(rule, key="reward"), _parameters_of(where, rule))
 
 
 def _parameters_of(where: str, rule: Rule) -> Collection[str]:
@@ -267,17 +297,6 @@ def _columns(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _by_rule(kind: str, rule: Rule, sample: Sample) -> tuple[float, Mapping[str, float]]:
-    """Returns (the rule's reward of a sample, its metrics)."""
-    columns = _columns(sample)
-    result = _called(kind, rule, **{name: columns[name] for name in _parameters_of(kind, rule)})
-    parts: Mapping[str, Any] = result if isinstance(result, Mapping) else {"reward": result}
-    if "reward" not in parts:
-        raise RewardError(f"the reward of {kind}", f"a mapping of {', '.join(parts)}", "return it as `reward`")
-    numbers = {str(name): float(numbers_in([part], 1, f"{kind}, {name}")[0]) for name, part in parts.items()}
-    return numbers.pop("reward"), numbers
-
-
 def _reads_models_only(reward_fn: Callable[..., Any]) -> bool:
     """Whether a reward function takes the scores of the models alone. Raises ConfigError for a signature that takes
     neither one argument nor five."""
@@ -293,14 +312,3 @@ def _reads_models_only(reward_fn: Callable[..., Any]) -> bool:
         f"{getattr(reward_fn, '__name__', type(reward_fn).__name__)}{signature}",
         "let it take five positional arguments, or one",
     )
-
-
-def _called(label: str, function: Callable[..., Any], /, *args: Any, **columns: Any) -> Any:
-    try:
-        return function(*args, **columns)
-    except TriviumError:
-        raise
-    except Exception as error:
-        raise RewardError(
-            f"a result of {label}", f"{type(error).__name__}: {text_of(error)}", "fix the reward: nothing is scored 0"
-        ) from error

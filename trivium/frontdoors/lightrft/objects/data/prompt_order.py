@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -117,18 +117,8 @@ def in_order(
     with torch.random.fork_rng(devices=[]):  # a sampler draws its seed with its first batch
         torch.manual_seed(own)
         batches = iter(loader)
-        first = list(_next_of(batches))
-    rest = chain(first, batches)
-    for _ in range(skip):
-        next(rest, None)
-    yield from rest
-
-
-def _next_of(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields the next batch, or nothing at the end."""
-    for batch in batches:
-        yield batch
-        return
+        first = list(islice(batches, 1))
+    yield from islice(chain(first, batches), skip, None)
 
 
 def _takes_consumed(set_epoch: Any) -> bool:
