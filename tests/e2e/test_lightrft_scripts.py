@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.e2e import lightrft_user
+from tests.e2e.lightrft_folder import examples_in
 from tests.peers import peer_file
 from trivium.frontdoors.lightrft.launcher import train
-from trivium.text.tiny import TinyModel
-from trivium.text.tiny_vision import TinyVisionModel
 
 EXAMPLES = ("run_grpo_geo3k_qwen2.5_vl_7b", "run_grpo_gsm8k_qwen2.5_0.5b", "run_ppo_geo3k_qwen2.5_vl_7b")
 VARIATIONS: dict[str, tuple[str, ...]] = {
@@ -59,31 +56,8 @@ def reward_func(queries, prompts, **columns):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a model that reads text, one that reads images, and prompts for each."""
     torch.set_num_threads(1)
-    sizes: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "mlp": 16, "max_position": 1024}
-    TinyModel(TinyModel.Config(**sizes), seed=0).materialize(tmp_path / "reading")
-    seeing = TinyVisionModel.Config(**sizes, vision_layers=1, vision_hidden=8, vision_heads=1, image_size=28)
-    TinyVisionModel(seeing, seed=0).materialize(tmp_path / "seeing")
-    for name, images in (("texts", False), ("pictures", True)):
-        (tmp_path / name).mkdir()
-        for split in ("train", "test"):
-            rows = "".join(json.dumps(_row(tmp_path / name, number, images)) + "\n" for number in range(4))
-            (tmp_path / name / f"{split}.jsonl").write_text(rows)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def _row(folder: Path, number: int, images: bool) -> dict[str, Any]:
-    row = {"label": "gsm8k_rule", "reward_model": {"ground_truth": str(number + 1)}}
-    if not images:
-        return {**row, "prompt": [{"role": "user", "content": f"{number}+1?"}]}
-    path = folder / f"picture-{number}.png"
-    Image.fromarray(np.full((28, 28, 3), 50 * number, np.uint8)).save(path)
-    prompt = [{"role": "user", "content": "<image>How bright?"}]
-    return {**row, "prompt": prompt, "label": "geo3k_rule", "images": [str(path)]}
+    return examples_in(tmp_path, monkeypatch)
 
 
 def words_of(folder: Path, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.failing import refused
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.config.config_table import TABLE
@@ -46,7 +47,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**paths, "input_key": "prompt", "apply_chat_template": True, **sizes}
 
 
-def refused(config: object, name: str | None = None) -> dict[str, str]:
+def problems_of(config: object, name: str | None = None) -> dict[str, str]:
     """What is refused, and what to do about it."""
     with pytest.raises(ConfigError) as error:
         translate(config)
@@ -97,7 +98,7 @@ def test_commands_of_a_script_are_not_run(text: str, flags: dict[str, Any], tmp_
 
 def test_flags_that_a_command_prints_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text('python t.py --pretrain m --bf16 $([ "$A" = 1 ] && echo "--text_only")')
-    with pytest.raises(ConfigError, match=r"flags that a command prints"):
+    with refused(ConfigError, "$(...)"):
         read([str(tmp_path / "run.sh")])
 
 
@@ -130,7 +131,7 @@ def test_what_cannot_be_read_is_said(words: list[str]) -> None:
 
 def test_a_script_with_several_launches_is_refused(tmp_path: Path) -> None:
     (tmp_path / "two.sh").write_text("python a.py --pretrain a\npython a.py --pretrain b\n")
-    with pytest.raises(ConfigError, match="2 commands"):
+    with refused(ConfigError, "two.sh", 2):
         read([str(tmp_path / "two.sh")])
 
 
@@ -139,7 +140,7 @@ def test_a_script_with_several_launches_is_refused(tmp_path: Path) -> None:
 
 def test_all_problems_are_found_at_once_with_what_was_meant(given: dict[str, Any]) -> None:
     words = ["--pretrain", "m", "--train_batchsize", "8", "--use_fire", "--top_p", "p", "--l2", "x", "--bf16", "yes"]
-    wrong = refused([*words, "--max_len", "64", "--adam_betas", "0.9"])
+    wrong = problems_of([*words, "--max_len", "64", "--adam_betas", "0.9"])
     assert set(wrong) == {"train_batchsize", "use_fire", "top_p", "l2", "bf16", "max_len", "adam_betas"}
     assert "train_batch_size" in wrong["train_batchsize"]
 
@@ -158,7 +159,7 @@ def test_flags_of_openrlhf_that_share_a_name_are_taken(given: dict[str, Any]) ->
     cut = translate({**given, "rollout.top_p": 0.9, "eval_data": given["prompt_data"]}).config
     assert cut["engine"]["sampling"]["top_p"] == cut["evaluation"]["sampling"]["top_p"] == 0.9
     assert any("OpenRLHF" in note for note in translation.notes)
-    assert "rollout.temprature" in refused({**given, "rollout.temprature": 1.0})
+    assert "rollout.temprature" in problems_of({**given, "rollout.temprature": 1.0})
 
 
 def test_flags_without_effect_are_named(given: dict[str, Any]) -> None:
@@ -172,7 +173,7 @@ def test_a_variable_of_the_shell_is_left_out_of_a_path(given: dict[str, Any], mo
     assert any("current_time" in note for note in translation.notes)
     monkeypatch.setenv("current_time", "noon")
     assert translate({**given, "ckpt_path": "runs/a-${current_time}"}).config["run"]["dir"] == "runs/a-noon"
-    assert "pretrain" in refused({**given, "pretrain": "${MODEL}"})
+    assert "pretrain" in problems_of({**given, "pretrain": "${MODEL}"})
 
 
 # --------------------------------------------------------------------------- what it becomes
@@ -265,11 +266,11 @@ def test_flags_of_the_algorithm(given: dict[str, Any], flags: dict[str, Any], re
     ],
 )
 def test_what_cannot_be_had_is_refused_by_its_flag(given: dict[str, Any], flags: dict[str, Any], where: str) -> None:
-    assert where in refused({**given, **flags})
+    assert where in problems_of({**given, **flags})
 
 
 def test_fewer_prompts_than_a_batch_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="prompt_data has 10"):
+    with refused(ConfigError, "prompt_data", 10, "rollout_batch_size"):
         translate({**given, "rollout_batch_size": 16})
 
 
@@ -294,7 +295,7 @@ def test_a_system_prompt_is_read_from_a_file(given: dict[str, Any], tmp_path: Pa
         assert tasks["train"]["system"] == "Think."
     (tmp_path / "two.yaml").write_text("math: Think.\ntext: Write.")
     for path, found in ((tmp_path / "two.yaml", "2 prompts: math, text"), (tmp_path / "none.txt", "none.txt")):
-        with pytest.raises(ConfigError, match=found):
+        with refused(ConfigError, found):
             translate({**given, "system_prompt_path": str(path)})
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
+from tests.failing import refused
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
 from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
@@ -128,7 +129,7 @@ def test_a_recipe_calls_only_what_the_label_needs_and_weighs_it() -> None:
 def test_an_unknown_label_is_an_error_and_not_a_zero() -> None:
     scorer = RewardScorer(reward_recipe={"geo": [("geo3k_rule", None, 1.0)]})
     for label in ("geometry", None, ["geo"]):
-        with pytest.raises(RewardError, match="there are recipes for 'geo'"):
+        with refused(RewardError, "'geo'"):
             scorer.score([sample("\\boxed{7}", label="geo"), sample("\\boxed{7}", label=label)])
 
 
@@ -157,7 +158,7 @@ def test_registered_rules_and_paths_are_types_of_a_recipe(tmp_path: Path) -> Non
     register_rule("shout")(lambda completion: float(completion.isupper()))
     (tmp_path / "own.py").write_text("def short(completion, label): return {'reward': 1 / len(completion), 'of': 3}\n")
     try:
-        with pytest.raises(ConfigError, match="there is one"):
+        with refused(ConfigError, "'shout'"):
             register_rule("shout")(lambda completion: 0.0)
         recipe = {"x": [("shout", None, 2.0), (f"{tmp_path}/own.py:short", None, 1.0)]}
         scored = RewardScorer(reward_recipe=recipe).score([sample("AB", label="x"), sample("abcd", label="x")])
@@ -201,7 +202,7 @@ def test_a_function_of_one_argument_gets_the_scores_of_the_models() -> None:
 
     models = [lambda labels: torch.ones(len(labels)), lambda labels: torch.full((len(labels),), 0.5)]
     assert rewards(RewardScorer(models, total), [sample("a"), sample("b")]) == [1.5, 1.5]
-    with pytest.raises(ConfigError, match=r"five positional arguments, or one"):
+    with refused(ConfigError, "(one, two)"):
         RewardScorer(models, lambda one, two: one)
 
 
@@ -243,16 +244,16 @@ def test_a_function_that_raises_is_named() -> None:
     def reward_fn(*_: Any) -> Any:
         raise KeyError("geo3k")
 
-    with pytest.raises(RewardError, match="KeyError: 'geo3k'") as error:
+    with refused(RewardError, "KeyError: 'geo3k'") as error:
         RewardScorer(None, reward_fn).score([sample("a")])
     assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_nothing_to_score_with_and_several_models_without_a_function_are_errors() -> None:
-    with pytest.raises(ConfigError, match="give the trainer one of them"):
+    with refused(ConfigError, "reward_model", "reward_fn", "reward_recipe", "remote_rm_url"):
         RewardScorer().score([sample("a")])
     models: list[Callable[..., Any]] = [lambda queries: [1.0], lambda queries: [2.0]]
-    with pytest.raises(ConfigError, match="neither `reward_fn` nor `reward_recipe`"):
+    with refused(ConfigError, 2, "reward_fn", "reward_recipe"):
         RewardScorer(models)
     assert rewards(RewardScorer(models[:1]), [sample("a")]) == [1.0]
 
@@ -302,9 +303,9 @@ def test_a_module_with_parameters_that_nothing_is_known_of_is_refused() -> None:
     class Chosen(nn.Module):
         def forward(self, chosen_ids: Any, chosen_mask: Any) -> Any: ...
 
-    with pytest.raises(ConfigError, match="chosen_ids, chosen_mask"):
+    with refused(ConfigError, "chosen_ids, chosen_mask"):
         RewardScorer(Chosen())
-    with pytest.raises(ConfigError, match=r"reward_model\[0\]"):
+    with refused(ConfigError, "reward_model[0]"):
         RewardScorer([object()])
 
 
@@ -337,9 +338,9 @@ def test_directories_modules_and_classifiers_give_the_score_that_training_reads(
         expected[:1] * 2, abs=1e-5
     )
     other = hf_tokenizer(TinyModel(TinyModel.Config(alphabet="0123456789abc"), seed=1).materialize(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="its tokenizer is not the policy's"):
+    with refused(ConfigError, "reward_model[0]", "remote_rm_url"):
         RewardScorer(str(path), tokenizer=other)
-    with pytest.raises(DataError, match="there"):
+    with refused(DataError, tmp_path / "nothing"):
         RewardScorer(str(tmp_path / "nothing"), tokenizer=None)
 
 
@@ -392,5 +393,5 @@ def test_a_service_that_gives_no_number_ends_the_rollout_and_is_named() -> None:
     assert url in text
     assert "sample 1 of 2" in text
     for wrong in ("localhost:8000", {"urls": "http://x/", "tokens": "y"}, 5):
-        with pytest.raises(ConfigError, match=r"remote_rm_url\[0\]"):
+        with refused(ConfigError, "remote_rm_url[0]"):
             RewardScorer(remote_rm_url=[wrong])  # pyright: ignore[reportArgumentType]
