@@ -230,6 +230,11 @@ class Policy:
         return other
 
     @property
+    def tool_format(self) -> Any:
+        """How the model writes calls of tools (`trivium.text.tool_formats`); None if its renderer has no format."""
+        return getattr(self._renderer, "tool_format", None)
+
+    @property
     def history(self) -> tuple[Message, ...]:
         """The conversation up to and including the last completion; empty before the first one."""
         return self._history

@@ -58,6 +58,10 @@ class _SilentPolicy(Policy):
         return self
 
     @property
+    def tool_format(self) -> None:
+        return None
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         return ()
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trivium.errors import DataError
-from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall
+from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall, ToolFormat
 from trivium.types import Message
 
 TOOLS = "tools"
@@ -52,10 +52,13 @@ def described(tools: Sequence[object], messages: Sequence[Message], instructions
     return [Message("system", text), *messages]
 
 
-def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text before the calls, calls) of a completion, in the notation of any family that Trivium knows. If any part is
-    not a valid call of one of these tools, the whole completion is text."""
-    read = (CallableTools(frozenset(names), how).read(text) for how in FORMATS)
+def read_tool_calls(
+    text: str, names: Collection[str], tool_format: ToolFormat | None = None
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """(text before the calls, calls) of a completion in this format; None: in that of any family that Trivium knows. If
+    any part is not a valid call of one of these tools, the whole completion is text."""
+    formats = FORMATS if tool_format is None else (tool_format,)
+    read = (CallableTools(frozenset(names), each).read(text) for each in formats)
     return next((calls for calls in read if calls[1]), (text, ()))
 
 

@@ -76,22 +76,22 @@ class Episodes(ABC):
         self._places = Turns(config.max_environments)
 
     @abstractmethod
-    def make(self) -> Environment:
-        """Makes an environment for one trajectory. It may block: it runs in a thread."""
+    def make(self, policy: Policy) -> Environment:
+        """Makes an environment for one trajectory of a policy. It may block: it runs in a thread."""
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float] | None:
         """Runs one episode. The reward `environment` is the sum over its steps. The metric `env_done` is whether the
         environment ended the episode."""
         async with self._places:
-            made = await self._ask(f"{self._name}()", task, self.make, self.config.connect_deadline_s)
-            world = cast(Environment, made)
+            made = await self._ask(f"{self._name}()", task, self.make, self.config.connect_deadline_s, policy)
+            environment = cast(Environment, made)
             try:
-                return await self._episode(task, policy, world)
+                return await self._episode(task, policy, environment)
             finally:
-                await self._close(task, world)
+                await self._close(task, environment)
 
-    async def _episode(self, task: Task, policy: Policy, world: Environment) -> dict[str, float] | None:
-        first = await self._ask(f"{self._name}.reset", task, world.reset, self.config.connect_deadline_s, task)
+    async def _episode(self, task: Task, policy: Policy, environment: Environment) -> dict[str, float] | None:
+        first = await self._ask(f"{self._name}.reset", task, environment.reset, self.config.connect_deadline_s, task)
         seen = self._messages(first, task)
         conversation, rewards, done = seen, list[float](), False
         for _ in range(self._max_turns):
@@ -104,7 +104,7 @@ class Episodes(ABC):
                 if not policy.turns:
                     raise  # the task itself is too long; later on, a full context ends the episode like `max_turns`
                 break
-            step = await self._ask(f"{self._name}.step", task, world.step, self._step_s, turn.text)
+            step = await self._ask(f"{self._name}.step", task, environment.step, self._step_s, turn.text)
             messages, reward, done = self._step(step, task)
             policy.credit(turn, reward=reward or 0.0, state=_state(seen))
             conversation, seen = (*conversation, Message("assistant", turn.text), *messages), messages
@@ -112,18 +112,18 @@ class Episodes(ABC):
             if done:
                 break
         policy.metrics["env_done"] = float(done)
-        if isinstance(world, FinishedEnvironment):
-            finish = await self._ask(f"{self._name}.finish", task, world.finish, self._end_s)
+        if isinstance(environment, FinishedEnvironment):
+            finish = await self._ask(f"{self._name}.finish", task, environment.finish, self._end_s)
             reward, metrics = cast("tuple[float | None, Mapping[str, float]]", finish)
             policy.metrics |= metrics
             rewards += [] if reward is None else [reward]
         return {"environment": float(sum(rewards))} if rewards else None
 
-    async def _close(self, task: Task, world: Environment) -> None:
-        if not isinstance(world, ClosedEnvironment):
+    async def _close(self, task: Task, environment: Environment) -> None:
+        if not isinstance(environment, ClosedEnvironment):
             return
         try:
-            await self._ask(f"{self._name}.close", task, world.close, self._end_s)
+            await self._ask(f"{self._name}.close", task, environment.close, self._end_s)
         except EnvironmentFailure as error:
             _log.warning("an environment could not be closed: %s", error.found)
             _log.info("the traceback of that failure", exc_info=error)

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, MissingPackage, Problem
+from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
+from trivium.workflows.adapters import AdapterConfig, Translation, seed_of
 from trivium.workflows.episodes import Episodes
-from trivium.workflows.worlds import Translation, WorldConfig, seed_of
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -30,7 +31,7 @@ class Gymnasium(Episodes):
     environment with `render_mode: ansi` shows its rendering instead of its observations, unless `observe` is set.
     """
 
-    class Config(WorldConfig):
+    class Config(AdapterConfig):
         """Which environment, and how it reads and writes text."""
 
         kind: str = "gymnasium"
@@ -52,26 +53,26 @@ class Gymnasium(Episodes):
         self._id, self._arguments, self._translation = config.id, config.environment_args, Translation(config)
         self._renders = config.observe is None
 
-    def make(self) -> Environment:
+    def make(self, policy: Policy) -> Environment:
         import gymnasium
 
-        world: Any = gymnasium.make(self._id, **self._arguments)
-        return _World(world, self._translation, self._renders and world.render_mode == "ansi")
+        env: Any = gymnasium.make(self._id, **self._arguments)
+        return _GymEnvironment(env, self._translation, self._renders and env.render_mode == "ansi")
 
 
 def _require() -> None:
     require("gymnasium", "gymnasium", "gymnasium", "roll out with workflow.kind: gymnasium")
 
 
-class _World:
+class _GymEnvironment:
     """An environment of Gymnasium. Its methods are plain: they run in threads."""
 
-    def __init__(self, world: Any, translation: Translation, renders: bool) -> None:
-        self._world, self._translation, self._renders = world, translation, renders
-        self._act = action_of(world.action_space)
+    def __init__(self, env: Any, translation: Translation, renders: bool) -> None:
+        self._env, self._translation, self._renders = env, translation, renders
+        self._act = action_of(env.action_space)
 
     def reset(self, task: Task) -> Sequence[Message]:
-        observation, _ = self._world.reset(seed=seed_of(task), options=task.columns.get("options"))
+        observation, _ = self._env.reset(seed=seed_of(task), options=task.columns.get("options"))
         return self._translation.first(task, self._shown(observation))
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
@@ -79,14 +80,14 @@ class _World:
             action = self._translation.action(completion, self._act)
         except ValueError as error:
             return self._translation.invalid(error)
-        observation, reward, terminated, truncated, _ = self._world.step(action)
+        observation, reward, terminated, truncated, _ = self._env.step(action)
         return self._translation.messages(self._shown(observation)), float(reward), bool(terminated or truncated)
 
     def close(self) -> None:
-        self._world.close()
+        self._env.close()
 
     def _shown(self, observation: object) -> object:
-        return _HIGHLIGHTED.sub(r"[\1]", self._world.render()) if self._renders else observation
+        return _HIGHLIGHTED.sub(r"[\1]", self._env.render()) if self._renders else observation
 
 
 def action_of(space: Any) -> Callable[[str], Any]:

@@ -13,14 +13,15 @@ from pydantic import Field
 from trivium.concurrency import wait_for
 from trivium.config import ConfigPath, RunConfig, free
 from trivium.errors import MissingPackage, Problem
+from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.registry import suggest
 from trivium.types import Message, Task
+from trivium.workflows.adapters import connected, continued
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
 from trivium.workflows.tool_functions import ToolConfig
 from trivium.workflows.tools import Tool, ToolEnvironment, ToolError
-from trivium.workflows.worlds import connected, continued
 
 _LOST = (-32000, -32001)
 """Codes of MCP's errors that are not answers of a tool: the connection is closed, no answer within the deadline."""
@@ -75,8 +76,8 @@ class Mcp(Episodes):
         super().__init__(config, f"the MCP server {config.url or ' '.join(config.command)}", config.max_calls + 1)
         self._config = config
 
-    def make(self) -> Environment:
-        return _McpEnvironment(_Session(self._config), self._config)
+    def make(self, policy: Policy) -> Environment:
+        return _McpEnvironment(_Session(self._config), self._config, policy)
 
 
 def _require() -> None:
@@ -86,8 +87,8 @@ def _require() -> None:
 class _McpEnvironment(ToolEnvironment):
     """The tools of a server, whose first observation is the result of the start tool."""
 
-    def __init__(self, session: _Session, config: Mcp.Config) -> None:
-        super().__init__(session, config.max_calls, config.max_result_chars)
+    def __init__(self, session: _Session, config: Mcp.Config, policy: Policy) -> None:
+        super().__init__(session, config.max_calls, config.max_result_chars, policy.tool_format)
         self._session = session
 
     async def reset(self, task: Task) -> Sequence[Message]:

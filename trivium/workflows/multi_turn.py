@@ -10,6 +10,7 @@ from pydantic import Field
 
 from trivium.config import PluginPath, RunConfig
 from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.policy import Policy
 from trivium.protocols import Environment
 from trivium.registry import resolve
 from trivium.workflows.episodes import Episodes, TurnsConfig
@@ -37,7 +38,7 @@ class MultiTurn(Episodes):
         self._class, self._arguments = environment_of(config), config.environment_args
         super().__init__(config, self._class.__name__, config.max_turns, config.call_deadline_s)
 
-    def make(self) -> Environment:
+    def make(self, policy: Policy) -> Environment:
         return self._class(**self._arguments)
 
 

@@ -10,11 +10,12 @@ from urllib.parse import urlsplit, urlunsplit
 from trivium.config import RunConfig
 from trivium.config.checks import is_loopback
 from trivium.errors import MissingPackage, Problem
+from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
+from trivium.workflows.adapters import AdapterConfig, Translation, connected, seed_of
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
-from trivium.workflows.worlds import Translation, WorldConfig, connected, seed_of
 
 _MAX_BYTES = 100 << 20
 """The largest message of a server: an observation may hold a screenshot."""
@@ -29,7 +30,7 @@ class OpenEnv(Episodes):
     the environment's `reset`, with a `seed` (the column, or a number that follows from the task's id).
     """
 
-    class Config(WorldConfig):
+    class Config(AdapterConfig):
         """Which server, and how its environment reads and writes text."""
 
         kind: str = "openenv"
@@ -54,7 +55,7 @@ class OpenEnv(Episodes):
         field = config.action_field
         self._translation = Translation(config, lambda completion: {field: completion})
 
-    def make(self) -> Environment:
+    def make(self, policy: Policy) -> Environment:
         return _Session(self._url, self._translation, self._connect_s)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from trivium.concurrency import Threads
 from trivium.config import PluginPath, RunConfig, free
 from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.policy import Policy
 from trivium.protocols import Environment
 from trivium.types import Capabilities, Task
 from trivium.workflows.episodes import EpisodeConfig, Episodes
@@ -65,8 +66,9 @@ class ToolFunctions(Episodes):
             names = ", ".join(function.tool.name for function in functions)
             raise ConfigError("tools with different names", names, "rename a function")
 
-    def make(self) -> Environment:
-        return ToolEnvironment(_Functions(self._functions), self._config.max_calls, self._config.max_result_chars)
+    def make(self, policy: Policy) -> Environment:
+        functions, config = _Functions(self._functions), self._config
+        return ToolEnvironment(functions, config.max_calls, config.max_result_chars, policy.tool_format)
 
 
 class _Functions:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import DataError, text_of
 from trivium.registry import suggest
-from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
+from trivium.text.tools import TOOLS, ToolCall, ToolFormat, read_tool_calls
 from trivium.types import Message, Task
 
 COLUMN = "tools"
@@ -66,8 +66,10 @@ class ToolEnvironment:
     `max_result` bounds the text of a result, in characters.
     """
 
-    def __init__(self, toolbox: Toolbox, max_calls: int, max_result: int) -> None:
+    def __init__(self, toolbox: Toolbox, max_calls: int, max_result: int, tool_format: ToolFormat | None) -> None:
+        """`tool_format` is how the policy writes calls; None: as any family that Trivium knows."""
         self._toolbox, self._max_calls, self._max_result = toolbox, max_calls, max_result
+        self._format = tool_format
         self._names: frozenset[str] = frozenset()
         self._num_calls = self._num_errors = 0
 
@@ -87,7 +89,7 @@ class ToolEnvironment:
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
         """The results of the calls, in order. A completion without calls ends the trajectory."""
-        _, calls = read_tool_calls(completion, self._names)
+        _, calls = read_tool_calls(completion, self._names, self._format)
         left = self._max_calls - self._num_calls
         if not calls or left <= 0:
             return (), None, True

@@ -21,7 +21,7 @@ def writes(request: Request, version: int) -> str:
     return request.key.task_id.split("|")[int(request.key.path[-1])]
 
 
-def policy(*texts: str, max_context: int = 20_000) -> Policy:
+def policy(*texts: str, max_context: int = 20_000, renderer: ChatRenderer = RENDERER) -> Policy:
     """A policy that writes these texts, one for each call."""
     engine = ScriptedEngine(
         ScriptedEngine.Config(script=f"{__file__}:writes"),
@@ -29,7 +29,7 @@ def policy(*texts: str, max_context: int = 20_000) -> Policy:
         decode=RENDERER.decode,
         encode=lambda text: TOKENIZER.encode(text),
     )
-    return Policy(engine, RENDERER, Sampling(2000), SampleKey(0, "train", "train", "|".join(texts)), max_context)
+    return Policy(engine, renderer, Sampling(2000), SampleKey(0, "train", "train", "|".join(texts)), max_context)
 
 
 def workflow(kind: str, **fields: Any) -> Any:

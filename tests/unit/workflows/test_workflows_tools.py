@@ -9,10 +9,12 @@ import time
 from typing import Any, Literal
 
 import pytest
-from workflow_parts import policy, shown, workflow
+from failing import refused
+from workflow_parts import TOKENIZER, policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
 from trivium.errors import ConfigError
+from trivium.text.renderer import ChatRenderer
 from trivium.text.tools import TOOLS
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure
@@ -151,11 +153,20 @@ async def test_a_row_chooses_among_the_tools_and_a_long_result_is_cut() -> None:
         assert caught.value.__cause__ is not None
 
 
+async def test_calls_are_read_in_the_format_of_the_model() -> None:
+    llama, mistral = (ChatRenderer(TOKENIZER, tool_calls=name) for name in ("llama3", "mistral"))
+    written = json.dumps({"name": "add", "parameters": {"a": 2}})
+    for renderer, completion, num_calls in [(llama, written, 1), (llama, call("add", a=2), 0), (mistral, written, 0)]:
+        player = policy(completion, "3", renderer=renderer)
+        await tools("add").run(TASK, player)
+        assert (player.metrics["tool_calls"], len(player.turns)) == (num_calls, 1 + num_calls)
+
+
 def test_a_function_that_cannot_be_described_is_found_before_the_run() -> None:
     config = plugin("workflows")(
         {"kind": "tools", "tools": [f"{__file__}:{name}" for name in ("positional", "unheard", "TASK", "add")]}
     )
     problems = list(config.problems(RunConfig.model_construct(), "workflow"))
     assert [problem.where for problem in problems] == [f"workflow.tools[{n}]" for n in range(3)]
-    with pytest.raises(ConfigError, match="add, add"):
+    with refused(ConfigError, "add, add"):
         tools("add", "add")

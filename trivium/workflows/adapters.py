@@ -22,7 +22,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 """The first and the longest pause between two attempts to connect."""
 
 
-class WorldConfig(TurnsConfig):
+class AdapterConfig(TurnsConfig):
     """Base of the sections of workflows with environments of other libraries."""
 
     observe: PluginPath | None = None
@@ -46,7 +46,7 @@ class WorldConfig(TurnsConfig):
 class Translation:
     """The messages of observations and the actions of completions of one workflow."""
 
-    def __init__(self, config: WorldConfig, act: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, config: AdapterConfig, act: Callable[[str], Any] | None = None) -> None:
         """`act` reads actions if the config names no function."""
         self._observe = user_function(config.observe) or observed_text
         self._act = user_function(config.act) or act

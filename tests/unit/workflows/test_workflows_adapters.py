@@ -20,8 +20,8 @@ from workflow_parts import policy, shown, workflow
 from trivium.errors import UnknownName
 from trivium.policy import Policy
 from trivium.types import Message, Task
+from trivium.workflows.adapters import observed_text
 from trivium.workflows.episodes import EnvironmentFailure
-from trivium.workflows.worlds import observed_text
 
 GAME = agent_game.__file__
 PROMPT = (Message("user", "digit?"),)
