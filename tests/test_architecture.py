@@ -382,17 +382,12 @@ def pickles(modules: list[Module]) -> list[str]:
     return found
 
 
-DOOR_TESTS = re.compile(r"tests\.(unit\.frontdoors|golden|e2e\.test_(verl|trinity|lightrft|worker_group))")
-"""Tests of the front doors, which still compare sentences."""
-
-
 def frozen_sentences(modules: list[Module]) -> list[str]:
     """Tests that compare an error of Trivium with a sentence, more than two words, rather than with the names in it
     (`failing.refused`)."""
     return [
         f"{module.name}:{node.lineno}: compares the sentence {text!r}"
         for module in modules
-        if not DOOR_TESTS.match(module.name)
         for node in module.nodes
         if isinstance(node, ast.Call) and {_name(kind) for arg in node.args for kind in _parts(arg)} & TRIVIUM_ERRORS
         if _name(node.func) in ("raises", "refused", "check_error", "group_contains")

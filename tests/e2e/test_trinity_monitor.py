@@ -66,7 +66,7 @@ def test_a_saver_that_is_killed_gives_up_its_turn_and_its_step(start: Start, dir
         async with asyncio.timeout(60):
             await monitor.notify_started("node", "next")
             await monitor.notify_finished(8)
-            with refused(RunDirError, "step 7", "doomed on node"):
+            with refused(RunDirError, "step 7", "doomed"):
                 await monitor.completed(7)
 
     asyncio.run(next_saver())
@@ -149,7 +149,7 @@ def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path, nam
 
         async def awaited() -> None:
             await monitor.monitor_step.remote(STEP + 1, is_state_dict=True)
-            with pytest.raises(DataError, match="a step of 0 or more"):
+            with refused(DataError, "step", "-1"):
                 await monitor.monitor_step.remote(-1)
 
         asyncio.run(awaited())
@@ -162,7 +162,7 @@ def test_a_process_that_has_left_ray_says_so(ray_address: str, directory: Path, 
 
     with on_ray(ray_address, directory):
         monitor = CheckpointMonitor.get_actor(namespace, None, str(directory))
-    with pytest.raises(RoleFailed, match="this process has left Ray"):
+    with refused(RoleFailed, "Ray"):
         asyncio.run(monitor.monitor_step(1))
     assert not ray.is_initialized()
     assert CheckpointMonitor.get_actor(namespace, None, str(directory)) is not monitor

@@ -119,7 +119,7 @@ def test_what_is_split_is_gathered_exactly(rows: int, parts: int) -> None:
 def test_padding_that_cannot_be_found_again_is_an_error() -> None:
     pieces = split(list(range(5)), 2)
     assert gathered([piece.made(piece.value * 2) for piece in split([1, 2, 3, 4], 2)]) == [1, 2, 1, 2, 3, 4, 3, 4]
-    with refused(DataError, "1 rows of padding", "2 rows", 3):
+    with refused(DataError, "1 rows", "2 rows", 3):
         gathered([piece.made(piece.value[:2]) for piece in pieces])
     with refused(DataError, "[1, 2] rows"):
         gathered([pieces[0].made(pieces[0].value), pieces[1].made(pieces[1].value * 2)])
@@ -188,7 +188,7 @@ def test_rows_go_to_ranks_and_come_back_in_order(three: Any) -> None:
     assert same(three.through(batch(4), more=torch.arange(4)), torch.arange(4))
     with refused(DataError, "2 rows", "more has 3 rows"):
         three.through([1, 2], more=[1, 2, 3])
-    with refused(DataError, "1 rows of padding"):
+    with refused(DataError, "1 rows"):
         three.even([0, 2, 3, 4, 5])
     with refused(DataError, "int", "Dispatch.DP_COMPUTE_METRIC"):
         three.through([1, 2, 3], more=4)
@@ -287,8 +287,8 @@ def test_a_rollout_engine_answers_while_its_process_trains(four: Any, tmp_path: 
 def test_an_error_comes_home_whole_and_names_the_rank(three: Any, run_dir: Path) -> None:
     with refused(DataError, "asked: a\nfound: b\ndo: c"):
         three.fail(DataError("a", "b", "c"))
-    with refused(RoleFailed, "actor-rank-1", "ValueError: of the user's own"):
-        three.fail(ValueError("of the user's own"))
+    with refused(RoleFailed, "actor-rank-1", "ValueError: mine"):
+        three.fail(ValueError("mine"))
     assert "in fail" in (run_dir / "log.txt").read_text(), "the traceback"
     failing = three.added(["no", "numbers", "here"])
     with refused(RoleFailed, "TypeError"):
@@ -297,7 +297,7 @@ def test_an_error_comes_home_whole_and_names_the_rank(three: Any, run_dir: Path)
 
 
 def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path) -> None:
-    with refused(RoleFailed, "broken-rank-1", "ValueError: no weights on this machine"):
+    with refused(RoleFailed, "broken-rank-1", "ValueError"):
         RayWorkerGroup(ResourcePool([2], cpus=0.1), RayClassWithInitArgs(Broken), run_dir=run_dir)
     pids = [
         int(line.split()[5])

@@ -537,7 +537,7 @@ def test_a_processor_that_reads_images_otherwise_than_the_model_is_refused(visio
     """The rollout engine and training read images with the processor of the model's directory."""
     processor = hf_processor(vision_model)
     processor.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}
-    with pytest.raises(ConfigError, match="reads images differently"):
+    with refused(ConfigError, "processor"):
         make_trainer(vision_model, args, processor=processor)
 
 
@@ -771,7 +771,7 @@ def test_a_gradient_that_is_not_finite_is_refused(model: Path, args: Namespace) 
     before = weights(trainer)
     fill(trainer, recorded())
     trainer.replay_buffer.items[0].advantages[:] = float("nan")
-    with pytest.raises(TriviumError, match="gradient norm is nan"):
+    with refused(TriviumError, "nan"):
         trainer.ppo_train(1)
     assert distance(before, weights(trainer)) == 0
 

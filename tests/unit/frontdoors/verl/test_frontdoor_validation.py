@@ -163,8 +163,8 @@ def test_nothing_is_scored_in_silence() -> None:
         GroupRewards(as_manager(broken, TOKENIZER), 0)([group(1, "2")])
     with refused(RewardError, "nan"):
         GroupRewards(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
-    with refused(RewardError, "1 samples", "no such source"):
-        GroupRewards(lambda data, return_dict: {}["no such source"], 0)([group(1, "2")])
+    with refused(RewardError, "1 samples", "absent"):
+        GroupRewards(lambda data, return_dict: {}["absent"], 0)([group(1, "2")])
     with refused(RewardError, "(B, R)", "list"):
         GroupRewards(lambda data: [1.0], 0)([group(1, "2")])
     with refused(DataError, "(3, 3)"):
