@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import episodes
@@ -71,6 +73,16 @@ def test_each_participant_has_its_own_sequences_and_rewards() -> None:
     )
     alone = Trajectory(0, played.trajectories[0].turns, {"exact": 1.0})
     assert [each.participant for each in experiences_of(played, alone)] == ["", ""]
+
+
+def test_a_participant_has_the_greedy_reward_of_its_own_role_and_a_draw_of_its_own() -> None:
+    group = replace(game(0, (1.0, -1.0), (-1.0, 1.0)), greedy=both(-1, 0.75, -0.75))
+    greedy = {e.participant: e.greedy_reward for t in group.trajectories for e in experiences_of(group, t)}
+    assert greedy == {"proposer": 0.75, "solver": -0.75}
+    which, games = algorithm("reinforce", resample={}), [game(n, (1.0, -1.0), (-1.0, 1.0)) for n in range(20)]
+    drawn, _ = which.advantages(which.batch(games))
+    times = Counter((e.group_id, e.index, e.participant) for e in drawn.experiences)
+    assert not all(times[slot, index, "proposer"] == times[slot, index, "solver"] for slot, index, _ in times)
 
 
 def test_a_participant_is_compared_with_its_own_role() -> None:

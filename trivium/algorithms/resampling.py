@@ -57,7 +57,8 @@ class Resampling(Config):
         function of it and of the names of the batch's groups."""
         first = {int(trajectory): row for row, trajectory in reversed([*enumerate(who.of_row)])}
         owners = [batch.experiences[first[trajectory]] for trajectory in range(len(who.score))]
-        addresses = np.array([stream(seed, "resample", e.group_id, e.index) for e in owners], np.uint64)
+        names = [(e.group_id, e.index, *filter(None, [e.participant])) for e in owners]
+        addresses = np.array([stream(seed, "resample", *name) for name in names], np.uint64)
         drawn = self.draws(who.score.numpy(), uniforms(addresses, 0))
         times = np.bincount(drawn, minlength=len(owners))[who.of_row.numpy()]
         return np.repeat(np.arange(len(batch)), times).tolist()

@@ -45,7 +45,7 @@ class Listening:
                 return connection
             except (AuthenticationError, EOFError, OSError) as error:
                 connection.close()
-                _log.warning("a connection from %s has another key (%s); it is closed", sender[0], error)
+                _log.warning("a connection from %s did not show the key (%s); it is closed", sender[0], error)
 
     def close(self) -> None:
         self._socket.close()
@@ -91,7 +91,9 @@ def own_address() -> str:
             with suppress(OSError):
                 if peer:
                     probe.connect((peer, 9))  # connecting a datagram socket sends nothing
-                    return probe.getsockname()[0]
+                    address = probe.getsockname()[0]
+                    if not address.startswith("127."):  # as for a master that runs here
+                        return address
         return LOOPBACK
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trivium.concurrency import Threads, outcome_of, wait_for
+from trivium.errors import RolloutError
 from trivium.processes.isolated import InProcesses, forked
 from trivium.processes.isolated.signals import MainThreadWanted, main_thread_wanted
 
@@ -53,7 +55,8 @@ class UserCall:
         self.is_brief = not self.is_async and getattr(function, "brief", False) is True
 
     async def __call__(self, /, **arguments: object) -> object:
-        """The function's result, or the exception it ended with.
+        """The function's result, or the exception it ended with: TimeoutError after the deadline, RolloutError if no
+        thread was free until then.
 
         Cancelling the call abandons its thread, which cannot be stopped, or kills its process.
         """
@@ -61,27 +64,40 @@ class UserCall:
             result, error = outcome_of(functools.partial(self._function, **arguments))
             return result if error is None else error
         if self._patience_s is None:
-            return await self._outcome(arguments)
+            return await self._outcome(arguments, threading.Event())
+        begun = threading.Event()
         try:
-            return await wait_for(self._patience_s, self._outcome(arguments))
+            return await wait_for(self._patience_s, self._outcome(arguments, begun))
         except TimeoutError:
-            return TimeoutError(f"no answer within {self._deadline_s:g} s")
+            if begun.is_set():
+                return TimeoutError(f"no answer within {self._deadline_s:g} s")
+            found = f"none was free within {self._patience_s:g} s"
+            do = "give its calls a shorter deadline, make it `async`, or raise `threads`"
+            return RolloutError(f"a thread for {self._label}", found, do)
 
-    async def _outcome(self, arguments: dict[str, object]) -> object:
-        """The result or exception of a call in this process, or in a fork once the function has needed one."""
+    async def _outcome(self, arguments: dict[str, object], begun: threading.Event) -> object:
+        """The result or exception of a call in this process, or in a fork once the function has needed one. Sets
+        `begun` when the call begins."""
         if self._forked is None:
             with main_thread_wanted() as calls:
-                outcome = await _outcome_of(self._here(arguments))
+                outcome = await _outcome_of(self._here(arguments, begun))
             if not calls:
                 return outcome
             self._forked = self._forked or self._fork(calls[0])  # a concurrent call may have done it
+        begun.set()
         return await _outcome_of(self._forked(**arguments))
 
-    async def _here(self, arguments: dict[str, object]) -> object:
+    async def _here(self, arguments: dict[str, object], begun: threading.Event) -> object:
         """The function's result. Raises its exception. Its own CancelledError or SystemExit becomes an error."""
         if self.is_async:
+            begun.set()
             return await wait_for(None, self._function(**arguments))
-        result = await self._threads.run(functools.partial(self._function, **arguments))
+
+        def called() -> object:
+            begun.set()
+            return self._function(**arguments)
+
+        result = await self._threads.run(called)
         return await wait_for(None, result) if inspect.isawaitable(result) else result
 
     def _fork(self, call: str) -> InProcesses:

@@ -294,6 +294,7 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
     tokens = np.concatenate([last.prompt_tokens, last.tokens])
     for array in (tokens, mask, log_prob, version):
         array.setflags(write=False)  # Experience does not copy read-only arrays
+    greedy = None if group.greedy is None or group.greedy.failure is not None else group.greedy.rewards_of(participant)
     return Experience(
         tokens=tokens,
         response_mask=mask,
@@ -301,12 +302,12 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         policy_version=version,
         group_id=group.group_id,
         index=trajectory.index,
-        rewards=trajectory.rewards_of(participant) if trajectory.participants else trajectory.rewards,
+        rewards=trajectory.rewards_of(participant),
         stop_reason=last.stop_reason,
         media=last.media,
         turns=tuple(spans),
         extra=_joined_extra([turn for _, turn in turns], length),
-        greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
+        greedy_reward=None if greedy is None else float(sum(greedy.values())),
         participant=participant,
     )
 

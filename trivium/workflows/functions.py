@@ -10,15 +10,13 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
-from trivium.concurrency import Threads
+from trivium.concurrency import Threads, usable_cores
 from trivium.errors import ConfigError, RewardError, RolloutError, text_of
 from trivium.processes.isolated import isolated_function
 from trivium.processes.user_calls import UserCall
 from trivium.registry import resolve
 from trivium.workflows.tools import Tool, ToolError
 
-_GRACE_S = 15.0
-"""How long a call may wait for its process to start, beyond its deadline."""
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
 
 
@@ -36,8 +34,8 @@ class FunctionTool:
         label = f"the tool {self.tool.name}"
         called: Callable[..., Any] = function
         if workers:
-            called = isolated_function("tools", path, label, workers, deadline_s)
-        self._call = UserCall(called, threads, deadline_s, _GRACE_S if workers else 0.0, label=label)
+            called = isolated_function("tools", path, label, workers, deadline_s)  # its processes keep the deadline
+        self._call = UserCall(called, threads, None if workers else deadline_s, label=label, limit=usable_cores())
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """The result as text. Raises ToolError for invalid arguments, and for an error or a missed deadline of the

@@ -9,11 +9,11 @@ import time
 from typing import Any, Literal
 
 import pytest
-from failing import refused
+from failing import check_error, refused
 from workflow_parts import TOKENIZER, policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, RolloutError
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tools import TOOLS
 from trivium.types import Message, Task
@@ -151,6 +151,15 @@ async def test_a_row_chooses_among_the_tools_and_a_long_result_is_cut() -> None:
         with pytest.raises(EnvironmentFailure) as caught:
             await tooled.run(Task("t", prompt, columns), policy("a"))
         assert caught.value.__cause__ is not None
+
+
+async def test_a_call_that_no_thread_could_begin_fails_the_rollout() -> None:
+    """The policy is not told that a tool failed which never ran."""
+    both = call("hang", seconds=1.0) * 2
+    with pytest.raises(RolloutError) as caught:
+        await tools("hang", threads=1, call_deadline_s=0.2).run(TASK, policy(both, "a"))
+    assert "no answer" not in str(caught.value)
+    check_error(caught.value.__cause__, RolloutError, "the tool hang", "0.2 s")
 
 
 async def test_calls_are_read_in_the_format_of_the_model() -> None:
