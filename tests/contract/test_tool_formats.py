@@ -62,6 +62,7 @@ D = DEEPSEEK
         ),
         (GPT_OSS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": [1]}', "", (F,)),
         (GPT_OSS, "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>", "", (G,)),
+        (GPT_OSS, " to=functions.g<|channel|>commentary<|message|>{}", "", (G,)),
     ],
 )
 def test_the_notations_of_models_are_read(

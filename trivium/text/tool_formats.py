@@ -33,7 +33,7 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     """Texts that begin or separate calls. Special tokens among them are kept in the text of a completion."""
     starts: tuple[str, ...] = ()
-    """Beginnings of completions that may be calls without a mark before them."""
+    """Beginnings of completions that may be calls without a mark before them. White space may precede them."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
     """What begins and ends the reasoning of a completion."""
     answers: tuple[str, ...] = ()
@@ -71,14 +71,17 @@ class Json(ToolFormat):
 
 
 class Hermes(ToolFormat):
-    """`<tool_call>` blocks of JSON, as Hermes and Qwen write them. Also reads one JSON object without a block."""
+    """`<tool_call>` blocks of JSON, as Hermes and Qwen write them. Also reads a completion that is nothing but JSON
+    objects without blocks, as `Json` does."""
 
     marks = ("<tool_call>",)
     starts = ("{",)
 
     def read(self, text: str) -> Calls | None:
         content, mark, body = text.partition(self.marks[0])
-        return _all(content, _separated(body, self.marks[0], _block)) if mark else LLAMA3.read(text)
+        if mark:
+            return _all(content, _separated(body, self.marks[0], _block))
+        return None if LLAMA3.marks[0] in text else LLAMA3.read(text)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         objects = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls)
@@ -153,11 +156,13 @@ class GptOss(ToolFormat):
     channel, and content in the final one."""
 
     marks = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|constrain|>")
+    starts = (" to=functions.",)  # the prompt ends with `<|start|>assistant`
     reasoning = ("<|channel|>analysis<|message|>", "<|end|>")
     answers = ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
     _HEAD = re.compile(
-        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+ to=functions\.(?P<a>[^\s<]+)"
-        r"| to=functions\.(?P<b>[^\s<]+)<\|channel\|>\w+)\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
+        r"(?:(?:<\|start\|>assistant)?<\|channel\|>\w+ to=functions\.(?P<a>[^\s<]+)"
+        r"|(?:<\|start\|>assistant|\A) to=functions\.(?P<b>[^\s<]+)<\|channel\|>\w+)"
+        r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
     )
 
     def read(self, text: str) -> Calls | None:
@@ -201,7 +206,8 @@ class CallableTools:
         start, how = text.lstrip(), self.format
         if not self.names:
             return text
-        if not start or any(start.startswith(mark[: len(start)]) for mark in how.starts):
+        begins = (each.startswith(mark[: len(each)]) for each in (text, start) for mark in how.starts)
+        if not start or any(begins):
             return ""
         ends = [at for mark in how.marks if (at := text.find(mark)) >= 0]
         return (text[: min(ends)] if ends else without_partial(text, how.marks)).rstrip()

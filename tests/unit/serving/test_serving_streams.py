@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI
 
@@ -19,7 +19,7 @@ from trivium.serving.completion_parts import Answer, answer_of, settled
 from trivium.serving.sessions import visible_text
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, TinyModel, tiny_tokenizer
-from trivium.text.tool_formats import FORMATS, GPT_OSS, CallableTools
+from trivium.text.tool_formats import FORMATS, GPT_OSS, HERMES, CallableTools
 from trivium.text.tools import ToolCall
 from trivium.types import Completion, Request, StopReason, Turn
 
@@ -43,9 +43,12 @@ PIECES = {
     how: [*'ab {}":\n', "stop", *how.marks, *how.reasoning, *how.answers, "</tool_call>", how.write([CALL_OF])]
     for how in FORMATS
 }
+PIECES[GPT_OSS] += [" to=functions.f<|channel|>commentary<|message|>{}", " to=functions.f"]
+PIECES[HERMES] += ['<|python_tag|>{"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}}', "<|python_tag|>"]
 
 
 @given(st.data())
+@settings(max_examples=300)
 def test_what_is_certain_begins_the_final_parts(data: st.DataObject) -> None:
     how = data.draw(st.sampled_from(FORMATS))
     text = data.draw(st.lists(st.sampled_from(PIECES[how])).map("".join))
