@@ -14,7 +14,7 @@ from trivium.registry import CATALOGUE, resolve
 from trivium.testing import check_tool_format
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
-from trivium.text.tool_formats import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MISTRAL, ToolFormat, format_of
+from trivium.text.tool_formats import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MAX_DEPTH, MISTRAL, ToolFormat, format_of
 from trivium.text.tools import ToolCall, read_tool_calls
 
 KINDS = sorted(CATALOGUE["tool_calls"])
@@ -42,6 +42,7 @@ def test_each_format_reads_what_it_writes(kind: str, calls: list[ToolCall], cont
 
 
 F, G = ToolCall("f", '{"x": [1]}'), ToolCall("g", "{}")
+NESTED = ToolCall("f", '{"x": ' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}")
 D = DEEPSEEK
 
 
@@ -62,6 +63,7 @@ D = DEEPSEEK
         ),
         (GPT_OSS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": [1]}', "", (F,)),
         (GPT_OSS, "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>", "", (G,)),
+        (HERMES, f'<tool_call>{{"name": "f", "arguments": {NESTED.arguments}}}</tool_call>', "", (NESTED,)),
         (GPT_OSS, " to=functions.g<|channel|>commentary<|message|>{}", "", (G,)),
     ],
 )
@@ -82,6 +84,7 @@ def test_the_notations_of_models_are_read(
         '{"name": "f", "arguments": {"x": NaN}}',
         '<tool_call>{"name": "f", "arguments": {}}',
         '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>',
+        NESTED.arguments.join(['<tool_call>{"name": "f", "arguments": {"y": ', "}}</tool_call>"]),
         "[TOOL_CALLS]",
         "[TOOL_CALLS] [3]",
         "[TOOL_CALLS]f[ARGS]",
@@ -90,7 +93,7 @@ def test_the_notations_of_models_are_read(
         "{" * 100_000,
         '{"a":' * 100_000,
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_what_is_not_a_call_is_text(kind: str, text: str) -> None:
     assert resolve("tool_calls", kind).read(text) is None

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from trivium.text.tool_formats import ToolFormat
 
+_UNSENDABLE = ('{"x": 1e999}', '{"x": "\\ud800"}', '{"x": ' + "[" * 900 + "]" * 900 + "}", '{"x": NaN}')
+"""Arguments that no response of a server can contain."""
 TEXTS = ("", "Let me see.", "{", "[1, 2]", "f(x)", '{"name": 3}', "a {b} c", "```json\n{}\n```", "Zürich 🌍")
 
 
@@ -43,6 +45,9 @@ def check_tool_format(
         require(cut is None or len(cut[1]) < len(calls), f"a call that is cut is no call: {written[:size]!r}")
     after = how.read(f"{written} and more")
     require(after is None, "calls with text after them are text")
+    unsendable = tuple(how.write([ToolCall(name, arguments)]) for name in tools.names for arguments in _UNSENDABLE)
+    for text in unsendable:
+        require(tools.read(text) == (text, ()), f"a call that no response can contain is text: {text!r:.99}")
     for text in texts:
         require(tools.read(text) == (text, ()), f"text that is not a call stays text: {text!r}")
         for size in range(len(text) + 1):

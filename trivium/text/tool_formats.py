@@ -23,6 +23,8 @@ class ToolCall(NamedTuple):
     """A JSON object, as text."""
 
 
+MAX_DEPTH = 48
+"""How deep arguments may be nested. Agents send them back inside a request, whose depth is limited as well."""
 Calls = tuple[str, tuple[ToolCall, ...]]
 """(the text before the calls, the calls)."""
 
@@ -296,6 +298,22 @@ def _call_of(value: Any) -> ToolCall | None:
 
 
 def _checked(name: Any, arguments: Any) -> ToolCall | None:
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    text = arguments_text(arguments)
+    return ToolCall(name, text) if isinstance(name, str) and name and text is not None else None
+
+
+def arguments_text(arguments: object) -> str | None:
+    """The arguments of a call as text; None if they are no JSON object that can be sent to an agent and back: one with
+    finite numbers and Unicode text, nested at most `MAX_DEPTH` deep."""
+    level: list[Any] = [arguments] if isinstance(arguments, dict) else []
+    depth = 0
+    while level and depth <= MAX_DEPTH:
+        parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
+        level, depth = [part for part in parts if isinstance(part, dict | list)], depth + 1
+    if not 0 < depth <= MAX_DEPTH:
         return None
-    return ToolCall(name, json.dumps(arguments))
+    try:
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:  # an infinity, or half of a surrogate pair
+        return None
+    return json.dumps(arguments)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trivium.errors import DataError
-from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall, ToolFormat
+from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall, ToolFormat, arguments_text
 from trivium.types import Message
 
 TOOLS = "tools"
@@ -63,9 +63,8 @@ def read_tool_calls(
 
 
 def json_object(text: str) -> str | None:
-    """A JSON object as `json.dumps` writes it; None for any other text."""
+    """The arguments of a call as `json.dumps` writes them; None for a text that is not such arguments."""
     try:
-        value = json.loads(text)
-        return json.dumps(value) if isinstance(value, dict) else None
+        return arguments_text(json.loads(text))
     except (ValueError, RecursionError):
         return None

@@ -18,7 +18,7 @@ from openai import BadRequestError as OpenAIBadRequest
 
 from tests.serving import RENDERER, Served, served
 from trivium.serving.completion_parts import Recorded, Written, answer_of, completion_id, part_id, written
-from trivium.text.tool_formats import HERMES, CallableTools
+from trivium.text.tool_formats import HERMES, MAX_DEPTH, CallableTools
 from trivium.types import forks_of
 
 CALL = 'Let me see.\n<tool_call>{"name":"weather",  "arguments": {"city": "Zürich"}}</tool_call>'
@@ -91,6 +91,27 @@ async def test_a_tool_loop_over_messages_is_one_sequence(stream: bool, tmp_path:
         assert [turn.tokens.tolist() for turn in group.trajectories[0].turns] == [
             done.tokens.tolist() for _, done in here.engine.given
         ]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1), "tool_use"), ("1e999", "text"), ('"\\ud800"', "text")],
+    ids=["deepest", "infinite", "surrogate"],
+)
+async def test_what_a_policy_writes_into_arguments_can_be_sent_and_sent_back(
+    value: str, kind: str, tmp_path: Path
+) -> None:
+    call = f'<tool_call>{{"name": "weather", "arguments": {{"x": {value}}}}}</tool_call>'
+    async with served(tmp_path, group_size=1, **saying(call) | {"max_new_tokens": 250}) as here:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            body = {"model": "policy", "max_tokens": 250, "messages": messages, "tools": [TOOL], **LABELS}
+            answer = await here.client.post("/v1/messages", json=body)
+            assert answer.status_code == 200, answer.text
+            (block,) = answer.json()["content"]
+            assert block["type"] == kind
+            messages += [{"role": "assistant", "content": [block]}, {"role": "user", "content": "y"}]
+        assert_one_sequence(here, 2)
 
 
 async def test_stripped_thinking_starts_another_sequence(tmp_path: Path) -> None:
