@@ -84,8 +84,11 @@ class Gateway:
         """Whether the final policy is served, after the training."""
         self._groups = OpenGroups(explorer, buffer, schedule, synchronizer, require_secret=options.require_secret)
         self.sessions = self._groups.sessions
-        # A renderer of a user may know no format.
+        # A renderer of a user may know no format and no images.
         self.recorded = Recorded(self.sessions.text_of, getattr(explorer.renderer, "tool_format", HERMES))
+        self._check_placeholders: Callable[[IntArray], None] = getattr(
+            explorer.renderer, "check_placeholders", lambda _: None
+        )
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._warns = True
@@ -171,6 +174,7 @@ class Gateway:
     async def sample(self, request: Request) -> Completion:
         """A completion of token ids by the current policy, which is not recorded. Raises the errors of `complete`."""
         self._check_ready()
+        self._check_placeholders(request.prompt_tokens)
         async with self._concurrency:
             completion = await self._breaking(self.explorer.engine.generate(request))
         if completion.stop_reason is StopReason.ABORT:
@@ -285,6 +289,7 @@ class Gateway:
         added = None
         if tokens is not None:
             added = tokens[0 if parent is None else len(parent.sequence) :]
+            self._check_placeholders(added)
             new = (Message("user", self.explorer.renderer.decode(added)),)
         if how := session.rewriting(request.messages, len(earlier), request.tools):
             self._note_rewriting(session, how)

@@ -310,13 +310,22 @@ class SessionStore:
         """The completion that ends the longest known beginning of the messages or of the prompt, among the sessions
         that `belongs` accepts; None without one.
 
-        Of several with the same text, returns the newest that no call has continued from yet, else the newest.
+        Of several with the same text, returns the newest that no call has continued from yet, else the newest. Raises
+        RequestError if a prompt of tokens continues completions with different images.
         """
         messages, tokens = request.messages, request.tokens
         lengths = (n for n in range(len(messages) - 1, 0, -1) if messages[n - 1].role == "assistant")
         keys = (messages[:n] for n in lengths) if tokens is None else reversed(_hashes(tokens, sorted(self._lengths)))
         for key in keys:
             nodes = [node for node in self._nodes.get(key, ()) if belongs(node.session)]
+            if tokens is not None and any(node.turn.media != nodes[0].turn.media for node in nodes):
+                raise RequestError(
+                    400,
+                    "a prompt of token ids that continues one conversation",
+                    f"{len(nodes)} completions end these tokens, after different images",
+                    "send reply_to, the id of the completion",
+                    param="reply_to",
+                )
             if nodes:
                 return next((node for node in reversed(nodes) if not node.calls), nodes[-1])
         return None

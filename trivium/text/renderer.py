@@ -163,10 +163,15 @@ class ChatRenderer:
             placeholder = re.escape(self._images.token)
             text = re.sub(f"(?:{placeholder})+", lambda match: self._images.token if self._images else "", text)
         prompt = self._expanded(self._encode(text), media)
-        if self._images is not None and not media and (prompt.tokens == self._images.token_id).any():
+        if not media:
+            self.check_placeholders(prompt.tokens)
+        return prompt
+
+    def check_placeholders(self, tokens: IntArray) -> None:
+        """Raises DataError if the tokens of a text without images contain a placeholder of an image."""
+        if self._images is not None and (tokens == self._images.token_id).any():
             found = f"{self._images.token!r} is in the text, and there is no image"
             raise DataError("a rendered text with its images", found, "send the images with the text")
-        return prompt
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
         """Encodes a completion that the policy did not sample. Returns (prompt, completion tokens with end of turn)."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vision_parts import picture, sizes
 
 from tests.serving import RENDERER, Served, served
+from trivium.text.renderer import renderer_of
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import experiences_of
 
 LABELS: Any = {"session": "s", "task_id": "t"}
@@ -84,6 +88,27 @@ async def test_the_header_of_verifiers_names_the_session_and_n_gives_choices(tmp
         assert [choice["session"] for choice in answer.json()["choices"]] == ["trace-7", "trace-7"]
         card = (await here.client.get("/v1/models")).json()["data"][0]
         assert card["max_model_len"] == here.engine.max_context
+
+
+async def test_the_images_of_a_prompt_are_those_of_the_completion_that_it_continues(tmp_path: Path) -> None:
+    config = TinyVisionModel.Config.model_validate(sizes("qwen2_vl"))
+    renderer = renderer_of(TinyVisionModel(config, seed=3).materialize(tmp_path / "model"))
+    async with served(tmp_path, renderer=renderer, replies=(tuple(renderer._encode("abc").tolist()),)) as here:
+        choices = []
+        for seed in (1, 2):
+            url = "data:image/png;base64," + base64.b64encode(picture(seed).data).decode()
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a?"}]
+            answer = await here.chat({"role": "user", "content": parts}, return_token_ids=True, **LABELS)
+            choices.append(answer["choices"][0])
+        ids, others = ([*choice["prompt_token_ids"], *choice["token_ids"], 5] for choice in choices)
+        assert ids == others
+        assert (await generate(here, ids, expect=400, **LABELS))["error"]["param"] == "reply_to"
+        await generate(here, ids, reply_to=choices[0]["id"], **LABELS)
+        assert here.engine.given[-1][0].media == here.engine.given[0][0].media
+        for path, name in {"/inference/v1/generate": "token_ids", "/v1/completions": "prompt"}.items():
+            answer = await here.client.post(path, json={name: [5, *ids], "model": "policy"})
+            assert (answer.status_code, "no image" in answer.text) == (400, True), answer.text
+        assert len(here.engine.given) == 3
 
 
 async def test_a_stream_has_the_same_choices(tmp_path: Path) -> None:
