@@ -11,10 +11,21 @@ from hypothesis import strategies as st
 
 from trivium.errors import UnknownName
 from trivium.registry import CATALOGUE, resolve
+from trivium.serving.completion_parts import answer_of
 from trivium.testing import check_tool_format
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
-from trivium.text.tool_formats import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MAX_DEPTH, MISTRAL, ToolFormat, format_of
+from trivium.text.tool_formats import (
+    DEEPSEEK,
+    GPT_OSS,
+    HERMES,
+    LLAMA3,
+    MAX_DEPTH,
+    MISTRAL,
+    CallableTools,
+    ToolFormat,
+    format_of,
+)
 from trivium.text.tools import ToolCall, read_tool_calls
 
 KINDS = sorted(CATALOGUE["tool_calls"])
@@ -73,6 +84,29 @@ def test_the_notations_of_models_are_read(
     assert how.read(text) == (content, calls)
     assert read_tool_calls(text, {"f", "g"}) == (content, calls)
     assert read_tool_calls(text, {"h"}) == (text, ())
+
+
+CALL = HERMES.write([G])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<think>I could write <tool_call>.</think>\n{CALL}", "<think>I could write <tool_call>.</think>", (G,)),
+        (f"<think>Hm.</think>\n So: {CALL}", "<think>Hm.</think>\n So:", (G,)),
+        ('<think>Hm.</think>{"name": "g", "parameters": {}}', "<think>Hm.</think>", (G,)),
+        (f"<think>Maybe {CALL}", f"<think>Maybe {CALL}", ()),
+        (f"<think>Maybe {CALL}</think> No.", f"<think>Maybe {CALL}</think> No.", ()),
+    ],
+    ids=range(5),
+)
+def test_nothing_in_the_reasoning_is_a_call(text: str, content: str, calls: tuple[ToolCall, ...]) -> None:
+    assert read_tool_calls(text, {"g"}) == (content, calls)
+    tools = CallableTools(frozenset({"g"}), HERMES)
+    assert answer_of(text, tools, reasoning=False) == (None, content, calls)
+    opened = content.removeprefix("<think>"), calls
+    assert answer_of(text.removeprefix("<think>"), tools, reasoning=False, opened=True)[1:] == opened
+    assert answer_of(text, tools).calls == calls
 
 
 @pytest.mark.parametrize("kind", KINDS)

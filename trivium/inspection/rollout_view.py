@@ -13,7 +13,7 @@ import yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
-from trivium.text.tool_formats import FORMATS, ToolCall
+from trivium.text.tool_formats import FORMATS, REASONING_TAIL, ToolCall
 from trivium.types import EXPERT_VERSION, Fork, IntArray, Media, Turn, forks_of
 
 Decode = Callable[[Sequence[int] | IntArray], str]
@@ -130,7 +130,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
                 **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
                 "fork": _fork(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
-                "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn.text)],
+                "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn, decode)],
                 "participant": turn.participant,
                 "stop_reason": turn.stop_reason.value,
                 "tokens": len(turn.tokens),
@@ -141,9 +141,12 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
     return rows
 
 
-def _calls(completion: str) -> tuple[ToolCall, ...]:
-    """Returns the calls of a completion. A record has no list of tools: any name counts."""
-    return next((calls[1] for how in FORMATS if (calls := how.read(completion)) is not None), ())
+def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
+    """Returns the calls of a completion, after its reasoning. A record has no list of tools: any name counts."""
+    prompt = decode(turn.prompt_tokens[-REASONING_TAIL:]).rstrip()
+    texts = (how.split(turn.text, opened=prompt.endswith(how.reasoning[0]))[1] for how in FORMATS)
+    read = (how.read(text) for how, text in zip(FORMATS, texts, strict=True))
+    return next((calls[1] for calls in read if calls is not None), ())
 
 
 def _fork(fork: Fork, decode: Decode) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def _choice(index: int, node: CompletionNode, chat: ChatRequest, renderer: Rende
 def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
     """The assistant's message, with the calls of tools that its text contains."""
     text = visible_text(node.turn, chat.sampling.stop)
-    _, content, calls = answer_of(text, chat.tools, reasoning=False)
+    _, content, calls = answer_of(text, chat.tools, reasoning=False, opened=node.reasoning_open)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         message["content"] = content or None

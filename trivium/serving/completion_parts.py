@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from trivium.protocols import Renderer
-from trivium.text.tool_formats import CallableTools, ToolCall, ToolFormat, without_partial
+from trivium.text.tool_formats import REASONING_TAIL, CallableTools, ToolCall, ToolFormat, without_partial
 from trivium.types import IntArray
 
 _PREFIX = "chatcmpl-"
-_TAIL = 16
-"""Tokens at the end of a prompt that may open a reasoning block."""
 
 
 class Written(NamedTuple):
@@ -46,16 +44,19 @@ class Answer(NamedTuple):
 
 def opens_reasoning(renderer: Renderer, tools: CallableTools, prompt: IntArray) -> bool:
     """Whether a prompt ends with the beginning of a reasoning block, as some chat templates write it."""
-    return renderer.decode(prompt[-_TAIL:]).rstrip().endswith(tools.format.reasoning[0])
+    return renderer.decode(prompt[-REASONING_TAIL:]).rstrip().endswith(tools.format.reasoning[0])
 
 
 def answer_of(text: str, tools: CallableTools, *, reasoning: bool = True, opened: bool = False) -> Answer:
     """Splits the text of a completion that may call `tools`. With `reasoning=False`, a `<think>` block is a part of the
-    content; reasoning in a channel of its own is left out.
+    content; reasoning in a channel of its own is left out. Nothing in the reasoning is a call.
 
     A reasoning block begins the text, or is `opened` by the prompt. A completion that ends in it has no content.
     """
-    thought, rest = _split(text, tools.format, reasoning, opened)
+    thought, rest = _split(text, tools.format, opened)
+    if thought is not None and not _splits(tools.format, reasoning):
+        content, calls = tools.read(rest)
+        return Answer(None, text.removesuffix(rest) + content, calls)
     if thought is not None:
         thought, rest = thought.strip(), rest.strip()
     return Answer(thought if reasoning else None, *tools.read(rest))
@@ -72,9 +73,11 @@ def settled(
     start = text.lstrip()
     if _splits(how, reasoning) and any(mark.startswith(start) for mark in (how.reasoning[0], *how.answers)):
         return Answer(None, "")
-    thought, rest = _split(text, how, reasoning, opened)
+    thought, rest = _split(text, how, opened)
     if thought is None:
         return Answer(None, tools.certain(rest))
+    if not _splits(how, reasoning):
+        return Answer(None, text.removesuffix(rest) + tools.certain(rest))
     shown = thought.strip() if reasoning else None
     if how.reasoning[1] not in text:
         return Answer(without_partial(thought, [how.reasoning[1]]).strip() if reasoning else None, "")
@@ -84,19 +87,16 @@ def settled(
 
 
 def _splits(how: ToolFormat, reasoning: bool) -> bool:
+    """Whether the reasoning of a completion is no part of its content."""
     return reasoning or bool(how.answers)
 
 
-def _split(text: str, how: ToolFormat, reasoning: bool, opened: bool) -> tuple[str | None, str]:
-    """(the text of the reasoning block, the text after it); (None, the text) without a block."""
-    if not _splits(how, reasoning):
-        return None, text
-    start, thought = text.lstrip(), None
-    if opened or start.startswith(how.reasoning[0]):
-        thought, _, text = start.removeprefix(how.reasoning[0]).partition(how.reasoning[1])
-        start = text.lstrip()
+def _split(text: str, how: ToolFormat, opened: bool) -> tuple[str | None, str]:
+    """(the text of the reasoning block, the content and the calls after it); the first is None without a block."""
+    thought, rest = how.split(text, opened=opened)
+    start = rest.lstrip()
     mark = next((mark for mark in how.answers if start.startswith(mark)), None)
-    return thought, text if mark is None else start.removeprefix(mark)
+    return thought, rest if mark is None else start.removeprefix(mark)
 
 
 def written(answer: Answer, ids: Collection[str], recorded: Recorded, *, reasoning: bool = True) -> str:

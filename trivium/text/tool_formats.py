@@ -25,12 +25,14 @@ class ToolCall(NamedTuple):
 
 MAX_DEPTH = 48
 """How deep arguments may be nested. Agents send them back inside a request, whose depth is limited as well."""
+REASONING_TAIL = 16
+"""Tokens at the end of a prompt that may open a reasoning block."""
 Calls = tuple[str, tuple[ToolCall, ...]]
 """(the text before the calls, the calls)."""
 
 
 class ToolFormat:
-    """One notation. Its methods see a completion without its reasoning."""
+    """One notation. `read` and `write` see a completion without its reasoning."""
 
     marks: tuple[str, ...] = ()
     """Texts that begin or separate calls. Special tokens among them are kept in the text of a completion."""
@@ -49,6 +51,17 @@ class ToolFormat:
     def write(self, calls: Sequence[ToolCall]) -> str:
         """The end of a completion with these calls, for a history that the policy did not write."""
         raise NotImplementedError
+
+    def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
+        """(the text of the reasoning block, the text after it) of a completion; (None, the text) without a block.
+
+        A reasoning block begins the text, or is `opened` by the prompt. If it has no end, nothing is after it.
+        """
+        start, (begin, end) = text.lstrip(), self.reasoning
+        if not (opened or start.startswith(begin)):
+            return None, text
+        thought, _, rest = start.removeprefix(begin).partition(end)
+        return thought, rest
 
     def instructions(self) -> str:
         """What a system message says about calls, if the chat template does not describe tools."""

@@ -55,11 +55,17 @@ def described(tools: Sequence[object], messages: Sequence[Message], instructions
 def read_tool_calls(
     text: str, names: Collection[str], tool_format: ToolFormat | None = None
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text before the calls, calls) of a completion in this format; None: in that of any family that Trivium knows. If
-    any part is not a valid call of one of these tools, the whole completion is text."""
-    formats = FORMATS if tool_format is None else (tool_format,)
-    read = (CallableTools(frozenset(names), each).read(text) for each in formats)
-    return next((calls for calls in read if calls[1]), (text, ()))
+    """(text before the calls, calls) of a completion in this format; None: in that of any family that Trivium knows.
+
+    Nothing in a reasoning block at the beginning of the completion is a call. If any part after it is not a valid call
+    of one of these tools, the whole completion is text.
+    """
+    for each in FORMATS if tool_format is None else (tool_format,):
+        _, rest = each.split(text)
+        content, calls = CallableTools(frozenset(names), each).read(rest)
+        if calls:
+            return text.removesuffix(rest) + content, calls
+    return text, ()
 
 
 def json_object(text: str) -> str | None:
