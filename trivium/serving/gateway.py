@@ -161,15 +161,34 @@ class Gateway:
     # ------------------------------------------------------------------ completions
 
     async def complete(self, request: ChatRequest, streamed: Sequence[StreamedCompletion] = ()) -> list[CompletionNode]:
-        """`request.n` completions of the current policy, each followed by one of `streamed`. Raises RequestError, and
-        EngineFailure, which also ends the run."""
+        """`request.n` completions of the current policy, each followed by one of `streamed`. Records all of them, or
+        none. Raises RequestError, and EngineFailure, which also ends the run."""
         if self.final:
             request = replace(request, labels=replace(request.labels, evaluation=True))
         self._check_ready()
         self._check_length(request)
-        routes = zip_longest(self._groups.route(request), streamed)
-        calls = [self._call(session, parent, request, stream) for (session, parent), stream in routes]
-        return await self._breaking(gather_or_cancel(calls))
+        routes = self._groups.route(request)
+        followed = list(zip_longest(routes, streamed))
+        try:
+            calls = [self._call(session, parent, request, stream) for (session, parent), stream in followed]
+            nodes = await self._breaking(gather_or_cancel(calls))
+            # Nothing awaits from here on: a request that is cancelled has recorded nothing.
+            for node in nodes:
+                node.session.check_active("roll the task out again")
+            for node, (_, stream) in zip(nodes, followed, strict=True):
+                self.sessions.record(node)
+                if stream is not None:
+                    stream.complete(node)
+            return nodes
+        finally:
+            for session, _ in routes:
+                self._end_call(session)
+
+    def _end_call(self, session: Session) -> None:
+        session.calls -= 1
+        session.touched = time.monotonic()
+        if not (session.calls or session.completions or session.ended):
+            self._groups.remove_empty(session)
 
     async def sample(self, request: Request) -> Completion:
         """A completion of token ids by the current policy, which is not recorded. Raises the errors of `complete`."""
@@ -225,20 +244,14 @@ class Gateway:
         request: ChatRequest,
         stream: StreamedCompletion | None,
     ) -> CompletionNode:
-        """One completion in a session that counts the call as in progress."""
-        try:
-            if session.group is not None:
-                self._groups.add_columns(session.group, request.columns or {})
-                await self._wait_for_slot(session.group)
-            session.check_active("roll the task out again")
-            if session.policy is None:
-                session.policy, session.started = self._policy(session, request), time.monotonic()
-            return await self._generate(session, parent, request, stream)
-        finally:
-            session.calls -= 1
-            session.touched = time.monotonic()
-            if not (session.calls or session.completions or session.ended):
-                self._groups.remove_empty(session)
+        """One completion in a session that counts the call as in progress. It is not recorded yet."""
+        if session.group is not None:
+            self._groups.add_columns(session.group, request.columns or {})
+            await self._wait_for_slot(session.group)
+        session.check_active("roll the task out again")
+        if session.policy is None:
+            session.policy, session.started = self._policy(session, request), time.monotonic()
+        return await self._generate(session, parent, request, stream)
 
     async def _wait_for_slot(self, group: OpenGroup) -> None:
         """Waits until the buffer admits the group."""
@@ -314,12 +327,9 @@ class Gateway:
         answer = Message("assistant", text if parts.calls or request.reasoning else parts.content)
         # `earlier` is the parent's own tuple: the client's copies of old messages are not kept
         conversation = (*earlier, *new, answer)
-        node = CompletionNode(completion_id, session, policy, turn, conversation, len(session.completions), parent)
+        node = CompletionNode(completion_id, session, policy, turn, conversation, parent=parent)
         node.instructions = request.instructions
         node.reasoning_open = reasoning_open
-        self.sessions.record(node)
-        if stream is not None:
-            stream.complete(node)
         return node
 
     def _note_rewriting(self, session: Session, how: str) -> None:

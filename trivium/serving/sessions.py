@@ -86,8 +86,8 @@ class CompletionNode:
     turn: Turn
     conversation: Conversation
     """The conversation as the client knows it, this completion last."""
-    order: int
-    """Position among the completions of the session."""
+    order: int = 0
+    """Position among the completions of the session, once it is recorded."""
     parent: CompletionNode | None = None
     """The completion that this one continues from."""
     children: list[CompletionNode] = field(default_factory=list["CompletionNode"])
@@ -199,6 +199,7 @@ class Session:
 
     def record(self, node: CompletionNode) -> None:
         """Adds a completion to its tree."""
+        node.order = len(self.completions)
         self.completions.append(node)
         (self.trees if node.parent is None else node.parent.children).append(node)
         above: CompletionNode | None = node

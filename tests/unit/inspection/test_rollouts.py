@@ -160,7 +160,7 @@ def test_a_step_shows_what_it_took_and_what_nothing_else_took(tmp_path: Path) ->
 def test_several_sequences_failures_and_greedy_rollouts_keep_their_places(tmp_path: Path) -> None:
     rewritten = Trajectory(0, (turn([1], [2]), turn([1, 2, 5], [3], "a\x1b[31m"), turn([7], [8, 9])), {"r": 1.0})
     failed = Trajectory(1, (turn([1], [2]),), failure=Failure("reward", "KeyError", "'gone'"))
-    greedy = Trajectory(2, (turn([1], [6]),), {"r": 0.0})
+    greedy = Trajectory(2, (turn([1], [6], 'a <tool_call></think>{"name": "f", "parameters": {}}'),), {"r": 0.0})
     both = replace(group(0, rewritten, failed), greedy=greedy)
     journal(tmp_path, "step-000001", both)
     learn(tmp_path, 1, both, advantage=0.5)
@@ -171,6 +171,8 @@ def test_several_sequences_failures_and_greedy_rollouts_keep_their_places(tmp_pa
     assert second.sequences[0].columns == {}
     assert (first.greedy, third.greedy, third.kept) == (False, True, {})
     assert [rollout.trajectory.index for rollout in read_rollouts(tmp_path, failed=True)] == [1]
+    (thought,) = json_of(third, lambda tokens: "Hm <think>" if list(tokens) == [1] else "")["turns"]
+    assert [call["name"] for call in thought["calls"]] == ["f"]
     turns = json_of(first, lambda tokens: "/".join(map(str, tokens)))["turns"]
     assert [each["context"] for each in turns] == ["1", "5", "7"]
     assert [each["fork"] and each["fork"]["at"] for each in turns] == [None, None, 0]

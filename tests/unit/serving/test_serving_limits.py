@@ -7,7 +7,7 @@ import json
 import logging
 import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ import pytest
 from failing import refused
 
 from tests.serving import RENDERER, Babbler, Served, served
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, RolloutError
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.serving import bodies, connections
+from trivium.serving.bodies import RequestError
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap
+from trivium.serving.requests import read_chat
 from trivium.serving.sessions import CompletionNode, Session
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Message, Prompt, Sampling, StopReason, Turn
+from trivium.types import Completion, Message, Prompt, Request, Sampling, StopReason, Turn
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
 """The first lines of a header that never ends."""
@@ -284,7 +286,7 @@ def test_a_conversation_of_many_turns_is_recorded() -> None:
     for order in range(count + 1):
         turn = Turn(empty, empty, empty, empty, StopReason.EOS, str(order))
         parent = session.trees[0] if order == count else node
-        node = CompletionNode(str(order), session, policy, turn, (Message("assistant", str(order)),), order, parent)
+        node = CompletionNode(str(order), session, policy, turn, (Message("assistant", str(order)),), parent=parent)
         session.record(node)
     assert session.trees[0].newest == count
     assert [turn.text for turn in session.trajectory(0).turns] == [str(order) for order in range(count + 1)]
@@ -359,3 +361,57 @@ def test_what_the_section_cannot_mean_is_refused(values: list[str], where: str) 
         load_config(example, values)
     load_config(example, ["serve.host=0.0.0.0"])  # with a key
     load_config(example, ["serve.host=localhost", "serve.key_variable=null"])
+
+
+# --------------------------------------------------------------------------- what is recorded
+
+
+class FailsThird(Babbler):
+    """An engine whose third completion fails, after the others."""
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        if len(self.given) == 3:
+            raise RolloutError("a completion", "a scripted failure", "try another")
+        return done
+
+
+async def test_a_request_records_all_of_its_choices_or_none(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, policy=FailsThird()) as here:
+        labels = {"session": "s", "task_id": "t"}
+        await here.chat("x", n=3, expect=400, **labels)
+        assert not here.gateway.sessions.active
+        await here.chat("x", n=2, **labels)
+        (session,) = here.gateway.sessions.active
+        assert [node.order for node in session.completions] == [0, 1]
+        assert session.calls == 0
+
+
+class EndsSession(Babbler):
+    """An engine after whose completion the session ends, before the gateway has seen the completion."""
+
+    end: Callable[[], None]
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        asyncio.get_running_loop().call_soon(self.end)
+        return done
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cancelled before it starts", "its session ends"])
+async def test_a_call_that_is_over_is_not_recorded_and_not_in_progress(ends: bool, tmp_path: Path) -> None:
+    engine = EndsSession()
+    async with served(tmp_path, group_size=1, policy=engine) as here:
+        gateway, body = here.gateway, {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+        request = read_chat(body, {}, "policy", gateway.explorer.sampling, gateway.recorded)
+        calling = asyncio.create_task(gateway.complete(request))
+        await asyncio.sleep(0)
+        (session,) = gateway.sessions.active
+        engine.end = lambda: gateway._groups.drop(session, "its group was committed")
+        if not ends:
+            calling.cancel()
+        await asyncio.wait([calling])
+        if ends:
+            assert isinstance(calling.exception(), RequestError)
+        assert (session.calls, session.completions, len(here.engine.given)) == (0, [], int(ends))
+        assert not gateway.sessions.active
