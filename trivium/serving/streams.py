@@ -22,7 +22,9 @@ from trivium.text.tools import ToolCall
 from trivium.types import Prompt, Turn
 
 _WINDOW = 64
-"""Tokens after which a text that ends in the middle of a character is taken as it is."""
+"""Tokens after which the text before an unfinished character is taken, although bytes in it may form no character."""
+_CHARACTER = 4
+"""The most tokens that one character may have: the bytes of UTF-8."""
 
 
 class Step(NamedTuple):
@@ -103,12 +105,18 @@ class StreamedCompletion:
 
     def _decode(self) -> None:
         """Appends the text of new tokens. Decodes a window of tokens: a token may complete the character before it."""
-        decoded = self._renderer.decode(self.tokens[self._window :])
+        decoded, read = self._renderer.decode(self.tokens[self._window :]), len(self.tokens)
         known = self._renderer.decode(self.tokens[self._window : self._read])
-        if decoded.endswith("\ufffd") and len(self.tokens) - self._read < _WINDOW:
-            return
+        if decoded.endswith("\ufffd"):
+            if read - self._read < _WINDOW:
+                return
+            decoded = decoded[:-1]  # the next token may complete this character
+            ends = (read - held for held in range(1, _CHARACTER))
+            whole = (end for end in ends if self._renderer.decode(self.tokens[self._window : end]) == decoded)
+            if (read := next(whole, 0)) <= self._read:
+                return
         self._text += decoded[len(known) :]
-        self._window, self._read = self._read, len(self.tokens)
+        self._window, self._read = self._read, read
 
     def _grown(self, answer: Answer, *, final: bool) -> Iterator[Step]:
         if answer.reasoning is not None:
@@ -121,12 +129,20 @@ class StreamedCompletion:
 
     def _part(self, kind: str, number: int, text: str, *, ended: bool, call: ToolCall | None = None) -> Iterator[Step]:
         key = (kind, number)
+        sent = self._parts.get(key, "")
+        if not text.startswith(sent):
+            raise RequestError(
+                500,
+                "a stream that agrees with its completion",
+                f"of the {kind}, {sent[-40:]!r} was sent, and the completion has {text[: len(sent)][-40:]!r}",
+                "ask again without stream: its tokenizer or its format of calls changes earlier text",
+                code="stream_differs",
+            )
         if key in self._ended:
             return
         if key not in self._parts:
             self._parts[key] = ""
             yield Step("begin", kind, number, call)
-        sent = self._parts[key]
         if len(text) > len(sent):
             self._parts[key] = sent + text[len(sent) :]
             yield Step("text", kind, number, call, text[len(sent) :])
@@ -223,8 +239,13 @@ class CompletionStream:
                     announced.add(completion.index)
                     for each in events.begin(completion):
                         yield each
-                for each in events.grow(completion):
-                    yield each
+                try:
+                    for each in events.grow(completion):
+                        yield each
+                except RequestError as error:
+                    work.cancel()
+                    yield events.failed(error)
+                    return
             if over:
                 break
         try:

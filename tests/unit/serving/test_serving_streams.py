@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic
+from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI
@@ -15,13 +17,16 @@ from openai import APIError, AsyncOpenAI
 from tests.serving import RENDERER, Babbler, Served, served
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import RolloutError
-from trivium.serving.completion_parts import Answer, answer_of, settled
+from trivium.serving.bodies import RequestError
+from trivium.serving.completion_parts import Answer, Recorded, answer_of, settled
+from trivium.serving.requests import read_chat
 from trivium.serving.sessions import visible_text
+from trivium.serving.streams import StreamedCompletion
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, TinyModel, tiny_tokenizer
 from trivium.text.tool_formats import FORMATS, GPT_OSS, HERMES, CallableTools
 from trivium.text.tools import ToolCall
-from trivium.types import Completion, Request, StopReason, Turn
+from trivium.types import Completion, Request, Sampling, StopReason, Turn
 
 LABELS: Any = {"session": "s", "task_id": "t"}
 USER: Any = [{"role": "user", "content": "Warm?"}]
@@ -235,6 +240,32 @@ async def test_a_stream_of_arbitrary_tokens_has_the_recorded_text(tmp_path: Path
             chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
             texts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
             assert "".join(texts) == RENDERER.decode(here.engine.given[-1][1].tokens)
+
+
+def stream_of(renderer: Any) -> StreamedCompletion:
+    chat = read_chat({"model": "m", "messages": USER}, {}, "m", Sampling(300), Recorded(lambda _: None, HERMES))
+    return StreamedCompletion(0, chat, renderer, asyncio.Event())
+
+
+def test_a_character_after_many_undecodable_tokens_is_whole() -> None:
+    emoji = RENDERER._encode("\U0001f600").tolist()
+    invalid = next(i for i in range(263) if RENDERER.decode([i]) == "\ufffd" and i not in emoji)
+    for before in range(55, 70):
+        tokens = [*[invalid] * before, *emoji, *RENDERER._encode("ok").tolist()]
+        completion, texts = stream_of(RENDERER), []
+        for token in tokens:
+            completion.add([token], [0.0])
+            texts += [step.text for step in completion.steps()]
+        assert "".join(texts) == RENDERER.decode(tokens)
+
+
+def test_text_that_changes_after_it_was_sent_is_an_error() -> None:
+    completion = stream_of(RENDERER)
+    completion.add(RENDERER._encode("abc").tolist(), [0.0] * 3)
+    assert "".join(step.text for step in completion.steps()) == "abc"
+    completion._text = "a?c"  # as a tokenizer with byte fallback does after an invalid byte
+    with refused(RequestError, "abc", "a?c"):
+        list(completion.steps())
 
 
 # --------------------------------------------------------------------------- how a stream ends early
