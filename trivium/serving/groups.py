@@ -158,7 +158,7 @@ class OpenGroups:
                 "send `secret`, a text of your own that no other agent can guess, with every request",
                 param="secret",
             )
-        task_id = labels.task_id or digest(request.messages)
+        task_id = labels.task_id or digest(request.messages, request.tokens)
         group = None if labels.evaluation else self._of_task(task_id, now)
         session = Session(label, task_id, group, now, request.messages, labels.secret)
         if group is not None:

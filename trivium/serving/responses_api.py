@@ -233,7 +233,8 @@ def response(
     answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools, opened=node.reasoning_open)
     decoded = partial(_ends_reasoning, chat.tools.format.reasoning[1], renderer, turn.tokens)
     # A binary search for the token that completes the reasoning: decoding every prefix would be slow.
-    thought = bisect_left(range(len(turn.tokens)), True, key=decoded) + 1 if answer.reasoning is not None else 0
+    ended = bisect_left(range(len(turn.tokens)), True, key=decoded) if answer.reasoning is not None else -1
+    thought = min(ended + 1, len(turn.tokens))
     body = _response(model, chat, node) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

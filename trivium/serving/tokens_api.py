@@ -179,8 +179,13 @@ def _log_probs(tokens: Sequence[int], log_probs: Sequence[float]) -> dict[str, A
 class GeneratedEvents(Events):
     """vLLM's chunks: the new tokens of a choice, and at its end the finish reason."""
 
+    _id = ""
+
+    def begin(self, completion: StreamedCompletion) -> Iterator[str]:
+        self._id = self._id or self.chat.request_id or completion.id
+        yield from ()
+
     def grow(self, completion: StreamedCompletion) -> Iterator[str]:
-        self._id = self.chat.request_id or completion.id
         tokens, log_probs = completion.take_tokens()
         if tokens:
             choice = {"token_ids": tokens, "logprobs": _log_probs(tokens, log_probs), "finish_reason": None}

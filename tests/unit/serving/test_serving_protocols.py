@@ -147,6 +147,10 @@ async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> N
         )
         assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "two")
         assert ended.content[0].to_dict()["text"] == "one "
+        ended = await client.messages.create(
+            model="policy", messages=messages, max_tokens=150, stop_sequences=["wo", "two"]
+        )
+        assert (ended.stop_sequence, ended.content[0].to_dict()["text"]) == ("two", "one ")
         counted = await client.messages.count_tokens(model="policy", messages=messages)
         assert counted.input_tokens == whole.usage.input_tokens == len(here.engine.given[0][0].prompt_tokens)
 
@@ -346,6 +350,10 @@ async def test_a_long_response_is_incomplete(tmp_path: Path) -> None:
         assert (cut.status, cut.output_text) == ("incomplete", "one t")
         assert cut.incomplete_details is not None
         assert cut.incomplete_details.reason == "max_output_tokens"
+    async with served(tmp_path / "thought", **saying(THOUGHT)) as here, openai(here) as client:
+        cut = await client.responses.create(model="policy", input="Count.", max_output_tokens=9)
+        assert cut.usage is not None
+        assert cut.usage.output_tokens_details.reasoning_tokens == cut.usage.output_tokens == 9
 
 
 async def test_an_unsupported_response_is_refused(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ async def test_a_session_is_found_by_its_tokens_whatever_the_protocol(tmp_path: 
     assert len(experiences_of(group, group.trajectories[0])) == 1
 
 
+async def test_prompts_with_equal_text_and_other_tokens_are_other_tasks(tmp_path: Path) -> None:
+    special = [token for token in range(263) if not RENDERER.decode([token])]
+    async with served(tmp_path) as here:
+        answers = [await generate(here, [token, 65]) for token in (special[0], special[1], special[0])]
+    one, two, same = (answer["choices"][0]["task_id"] for answer in answers)
+    assert one == same != two
+
+
 async def test_the_header_of_verifiers_names_the_session_and_n_gives_choices(tmp_path: Path) -> None:
     async with served(tmp_path, group_size=1) as here:
         answer = await here.client.post(
@@ -122,6 +130,9 @@ async def test_a_stream_has_the_same_choices(tmp_path: Path) -> None:
         assert np.concatenate([chunk["choices"][0]["token_ids"] for chunk in chunks]).tolist() == done.tokens.tolist()
         assert chunks[-1]["choices"][0]["finish_reason"] is not None
         assert usage["usage"]["completion_tokens"] == len(done.tokens)
+        answer = await here.client.post("/inference/v1/generate", json=body | {"sampling_params": {"n": 3}})
+        *events, _ = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert len({json.loads(each)["request_id"] for each in events}) == 1
 
 
 async def test_what_cannot_be_trained_on_is_refused_and_an_evaluation_may_sample_it(tmp_path: Path) -> None:
