@@ -146,6 +146,16 @@ def test_a_fork_has_its_first_other_token_and_the_reason(
     assert [*fork.sent] == prompt[at : at + 1]
 
 
+def test_a_fork_whose_images_changed_says_that() -> None:
+    one, two = (Media("image/png", data).at(0, 2) for data in (b"1", b"2"))
+    first = replace(turn([9, 9, 1], [5]), media=(one,))
+    for prompt in ([9, 9, 1], [9, 9, 1, 5, 7]):
+        (fork,) = forks_of((first, replace(turn(prompt, [6]), media=(two,))))
+        assert fork.reason == "its images were changed"
+    (fork,) = forks_of((first, replace(first, tokens=first.tokens)))
+    assert fork.reason.startswith("its prompt ends there")
+
+
 def test_no_turns_are_no_experiences() -> None:
     trajectory = Trajectory(0, failure=Failure("engine", "OSError", "gone"))
     assert experiences_of(group(trajectory), trajectory) == ()

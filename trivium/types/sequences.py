@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trivium.types.arrays import IntArray
-from trivium.types.trajectories import Turn
+from trivium.types.trajectories import Media, Turn
 
 
 def continues(turn: Turn, earlier: Turn) -> bool:
@@ -67,7 +67,9 @@ def _fork(turns: Sequence[Turn], number: int) -> Fork:
     changed = [n for n in range(number) if len(turns[n].prompt_tokens) <= at == shared[n] < len(earlier[n])]
     kept = [n for n in range(number) if shared[n] == len(earlier[n])]
     nearest = changed[0] if changed else max(n for n in range(number) if shared[n] == at)
-    if at == len(prompt):
+    if not any(_seen(turns[n], at) == _seen(turns[number], at) for n in range(number) if shared[n] == at):
+        reason = "its images were changed"
+    elif at == len(prompt):
         reason = "its prompt ends there: turns were dropped, or a completion is sampled again"
     elif changed:
         reason = f"the completion of turn {nearest + 1} was changed"
@@ -76,6 +78,11 @@ def _fork(turns: Sequence[Turn], number: int) -> Fork:
     else:
         reason = "its first messages were changed, or it is another conversation"
     return Fork(number, nearest, at, reason, earlier[nearest][at : at + 1], prompt[at : at + 1])
+
+
+def _seen(turn: Turn, end: int) -> list[Media]:
+    """The media of a prompt that begin before this token."""
+    return [item for item in turn.media if item.span is None or item.span[0] < end]
 
 
 def _num_equal(one: IntArray, other: IntArray) -> int:
