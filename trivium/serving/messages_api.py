@@ -32,6 +32,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "context_management": (),
     "output_config": ({},),
 }
+_AT_END = {"stop_reason", "stop_sequence", "prompt_token_ids", "token_ids"}
+"""What the last event of a stream has of a message."""
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,6 +43,8 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_ERROR = "error: "
+"""Begins the text of a tool's result that is an error, as in workflows with tools."""
 _PASSED = frozenset({"model", "temperature", "top_p", "stream", "columns", "return_token_ids", *LABELS})
 """Parameters that have the same name and meaning in a chat request."""
 
@@ -101,6 +105,9 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
             f"{tool!r:.80}",
             "send tools that the agent runs itself: this server runs no tools",
         )
+    if tool.get("strict"):
+        do = "leave it out: constrained calls change the sampled distribution, and the trainer does not replay that"
+        raise bad_request(where, "a tool with strict = true", "this endpoint does not support it", do)
     described = {"description": tool["description"]} if tool.get("description") else {}
     return {
         "type": "function",
@@ -136,6 +143,8 @@ def _user(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
         if isinstance(block, dict) and block.get("type") == "tool_result":
             content = block.get("content") or ""
             parts = content if isinstance(content, str) else [_part(part, here) for part in _listed(content, here)]
+            if block.get("is_error"):  # a message of the role `tool` has no other place for it
+                parts = _ERROR + parts if isinstance(parts, str) else [{"type": "text", "text": _ERROR}, *parts]
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts})
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"].append(_part(block, here))
@@ -263,7 +272,7 @@ class MessageEvents(Events):
             yield _event("content_block_stop", index=self._index)
 
     def end(self, body: Mapping[str, Any]) -> Iterator[str]:
-        end = {name: body[name] for name in body.keys() & {"stop_reason", "stop_sequence", "token_ids"}}
+        end = {name: body[name] for name in body.keys() & _AT_END}
         yield _event("message_delta", delta=end, usage=body["usage"])
         yield _event("message_stop")
 

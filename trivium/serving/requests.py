@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ _MAX_LABEL = 512
 """Characters of a label."""
 _MAX_MESSAGES = 1024
 _MAX_STOP = 16
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
 """Parameters that assign a call to a task and a session, in the body or in `metadata`."""
@@ -140,12 +142,7 @@ def read_chat(
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
     body = supported(body, _KNOWN, _NEUTRAL, model)
     labels = read_labels(body, headers)
-    stream = typed(body, "stream", bool, False)
-    options = typed(body, "stream_options", dict, {})
-    if options.keys() - {"include_usage"} or (options and not stream):
-        raise bad_request(
-            "stream_options", f"stream_options = {options!r}", "only include_usage, with stream", "leave it out"
-        )
+    stream, include_usage = read_stream(body)
     tools = [] if body.get("tool_choice") == "none" else typed(body, "tools", list, [])
     names = frozenset(_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools))
     messages = _messages(body.get("messages"), recorded)
@@ -156,7 +153,7 @@ def read_chat(
         n=read_count(body, "n", 1, 128),
         columns=typed(body, "columns", dict, None),
         stream=stream,
-        include_usage=typed(options, "include_usage", bool, False),
+        include_usage=include_usage,
         logprobs=typed(body, "logprobs", bool, False),
         token_ids=typed(body, "return_token_ids", bool, False),
         tools=CallableTools(names, recorded.format),
@@ -195,6 +192,16 @@ def typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T | 
     if name in body and not isinstance(value, kind):
         raise bad_request(name, f"{name} as {kind.__name__}", f"{value!r:.60}", "fix the value")
     return value
+
+
+def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(whether the response is a stream, whether the stream ends with the usage). Raises RequestError."""
+    stream, options = typed(body, "stream", bool, False), typed(body, "stream_options", dict, {})
+    if options.keys() - {"include_usage"} or (options and not stream):
+        raise bad_request(
+            "stream_options", f"stream_options = {options!r:.60}", "only include_usage, with stream", "leave it out"
+        )
+    return stream, typed(options, "include_usage", bool, False)
 
 
 def read_count(body: Mapping[str, Any], name: str, default: int, maximum: int) -> int:
@@ -323,6 +330,9 @@ def _tool_name(tool: object, where: str) -> str:
         raise bad_request(
             where, "a function {type: function, function: {name, ...}}", f"{tool!r:.60}", "send functions only"
         )
+    if not _TOOL_NAME.fullmatch(name):
+        allowed = f"a name of a function that matches {_TOOL_NAME.pattern}"
+        raise bad_request(where, allowed, f"{name!r:.60}", "rename it: formats of calls cannot write every name")
     return name
 
 

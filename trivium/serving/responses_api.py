@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from trivium.protocols import Renderer
+from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed
@@ -43,6 +44,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Further parameter -> the values that have no effect here. Any other value is refused."""
+_ITEMS = {
+    "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
+    "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments", "parsed_arguments"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
+}
+"""Type of an item -> its keys. OpenAI's client adds `parsed_arguments`."""
+_PARTS = {
+    **dict.fromkeys(("input_text", "output_text", "text"), frozenset({"type", "text", "annotations", "logprobs"})),
+    "input_image": frozenset({"type", "image_url", "detail"}),
+}
+"""Type of a part of a message -> its keys."""
 _PASSED = frozenset(
     {"model", "temperature", "top_p", "stream", "columns", "return_token_ids", "user", "metadata", *LABELS}
 )
@@ -120,6 +133,7 @@ def _messages(value: object, recorded: Recorded) -> list[Any]:
         where = f"input[{number}]"
         if not isinstance(item, dict):
             raise bad_request(where, "an item", f"{item!r:.60}", "send items as they were received")
+        _check_keys(item, _ITEMS.get(str(item.get("type", "message"))), where)
         if turn.takes(item, where):
             continue
         messages += turn.ended(recorded)
@@ -127,6 +141,14 @@ def _messages(value: object, recorded: Recorded) -> list[Any]:
         if not turn.takes(item, where):
             messages.append(_message(item, where))
     return [*messages, *turn.ended(recorded)]
+
+
+def _check_keys(entry: Mapping[str, Any], known: frozenset[str] | None, where: str) -> None:
+    """Raises RequestError for a key with a value that has no effect here. `known` is None for an unknown type."""
+    for name, value in entry.items():
+        if known is not None and name not in known and value not in (None, [], {}):
+            found, do = "no such key here", suggest(name, known)
+            raise bad_request(f"{where}.{name}", f"a value {name} = {value!r:.60}", found, do)
 
 
 class _Turn:
@@ -212,6 +234,8 @@ def _content(content: object, where: str) -> object:
 
 def _part(part: object, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict):
+        _check_keys(part, _PARTS.get(str(kind)), where)
     if isinstance(part, dict) and kind in ("input_text", "output_text", "text"):
         return {"type": "text", "text": part.get("text")}
     if isinstance(part, dict) and kind == "input_image":

@@ -17,7 +17,17 @@ import numpy as np
 from trivium.protocols import Renderer
 from trivium.randomness import SampleKey
 from trivium.serving.bodies import bad_request
-from trivium.serving.requests import LABELS, ChatRequest, read_count, read_labels, read_sampling, supported, typed
+from trivium.serving.requests import (
+    LABELS,
+    ChatRequest,
+    read_count,
+    read_labels,
+    read_number,
+    read_sampling,
+    read_stream,
+    supported,
+    typed,
+)
 from trivium.serving.sessions import CompletionNode
 from trivium.serving.streams import Events, StreamedCompletion, event, identity
 from trivium.types import SERVED, Completion, IntArray, Message, Request, Sampling, StopReason, Turn
@@ -90,9 +100,11 @@ def read_generate(
         model,
     )
     _check_stop_tokens(params, eos_token_ids)
+    # The client of verifiers sends it with every later turn. Responses have no routed experts, so it has no effect.
+    read_number(params, "routed_experts_prompt_start", 0, 0, 2**31)
     session = headers.get("x-session-id")
     labels = read_labels({"session": session, **body} if session else body, headers)
-    options = typed(body, "stream_options", dict, {})
+    stream, include_usage = read_stream(body)
     tokens = _prompt(body, "token_ids")
     return ChatRequest(
         messages=(Message("user", decode(tokens)),),
@@ -101,8 +113,8 @@ def read_generate(
         tokens=tokens,
         n=read_count(params, "n", 1, 128),
         columns=typed(body, "columns", dict, None),
-        stream=typed(body, "stream", bool, False),
-        include_usage=typed(options, "include_usage", bool, False),
+        stream=stream,
+        include_usage=include_usage,
         request_id=typed(body, "request_id", str, ""),
     )
 

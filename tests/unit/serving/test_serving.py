@@ -235,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": 3}, "stop"),
     ({"seed": 1}, "seed"),
     ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"top_logprobs": 5}, "top_logprobs"),

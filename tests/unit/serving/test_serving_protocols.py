@@ -81,11 +81,12 @@ async def test_a_tool_loop_over_messages_is_one_sequence(stream: bool, tmp_path:
             assert (call.name, call.input) == ("weather", {"city": "Zürich"})
             assert answer.stop_reason == "tool_use"
             assert answer.usage.output_tokens == len(here.engine.given[-1][1].tokens)
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "21 °C"}]}
+            parts = [{"type": "text", "text": "21 °C"}]
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": parts, "is_error": True}
             content = [block.model_dump(exclude_none=True) for block in answer.content]
             messages += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
         assert_one_sequence(here, 3)
-        assert "21 °C" in RENDERER.decode(here.engine.given[1][0].prompt_tokens)
+        assert "error: 21 °C" in RENDERER.decode(here.engine.given[1][0].prompt_tokens)
         await here.feedback(**LABELS, reward=1)
         (group,) = await here.take()
         assert [turn.tokens.tolist() for turn in group.trajectories[0].turns] == [
@@ -151,6 +152,11 @@ async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> N
             model="policy", messages=messages, max_tokens=150, stop_sequences=["wo", "two"]
         )
         assert (ended.stop_sequence, ended.content[0].to_dict()["text"]) == ("two", "one ")
+        stream = await client.messages.create(
+            model="policy", messages=messages, max_tokens=5, stream=True, extra_body={"return_token_ids": True}
+        )
+        (end,) = [event.delta async for event in stream if event.type == "message_delta"]
+        assert end.to_dict()["prompt_token_ids"] == here.engine.given[0][0].prompt_tokens.tolist()
         counted = await client.messages.count_tokens(model="policy", messages=messages)
         assert counted.input_tokens == whole.usage.input_tokens == len(here.engine.given[0][0].prompt_tokens)
 
@@ -167,6 +173,7 @@ async def test_an_unsupported_message_is_refused_in_anthropics_form(tmp_path: Pa
             for key, more in {
                 "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "any"}},
                 "tools[0]": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+                "tools[1]": {"tools": [TOOL, {**TOOL, "strict": True}]},
                 "top_k": {"extra_body": {"top_k": 3}},
                 "messages[0].content[0]": {"messages": [{"role": "user", "content": [document]}]},
                 "max_tokens": {"max_tokens": 0},
@@ -365,6 +372,10 @@ async def test_an_unsupported_response_is_refused(tmp_path: Path) -> None:
             "background": {"background": True},
             "input[0]": {"input": [{"type": "item_reference", "id": "x"}]},
             "input": {"input": 3},
+            "input[0].colour": {"input": [{"role": "user", "content": "x", "colour": "red"}]},
+            "input[0].content[0].file_id": {
+                "input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]
+            },
         }.items():
             asked: dict[str, Any] = {"model": "policy", "input": "x", **more}
             with pytest.raises(OpenAIBadRequest) as refused:

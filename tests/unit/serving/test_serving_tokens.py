@@ -146,6 +146,8 @@ async def test_what_cannot_be_trained_on_is_refused_and_an_evaluation_may_sample
             "max_tokens": {"sampling_params": {"max_tokens": 9}},
             "stop_token_ids": {"sampling_params": {"stop_token_ids": [7]}},
             "logprobs": {"sampling_params": {"logprobs": 5}},
+            "stream_options": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "routed_experts_prompt_start": {"sampling_params": {"routed_experts_prompt_start": "x"}},
             "seed": {"sampling_params": {"seed": 1}},
             "features": {"features": {"kwargs_data": {}}},
             "output_mode": {"output_mode": "text"},
