@@ -23,17 +23,19 @@ from trivium.workflows.episodes import EnvironmentFailure, Episodes
 from trivium.workflows.tool_functions import ToolConfig
 from trivium.workflows.tools import Tool, ToolEnvironment, ToolError
 
-_LOST = (-32000, -32001)
-"""Codes of MCP's errors that are not answers of a tool: the connection is closed, no answer within the deadline."""
+_INVALID_PARAMS = -32602
+"""The only code of an MCP error that answers the policy's call: the arguments are invalid, or the tool is unknown. All
+others concern the connection or the server."""
 _MAX_PAGES = 100
 
 
 class Mcp(Episodes):
     """The policy answers the task with the help of the tools of an MCP server, in a session of its own.
 
-    A stdio server is a process that each trajectory starts and ends; a server behind a URL (streamable HTTP) gets a
-    connection for each trajectory. The row's column `tools` chooses among the tools by name. An error of a tool is its
-    result. A lost connection or a missed deadline fails the trajectory.
+    A stdio server is a process that each trajectory starts and ends; a server behind a URL (streamable HTTP) opens
+    a session with its own session id for each trajectory. The row's column `tools` chooses among the tools by name. An
+    error of a tool is its result. A lost connection or session, an error of the server itself, or a missed deadline
+    fails the trajectory.
     """
 
     class Config(ToolConfig):
@@ -172,7 +174,8 @@ class _Session:
             program, *arguments = self._config.command
             folder, env = Path(self._config.cwd), self._config.env
             server = StdioServerParameters(command=program, args=arguments, env=env, cwd=folder)
-        async with Client(server, cache=None) as self._client:
+        # The newest protocol has no sessions, so a server at a URL could not separate the states of rollouts.
+        async with Client(server, cache=None, mode="legacy" if self._config.url else "auto") as self._client:
             self._opened.set()
             await self._closing.wait()
 
@@ -200,9 +203,9 @@ class _Session:
             found = f"no answer within {seconds:g} s"
             raise EnvironmentFailure(asked, found, "raise workflow.call_deadline_s") from error
         except MCPError as error:
-            if error.code in _LOST:
-                raise EnvironmentFailure(asked, str(error), "look at the log of the server") from error
-            raise ToolError(str(error)) from error
+            if error.code == _INVALID_PARAMS:
+                raise ToolError(str(error)) from error
+            raise EnvironmentFailure(asked, str(error), "look at the log of the server") from error
         text = "\n".join(_text_of(block) for block in result.content)
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)

@@ -163,26 +163,31 @@ async def serve_openenv(port: int) -> None:
 
 
 def mcp_server() -> Any:
-    """An MCP server: `begin(secret)`, `guess(digit)`, `score()`."""
-    from mcp.server.mcpserver import MCPServer
+    """An MCP server: `begin(secret)`, `guess(digit)`, `score()`. Each session has a game."""
+    from mcp.server.mcpserver import Context, MCPServer
 
-    server, games = MCPServer("guess"), [Game(0)]
+    server, games = MCPServer("guess"), dict[str | None, Game]()
 
-    @server.tool()
-    def begin(secret: int) -> str:
-        games[0] = Game(secret)
+    def session_of(context: Any) -> str | None:
+        return (context.headers or {}).get("mcp-session-id")
+
+    def begin(secret: int, context: Any) -> str:
+        games[session_of(context)] = Game(secret)
         return ""
 
-    @server.tool(description=TOOL["description"])
-    def guess(digit: Any) -> str:
+    def guess(digit: Any, context: Any) -> str:
         if digit == "crash":
             raise RuntimeError("no digit")
-        return games[0].guess(digit)
+        return games[session_of(context)].guess(digit)
 
-    @server.tool()
-    def score() -> str:
-        return str(games[0].reward)
+    def score(context: Any) -> str:
+        return str(games[session_of(context)].reward)
 
+    for tool in (begin, guess, score):
+        tool.__annotations__["context"] = Context  # the package is optional, so it is imported here
+    server.add_tool(begin)
+    server.add_tool(guess, description=TOOL["description"])
+    server.add_tool(score)
     return server
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import agent_game
@@ -114,35 +114,66 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
         await workflow("mcp", **fields, start_tool="begins").run(WITHOUT_TOOLS, policy("6"))
 
 
-async def test_an_mcp_server_at_a_port_that_starts_late_and_dies_in_an_episode() -> None:
+async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_restarts_fails_them() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     episodes = workflow("mcp", url=f"http://127.0.0.1:{port}/mcp", start_tool="begin", reward_tool="score")
-    waiting = asyncio.ensure_future(episodes.run(WITHOUT_TOOLS, policy(*COMPLETIONS)))
+    others, players, begun = (
+        Task("u", PROMPT, {"secret": 5}),
+        [policy(*COMPLETIONS) for _ in range(2)],
+        asyncio.Barrier(2),
+    )
+    for player in players:
+        player.generate = preceded(player, 0, begun.wait)
+    rollouts = (episodes.run(task, each) for task, each in zip((WITHOUT_TOOLS, others), players, strict=True))
+    waiting = asyncio.gather(*rollouts)
+    async with mcp_at(port) as process:
+        assert await waiting == [EARNED, {"environment": -4 * agent_game.MISS}]
+        player = policy(*COMPLETIONS)
+        async with AsyncExitStack() as stack:
+
+            async def restart() -> None:
+                await kill(process)
+                await stack.enter_async_context(mcp_at(port))
+
+            player.generate = preceded(player, 1, restart)
+            with refused(EnvironmentFailure, "'guess'"):
+                await episodes.run(WITHOUT_TOOLS, player)
+        assert len(player.turns) == 2
+
+
+@asynccontextmanager
+async def mcp_at(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An MCP server process that listens at a port of loopback."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = await asyncio.create_subprocess_exec(sys.executable, GAME, "mcp", str(port), env=env)
     try:
-        assert await waiting == EARNED
-        player = policy(*COMPLETIONS)
-        player.generate = killing(process, player)
-        with refused(EnvironmentFailure, "'guess'"):
-            await episodes.run(WITHOUT_TOOLS, player)
-        assert len(player.turns) == 2
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(ConnectionRefusedError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    break
+                await asyncio.sleep(0.1)
+        writer.close()
+        yield process
     finally:
         if process.returncode is None:
-            process.kill()
-        await process.wait()
+            await kill(process)
 
 
-def killing(process: asyncio.subprocess.Process, player: Policy) -> Any:
-    """The policy's `generate`, which kills the process before the second completion."""
+async def kill(process: asyncio.subprocess.Process) -> None:
+    process.kill()
+    await process.wait()
+
+
+def preceded(player: Policy, num_turns: int, action: Callable[[], Awaitable[object]]) -> Any:
+    """The policy's `generate`, which calls `action` before the completion that follows `num_turns` others."""
     generate = player.generate
 
     async def generated(*args: Any, **kwargs: Any) -> Any:
-        if len(player.turns) == 1:
-            process.kill()
-            await process.wait()
+        if len(player.turns) == num_turns:
+            await action()
         return await generate(*args, **kwargs)
 
     return generated
@@ -152,7 +183,7 @@ async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_lat
     async with openenv() as (port, process):
         episodes = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=60)
         player = policy(*COMPLETIONS)
-        player.generate = killing(process, player)
+        player.generate = preceded(player, 1, lambda: kill(process))
         with refused(EnvironmentFailure, "step", "t") as caught:
             await episodes.run(TASK, player)
         assert "ConnectionClosed" in caught.value.found
