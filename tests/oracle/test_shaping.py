@@ -248,6 +248,20 @@ def test_moments_are_those_of_everything_seen(batches: list[list[float]], minus_
         assert done == pytest.approx([(3.0 - taken) / spread, (-4.0 - taken) / spread], rel=1e-12)
 
 
+def test_role_baseline_is_the_mean_of_the_role_over_all_steps() -> None:
+    which, seen = algorithm("reinforce", shaping=["role_baseline"]), {"a": list[float](), "b": list[float]()}
+    for slot, games in enumerate([[(1.0, -1.0)], [(0.0, 1.0), (0.5, -0.25)]]):
+        turns = tuple(episodes.turn([1], [5], participant=role) for role in seen)
+        played = [Trajectory(index, turns, {"a": a, "b": b}) for index, (a, b) in enumerate(games)]
+        batch, _ = which.advantages(which.batch([group(slot, *played)]))
+        for a, b in games:
+            seen["a"].append(a)
+            seen["b"].append(b)
+        for e, row in zip(batch.experiences, batch.columns["advantages"], strict=True):
+            expected = e.reward - statistics.fmean(seen[e.participant])
+            assert float(row[-1]) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
 @given(st.lists(NUMBERS, min_size=1, max_size=8), st.randoms())
 def test_the_order_within_a_step_makes_no_difference_to_the_moments(numbers: list[float], dice) -> None:
     shuffled = dice.sample(numbers, len(numbers))
