@@ -228,12 +228,12 @@ def message(model: str, chat: ChatRequest, completions: Sequence[CompletionNode]
         _tool_use(node.id, number, name, json.loads(arguments)) for number, (name, arguments) in enumerate(answer.calls)
     ]
     ended = turn.stop_reason is StopReason.STOP
-    found = [text for text in stop if ended and text in turn.text]
+    stops = [text for text in stop if ended and text in turn.text]
     reason = "stop_sequence" if ended else "max_tokens" if turn.stop_reason is StopReason.LENGTH else "end_turn"
     body = _message(model, node) | {
         "content": content,
         "stop_reason": "tool_use" if answer.calls else reason,
-        "stop_sequence": min(found, key=lambda text: (turn.text.find(text), len(text)), default=None),
+        "stop_sequence": min(stops, key=lambda text: (turn.text.find(text), len(text)), default=None),
         "usage": {"input_tokens": len(turn.prompt_tokens), "output_tokens": len(turn.tokens)},
     }
     return body | token_ids(chat, turn)

@@ -147,8 +147,8 @@ def _check_keys(entry: Mapping[str, Any], known: frozenset[str] | None, where: s
     """Raises RequestError for a key with a value that has no effect here. `known` is None for an unknown type."""
     for name, value in entry.items():
         if known is not None and name not in known and value not in (None, [], {}):
-            found, do = "no such key here", suggest(name, known)
-            raise bad_request(f"{where}.{name}", f"a value {name} = {value!r:.60}", found, do)
+            asked = f"a value {name} = {value!r:.60}"
+            raise bad_request(f"{where}.{name}", asked, "no such key here", suggest(name, known))
 
 
 class _Turn:
