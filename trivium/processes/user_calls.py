@@ -65,36 +65,36 @@ class UserCall:
             return result if error is None else error
         if self._patience_s is None:
             return await self._outcome(arguments, threading.Event())
-        begun = threading.Event()
+        started = threading.Event()
         try:
-            return await wait_for(self._patience_s, self._outcome(arguments, begun))
+            return await wait_for(self._patience_s, self._outcome(arguments, started))
         except TimeoutError:
-            if begun.is_set():
+            if started.is_set():
                 return TimeoutError(f"no answer within {self._deadline_s:g} s")
             found = f"none was free within {self._patience_s:g} s"
             do = "give its calls a shorter deadline, make it `async`, or raise `threads`"
             return RolloutError(f"a thread for {self._label}", found, do)
 
-    async def _outcome(self, arguments: dict[str, object], begun: threading.Event) -> object:
+    async def _outcome(self, arguments: dict[str, object], started: threading.Event) -> object:
         """The result or exception of a call in this process, or in a fork once the function has needed one. Sets
-        `begun` when the call begins."""
+        `started` when the call begins."""
         if self._forked is None:
             with main_thread_wanted() as calls:
-                outcome = await _outcome_of(self._here(arguments, begun))
+                outcome = await _outcome_of(self._here(arguments, started))
             if not calls:
                 return outcome
             self._forked = self._forked or self._fork(calls[0])  # a concurrent call may have done it
-        begun.set()
+        started.set()
         return await _outcome_of(self._forked(**arguments))
 
-    async def _here(self, arguments: dict[str, object], begun: threading.Event) -> object:
+    async def _here(self, arguments: dict[str, object], started: threading.Event) -> object:
         """The function's result. Raises its exception. Its own CancelledError or SystemExit becomes an error."""
         if self.is_async:
-            begun.set()
+            started.set()
             return await wait_for(None, self._function(**arguments))
 
         def called() -> object:
-            begun.set()
+            started.set()
             return self._function(**arguments)
 
         result = await self._threads.run(called)

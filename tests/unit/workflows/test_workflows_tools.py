@@ -159,7 +159,7 @@ async def test_a_call_that_no_thread_could_begin_fails_the_rollout() -> None:
     with pytest.raises(RolloutError) as caught:
         await tools("hang", threads=1, call_deadline_s=0.2).run(TASK, policy(both, "a"))
     assert "no answer" not in str(caught.value)
-    check_error(caught.value.__cause__, RolloutError, "the tool hang", "0.2 s")
+    check_error(caught.value.__cause__, RolloutError, "hang", "0.2 s")
 
 
 async def test_calls_are_read_in_the_format_of_the_model() -> None:
