@@ -12,15 +12,16 @@ import hashlib
 import inspect
 import json
 import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
 
-from trivium.concurrency import Threads, Turns, wait_for
+from trivium.concurrency import Threads, Turns, run_here, wait_for
 from trivium.config import WorkflowConfig, free
 from trivium.errors import RolloutError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
@@ -71,7 +72,7 @@ class Episodes(ABC):
     def __init__(self, config: EpisodeConfig, name: str, max_turns: int, step_s: float | None = None) -> None:
         """`name` names the environment in errors; `step_s` bounds each step."""
         self.config, self._name, self._max_turns, self._step_s = config, name, max_turns, step_s
-        self._end_s = config.call_deadline_s or config.connect_deadline_s
+        self._end_s = config.call_deadline_s or config.deadline_s
         self._threads = Threads(config.threads, f"the environment {name}")
         self._places = Turns(config.max_environments)
 
@@ -83,12 +84,30 @@ class Episodes(ABC):
         """Runs one episode. The reward `environment` is the sum over its steps. The metric `env_done` is whether the
         environment ended the episode."""
         async with self._places:
-            made = await self._ask(f"{self._name}()", task, self.make, self.config.connect_deadline_s, policy)
-            environment = cast(Environment, made)
+            environment = await self._made(task, policy)
             try:
                 return await self._episode(task, policy, environment)
             finally:
                 await self._close(task, environment)
+
+    async def _made(self, task: Task, policy: Policy) -> Environment:
+        """Makes an environment. One that is made only after its rollout has ended is closed at once."""
+        made, ended = list[Environment](), threading.Event()
+
+        def make() -> None:
+            made.append(self.make(policy))
+            if ended.is_set():
+                for environment in _taken(made):
+                    _close_here(environment)
+
+        try:
+            await self._ask(f"{self._name}()", task, make, self.config.connect_deadline_s)
+            return made[0]
+        except BaseException:
+            ended.set()
+            for environment in _taken(made):
+                await self._close(task, environment)
+            raise
 
     async def _episode(self, task: Task, policy: Policy, environment: Environment) -> dict[str, float] | None:
         first = await self._ask(f"{self._name}.reset", task, environment.reset, self.config.connect_deadline_s, task)
@@ -114,7 +133,7 @@ class Episodes(ABC):
         policy.metrics["env_done"] = float(done)
         if isinstance(environment, FinishedEnvironment):
             finish = await self._ask(f"{self._name}.finish", task, environment.finish, self._end_s)
-            reward, metrics = cast("tuple[float | None, Mapping[str, float]]", finish)
+            reward, metrics = self._finish(finish, task)
             policy.metrics |= metrics
             rewards += [] if reward is None else [reward]
         return {"environment": float(sum(rewards))} if rewards else None
@@ -157,15 +176,28 @@ class Episodes(ABC):
         if not isinstance(step, tuple) or len(step) != 3:
             raise self._failure(asked, task, f"{described(step)} instead of (messages, reward, done)")
         messages, reward, done = cast("tuple[object, object, object]", step)
-        try:
-            if isinstance(reward, bool):
-                raise ValueError(described(reward))  # probably `done`, at the wrong position
-            earned = None if reward is None else finite_number(reward)
-        except ValueError as error:
-            raise self._failure(asked, task, f"as the reward {error}") from None
+        earned = None if reward is None else self._number(reward, asked, "the reward", task)
         if not isinstance(done, bool | np.bool_):
             raise self._failure(asked, task, f"done {described(done)} instead of true or false")
         return self._messages(messages, task), earned, bool(done)
+
+    def _finish(self, finish: object, task: Task) -> tuple[float | None, dict[str, float]]:
+        """Checks the `(reward, metrics)` of an environment."""
+        asked = f"{self._name}.finish"
+        if not isinstance(finish, tuple) or len(finish) != 2 or not isinstance(finish[1], Mapping):
+            raise self._failure(asked, task, f"{described(finish)} instead of (reward, metrics)")
+        reward, metrics = cast("tuple[object, Mapping[str, object]]", finish)
+        numbers = {name: self._number(value, asked, f"the metric {name!r}", task) for name, value in metrics.items()}
+        return None if reward is None else self._number(reward, asked, "the reward", task), numbers
+
+    def _number(self, value: object, asked: str, name: str, task: Task) -> float:
+        """Checks a number of an environment."""
+        try:
+            if isinstance(value, bool):
+                raise ValueError(described(value))  # probably `done`, at the wrong position
+            return finite_number(value)
+        except ValueError as error:
+            raise self._failure(asked, task, f"as {name} {error}") from None
 
     def _messages(self, messages: object, task: Task) -> tuple[Message, ...]:
         """Checks the messages of an environment."""
@@ -176,6 +208,31 @@ class Episodes(ABC):
 
     def _failure(self, asked: str, task: Task, found: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "fix the environment or the task")
+
+
+def _taken(made: list[Environment]) -> list[Environment]:
+    """Takes the environment out of a list, so that only one of two threads closes it."""
+    try:
+        return [made.pop()]
+    except IndexError:
+        return []
+
+
+def _close_here(environment: Environment) -> None:
+    """Closes an environment in the thread that made it, after its rollout has ended."""
+    if not isinstance(environment, ClosedEnvironment):
+        return
+    try:
+        closing = environment.close()
+        if inspect.isawaitable(closing):
+            run_here(_result_of(closing))
+    except Exception as error:
+        _log.warning("an environment could not be closed: %s: %s", type(error).__name__, text_of(error))
+        _log.info("the traceback of that failure", exc_info=error)
+
+
+async def _result_of(awaitable: Awaitable[object]) -> object:
+    return await awaitable
 
 
 def _state(seen: Sequence[Message]) -> str:

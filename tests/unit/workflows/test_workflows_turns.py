@@ -229,6 +229,25 @@ async def test_a_malformed_step_is_a_rollout_error_with_three_parts(answer: Any,
         await here("Answers", environment_args={"answer": answer}).run(TASK, policy("a", "b"))
 
 
+class Finishes(Answers):
+    """Answers `finish` with whatever it was made with."""
+
+    def step(self, completion: str) -> Any:
+        return [], 1.0, True
+
+    def finish(self) -> Any:
+        return tuple(self.answer) if isinstance(self.answer, list) else self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [(None, "NoneType"), ([1.0, None], "(1.0, None)"), ([True, {}], "bool"), ([1.0, {"kills": "2"}], "'kills'")],
+)
+async def test_a_malformed_finish_fails_the_rollout(answer: Any, named: str) -> None:
+    with refused(EnvironmentFailure, "Finishes.finish", "'t'", named):
+        await here("Finishes", environment_args={"answer": answer}).run(TASK, policy("a"))
+
+
 class Breaks:
     """Raises the named error in the named method."""
 
@@ -391,6 +410,12 @@ class Held:
     """An environment that counts its ends."""
 
     ended = 0
+    making, going_on = threading.Event(), threading.Event()
+
+    def __init__(self, late: bool = False) -> None:
+        if late:
+            Held.making.set()
+            assert Held.going_on.wait(60)
 
     def reset(self, task: Task) -> list[Message]:
         return list(task.prompt)
@@ -414,3 +439,24 @@ async def test_an_environment_is_closed_however_its_trajectory_ends(text: str, m
     except EnvironmentFailure:
         assert failed
     assert resolved.ended == before + 1
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_environment_that_is_made_after_its_rollout_ended_is_closed(cancelled: bool) -> None:
+    held = resolve("environments", f"{__file__}:Held")
+    held.making.clear()
+    held.going_on.clear()
+    before = held.ended
+    episodes = here("Held", environment_args={"late": True}, connect_deadline_s=60 if cancelled else 0.1)
+    rollout = asyncio.ensure_future(episodes.run(TASK, policy("6")))
+    assert await asyncio.to_thread(held.making.wait, 60)
+    if cancelled:
+        rollout.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EnvironmentFailure):
+        await rollout
+    assert held.ended == before
+    held.going_on.set()
+    async with asyncio.timeout(60):
+        while held.ended == before:
+            await asyncio.sleep(0.01)
+    assert held.ended == before + 1
