@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -18,6 +19,8 @@ from trivium.registry import resolve
 from trivium.workflows.tools import Tool, ToolError
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
+_FIELD = re.compile(r"^:(?:param|type|returns?|rtype|raises)\b")
+"""The first line of a section, and of a field in Sphinx's form: they end the description of the function."""
 
 
 class FunctionTool:
@@ -69,15 +72,19 @@ def described_function(function: Callable[..., Any]) -> Tool:
         schema = _arguments_of(function).model_json_schema()
     except PydanticUserError as error:
         raise _undescribed(function, str(error).partition("\n")[0]) from error
-    described = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
-    text = described if not any(_SECTION.match(line) for line in described.splitlines()) else ""
-    return Tool(_name(function), " ".join(text.split()), _without_titles(schema))
+    lines = inspect.cleandoc(function.__doc__ or "").splitlines()
+    text = takewhile(lambda line: not _SECTION.match(line) and not _FIELD.match(line), lines)
+    return Tool(_name(function), " ".join(" ".join(text).split()), _without_titles(schema))
 
 
 def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
     """A model of the arguments of a function: a parameter without annotation is text."""
-    hints, fields, texts = get_type_hints(function, include_extras=True), dict[str, Any](), _parameter_texts(function)
-    for name, parameter in inspect.signature(function).parameters.items():
+    fields, texts = dict[str, Any](), _parameter_texts(function)
+    try:
+        hints, signature = get_type_hints(function, include_extras=True), inspect.signature(function)
+    except Exception as error:  # evaluating annotations runs code of the user
+        raise _undescribed(function, f"{type(error).__name__}: {text_of(error)}") from error
+    for name, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise _undescribed(function, f"the parameter {parameter}")
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -89,7 +96,8 @@ def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
 
 
 def _undescribed(function: Callable[..., Any], found: str) -> ConfigError:
-    do = "give each parameter a name and a type of JSON values (str, int, float, bool, list, dict, Literal, models)"
+    types = "str, int, float, bool, list, dict, Literal, models"
+    do = f"name a function whose parameters have names and types of JSON values that exist at run time ({types})"
     return ConfigError(f"the tool {_name(function)}, which a model calls with JSON", found, do)
 
 
@@ -123,6 +131,8 @@ def _without_titles(schema: Any) -> Any:
     return {
         key: {name: _without_titles(each) for name, each in value.items()}
         if key in ("properties", "$defs") and isinstance(value, dict)
+        else value
+        if key in ("default", "const", "enum", "examples")  # values of the user, not schemas
         else _without_titles(value)
         for key, value in schema.items()
         if key not in ("title", "additionalProperties")

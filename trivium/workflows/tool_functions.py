@@ -49,11 +49,17 @@ class ToolFunctions(Episodes):
         """How long a call may take. A later result is an error for the policy."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            names = set[str]()
             for number, path in enumerate(self.tools):
+                place = f"{where}.tools[{number}]"
                 try:
-                    described_function(function_of(path))
+                    name = described_function(function_of(path)).name
                 except TriviumError as error:
-                    yield Problem(f"{where}.tools[{number}]", error.asked, error.found, error.do)
+                    yield Problem(place, error.asked, error.found, error.do)
+                    continue
+                if name in names:
+                    yield Problem(place, "tools with different names", f"a second {name}", "rename a function")
+                names.add(name)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, "the tools", config.max_calls + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import time
@@ -92,6 +93,32 @@ def test_the_signature_and_the_docstring_describe_a_function() -> None:
     }
 
 
+def no_blank_line(a: dict[str, str] = {"title": "x"}) -> str:  # noqa: B006
+    """Looks it up.
+    Args:
+        a: words
+    """
+    return str(a)
+
+
+def paragraphs(a: str) -> str:
+    """Searches.
+
+    Only three hits
+    are returned.
+
+    :param a: words
+    """
+    return a
+
+
+def test_the_description_ends_at_the_first_section() -> None:
+    tool = described_function(no_blank_line)
+    assert tool.description == "Looks it up."
+    assert tool.parameters["properties"]["a"]["default"] == {"title": "x"}
+    assert described_function(paragraphs).description == "Searches. Only three hits are returned."
+
+
 async def test_calls_run_side_by_side_and_their_results_come_in_order() -> None:
     both = call("hang", seconds=0.3) + call("hang", seconds=0.2)
     began = time.monotonic()
@@ -171,11 +198,25 @@ async def test_calls_are_read_in_the_format_of_the_model() -> None:
         assert (player.metrics["tool_calls"], len(player.turns)) == (num_calls, 1 + num_calls)
 
 
+def annotated(thing: Absent) -> str:  # noqa: F821
+    return str(thing)
+
+
+class Callable:
+    def __call__(self, a: int) -> int:
+        return a
+
+
+instance, part = Callable(), functools.partial(add, 1)
+UNDESCRIBED = ("positional", "add", "unheard", "TASK", "annotated", "instance", "part", "add")
+"""All but the first `add`."""
+
+
 def test_a_function_that_cannot_be_described_is_found_before_the_run() -> None:
-    config = plugin("workflows")(
-        {"kind": "tools", "tools": [f"{__file__}:{name}" for name in ("positional", "unheard", "TASK", "add")]}
-    )
+    config = plugin("workflows")({"kind": "tools", "tools": [f"{__file__}:{name}" for name in UNDESCRIBED]})
     problems = list(config.problems(RunConfig.model_construct(), "workflow"))
-    assert [problem.where for problem in problems] == [f"workflow.tools[{n}]" for n in range(3)]
+    assert [problem.where for problem in problems] == [
+        f"workflow.tools[{n}]" for n in range(len(UNDESCRIBED)) if n != 1
+    ]
     with refused(ConfigError, "add, add"):
         tools("add", "add")
