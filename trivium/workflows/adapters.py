@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from pydantic import Field
 
 from trivium.config import PluginPath, RunConfig, free
-from trivium.errors import ConfigError, Problem, TriviumError, text_of
+from trivium.errors import ConfigError, DataError, Problem, TriviumError, described, text_of
 from trivium.registry import resolve
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure, TurnsConfig
@@ -110,11 +110,21 @@ def _plain(value: object) -> object:
 
 
 def seed_of(task: Task) -> int:
-    """The column `seed`, or a number that follows from the id of the task."""
+    """The column `seed`, or a number that follows from the id of the task. Raises DataError for another value."""
     given = task.columns.get("seed")
-    if isinstance(given, int) and not isinstance(given, bool):
-        return given
-    return int.from_bytes(hashlib.blake2b(task.task_id.encode(), digest_size=4).digest(), "big")
+    if given is None:
+        return int.from_bytes(hashlib.blake2b(task.task_id.encode(), digest_size=4).digest(), "big")
+    if isinstance(given, int | float) and not isinstance(given, bool) and float(given).is_integer():
+        return int(given)
+    raise DataError(f"the column 'seed' of task {task.task_id!r}", described(given), "give a whole number")
+
+
+def mapping_of(task: Task, column: str) -> Mapping[str, Any] | None:
+    """The mapping in a column, None without one. Raises DataError for another value."""
+    given = task.columns.get(column)
+    if given is None or isinstance(given, Mapping):
+        return cast("Mapping[str, Any] | None", given)
+    raise DataError(f"the column {column!r} of task {task.task_id!r}", described(given), "give a mapping")
 
 
 async def connected(

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, MissingPackage, Problem
+from trivium.errors import ConfigError, MissingPackage, Problem, text_of
 from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
-from trivium.workflows.adapters import AdapterConfig, Translation, seed_of
+from trivium.workflows.adapters import AdapterConfig, Translation, mapping_of, seed_of
 from trivium.workflows.episodes import Episodes
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -46,6 +46,8 @@ class Gymnasium(Episodes):
                 _require()
             except MissingPackage as error:
                 yield Problem(f"{where}.kind", error.asked, error.found, error.do)
+            else:
+                yield from _unknown(self.id, f"{where}.id")
 
     def __init__(self, config: Config) -> None:
         _require()
@@ -64,6 +66,19 @@ def _require() -> None:
     require("gymnasium", "gymnasium", "gymnasium", "roll out with workflow.kind: gymnasium")
 
 
+def _unknown(name: str, where: str) -> Iterator[Problem]:
+    """A problem if no environment has this id. Only `gymnasium.make` resolves an id with a module or no version."""
+    import gymnasium
+
+    if ":" in name or not re.search(r"-v\d+$", name):
+        return
+    try:
+        gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        do = "correct the id; write module:Name-v0 if a module registers the environment"
+        yield Problem(where, "an environment of Gymnasium", text_of(error), do)
+
+
 class _GymEnvironment:
     """An environment of Gymnasium. Its methods are plain: they run in threads."""
 
@@ -72,7 +87,7 @@ class _GymEnvironment:
         self._act = action_of(env.action_space)
 
     def reset(self, task: Task) -> Sequence[Message]:
-        observation, _ = self._env.reset(seed=seed_of(task), options=task.columns.get("options"))
+        observation, _ = self._env.reset(seed=seed_of(task), options=mapping_of(task, "options"))
         return self._translation.first(task, self._shown(observation))
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
@@ -90,25 +105,38 @@ class _GymEnvironment:
         return _HIGHLIGHTED.sub(r"[\1]", self._env.render()) if self._renders else observation
 
 
+def _numbers_of(text: str) -> list[float]:
+    return [float(number) for number in _NUMBER.findall(text)]
+
+
 def action_of(space: Any) -> Callable[[str], Any]:
     """A function that reads an action of the space from a completion, and raises ValueError for any other text."""
     import numpy as np
     from gymnasium import spaces
 
     def discrete(text: str) -> int:
-        numbers, first = re.findall(r"-?\d+", text), int(space.start)
-        if not numbers or not first <= int(numbers[-1]) < first + int(space.n):
+        numbers, first = _numbers_of(text), int(space.start)
+        if not numbers or not numbers[-1].is_integer() or not first <= numbers[-1] < first + int(space.n):
             raise ValueError(f"write a number from {first} to {first + int(space.n) - 1}")
         return int(numbers[-1])
 
     def several(text: str) -> Any:
         count = int(np.prod(space.shape))
-        numbers = [float(number) for number in _NUMBER.findall(text)]
+        numbers = _numbers_of(text)
         if len(numbers) != count:
             raise ValueError(f"write {count} numbers")
-        action = np.asarray(numbers, space.dtype).reshape(space.shape)
-        if not space.contains(action):
-            raise ValueError(f"write {count} numbers in the bounds of {space}")
+        if np.issubdtype(space.dtype, np.integer):
+            if not all(number.is_integer() for number in numbers):
+                raise ValueError(f"write {count} whole numbers")
+            numbers = [int(number) for number in numbers]
+        out_of_bounds = ValueError(f"write {count} numbers in the bounds of {space}")
+        try:
+            with np.errstate(over="ignore"):
+                action = np.asarray(numbers, space.dtype).reshape(space.shape)
+        except OverflowError:
+            raise out_of_bounds from None
+        if not np.isfinite(action).all() or not space.contains(action):
+            raise out_of_bounds
         return action
 
     def text_itself(text: str) -> str:

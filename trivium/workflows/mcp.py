@@ -116,8 +116,10 @@ class _Session:
     async def open(self, task: Task) -> Sequence[Tool]:
         config = self._config
         if config.url:
+            from httpx2 import TransportError
+
             what = f"the MCP server {config.url}"
-            await connected(what, self._connect, (Exception,), config.connect_deadline_s)
+            await connected(what, self._connect, (OSError, TransportError), config.connect_deadline_s)
         else:
             await self._connect()
         tools = {tool.name: tool for tool in await self._listed()}
@@ -152,7 +154,8 @@ class _Session:
             if not self._opened.is_set():
                 holder.cancel()
             await asyncio.wait([holder])
-            if self._opened.is_set() and not holder.cancelled() and (error := holder.exception()) is not None:
+            error = None if holder.cancelled() else holder.exception()
+            if error is not None and self._opened.is_set():  # an error before that was raised by `open`
                 raise error
 
     async def _connect(self) -> None:
@@ -164,7 +167,10 @@ class _Session:
         finally:
             opened.cancel()
         if not self._opened.is_set():
-            self._holder.result()
+            try:
+                self._holder.result()
+            except ExceptionGroup as error:
+                raise _innermost(error) from error
 
     async def _hold(self) -> None:
         from mcp import Client, StdioServerParameters
@@ -212,6 +218,13 @@ class _Session:
         if result.is_error:
             raise ToolError(text)
         return text
+
+
+def _innermost(error: Exception) -> Exception:
+    """The first error in groups of groups."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _text_of(block: Any) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from trivium.concurrency import Threads
 from trivium.config import RunConfig
 from trivium.config.checks import is_loopback
-from trivium.errors import MissingPackage, Problem
+from trivium.errors import MissingPackage, Problem, text_of
 from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
-from trivium.workflows.adapters import AdapterConfig, Translation, connected, seed_of
+from trivium.workflows.adapters import AdapterConfig, Translation, connected, mapping_of, seed_of
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
 
+T = TypeVar("T")
 _MAX_BYTES = 100 << 20
 """The largest message of a server: an observation may hold a screenshot."""
 _INVALID, _FULL = "VALIDATION_ERROR", "CAPACITY_REACHED"
@@ -56,7 +59,7 @@ class OpenEnv(Episodes):
         self._translation = Translation(config, lambda completion: {field: completion})
 
     def make(self, policy: Policy) -> Environment:
-        return _Session(self._url, self._translation, self._connect_s)
+        return _Session(self._url, self._translation, self._connect_s, self._threads)
 
 
 def _require() -> None:
@@ -72,7 +75,7 @@ def socket_url(url: str) -> str:
 
 
 class _Refused(Exception):
-    """The server has no free session."""
+    """The server has no free session, or is not ready."""
 
 
 class _InvalidAction(ValueError):
@@ -80,29 +83,31 @@ class _InvalidAction(ValueError):
 
 
 class _Session:
-    """An environment of a server, which ends with its connection."""
+    """An environment of a server, which ends with its connection.
 
-    def __init__(self, url: str, translation: Translation, connect_s: float) -> None:
-        self._url, self._translation, self._connect_s = url, translation, connect_s
+    The functions of the user and JSON run in `threads`: they may take long, and the event loop serves all rollouts.
+    """
+
+    def __init__(self, url: str, translation: Translation, connect_s: float, threads: Threads) -> None:
+        self._url, self._translation, self._connect_s, self._threads = url, translation, connect_s, threads
         self._socket: Any = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import ConnectionClosed, InvalidMessage
 
-        given = task.columns.get("reset")
-        data = {"seed": seed_of(task), **(given if isinstance(given, Mapping) else {})}
+        data = {"seed": seed_of(task), **(mapping_of(task, "reset") or {})}
 
         async def begin() -> Mapping[str, Any]:
             await self._open()
             return await self._exchange("reset", data)
 
-        refused = (OSError, WebSocketException, _Refused)
+        refused = (OSError, ConnectionClosed, InvalidMessage, _Refused)
         seen = await connected(f"the environment server {self._url}", begin, refused, self._connect_s)
-        return self._translation.first(task, seen.get("observation"))
+        return await self._run(self._translation.first, task, seen.get("observation"))
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
         try:
-            action = self._translation.action(completion)
+            action = await self._run(self._translation.action, completion)
         except ValueError as error:
             return self._translation.invalid(error)
         try:
@@ -110,7 +115,9 @@ class _Session:
         except _InvalidAction as error:
             return self._translation.invalid(error)
         reward = seen.get("reward")
-        return self._translation.messages(seen.get("observation")), reward, bool(seen.get("done"))
+        earned = float(reward) if isinstance(reward, bool) else reward  # OpenEnv's rewards may be true or false
+        messages = await self._run(self._translation.messages, seen.get("observation"))
+        return messages, earned, bool(seen.get("done"))
 
     async def close(self) -> None:
         from websockets.exceptions import ConnectionClosed
@@ -124,20 +131,29 @@ class _Session:
             return  # the session has ended with the connection
         await socket.close()
 
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await self._threads.run(partial(function, *arguments))
+
     async def _open(self) -> None:
         from websockets.asyncio.client import connect
+        from websockets.exceptions import InvalidStatus
 
         await self.close()
         proxy = None if is_loopback(urlsplit(self._url).hostname or "") else True
         # A server may compute a step without answering pings. Deadlines detect one that is lost.
-        self._socket = await connect(
-            self._url, open_timeout=self._connect_s, ping_timeout=None, max_size=_MAX_BYTES, proxy=proxy
-        )
+        try:
+            self._socket = await connect(
+                self._url, open_timeout=self._connect_s, ping_timeout=None, max_size=_MAX_BYTES, proxy=proxy
+            )
+        except InvalidStatus as error:
+            if error.response.status_code < 500:
+                raise
+            raise _Refused(text_of(error)) from error  # a gateway answers like this while its server starts
 
     async def _exchange(self, kind: str, data: Any) -> Mapping[str, Any]:
         """Sends a message and returns the data of the response. Raises EnvironmentFailure for an error."""
-        await self._socket.send(json.dumps({"type": kind, "data": data}))
-        response = json.loads(await self._socket.recv())
+        await self._socket.send(await self._run(json.dumps, {"type": kind, "data": data}))
+        response = await self._run(json.loads, await self._socket.recv())
         seen = response.get("data") or {}
         if response.get("type") != "error":
             return seen

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -15,13 +16,17 @@ import agent_game
 import numpy as np
 import pytest
 from failing import refused
+from gymnasium import spaces
 from workflow_parts import policy, shown, workflow
 
-from trivium.errors import UnknownName
+from trivium.config import RunConfig, plugin
+from trivium.errors import DataError, UnknownName
 from trivium.policy import Policy
+from trivium.registry import resolve
 from trivium.types import Message, Task
-from trivium.workflows.adapters import observed_text
+from trivium.workflows.adapters import mapping_of, observed_text, seed_of
 from trivium.workflows.episodes import EnvironmentFailure
+from trivium.workflows.gymnasium import action_of
 
 GAME = agent_game.__file__
 PROMPT = (Message("user", "digit?"),)
@@ -93,6 +98,22 @@ async def test_the_game_behind_openenv(reference: list[str]) -> None:
         renamed = workflow("openenv", action_field="text", invalid_reward=-1, max_turns=2, **fields)
         assert await renamed.run(TASK, player) == {"environment": -2.0}
         assert "<|user|>error: Invalid message" in shown(player)[1]
+        assert await workflow("openenv", **fields).run(TASK, policy("true")) == {"environment": 1.0}
+        slow = workflow("openenv", act=f"{__file__}:held", call_deadline_s=0.2, **fields)
+        try:
+            with refused(EnvironmentFailure, "step", 0.2):
+                await slow.run(TASK, policy("a"))
+        finally:
+            resolve("functions", f"{__file__}:RELEASE").set()
+
+
+RELEASE = threading.Event()
+
+
+def held(completion: str) -> dict[str, str]:
+    """An action that takes longer than any deadline of these tests."""
+    assert RELEASE.wait(60)
+    return {"message": completion}
 
 
 async def test_the_game_behind_mcp(reference: list[str]) -> None:
@@ -195,6 +216,9 @@ async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_lat
     absent = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=0.3)
     with refused(EnvironmentFailure, f"127.0.0.1:{port}", 0.3):
         await absent.run(TASK, policy("a"))
+    missing = workflow("mcp", url=f"http://127.0.0.1:{port}/mcp", connect_deadline_s=3)
+    with refused(EnvironmentFailure, f"127.0.0.1:{port}", "3 s", "ConnectError"):
+        await missing.run(WITHOUT_TOOLS, policy("a"))
 
 
 # --- texts and actions
@@ -229,6 +253,57 @@ async def test_gymnasium_reads_actions_by_their_space_and_shows_observations_as_
 )
 def test_an_observation_as_text(observation: object, text: str) -> None:
     assert observed_text(observation) == text
+
+
+@pytest.mark.parametrize(
+    ("space", "text", "action"),
+    [
+        (spaces.Discrete(4), "go 3", 3),
+        (spaces.Discrete(4), "speed 2.1", None),
+        (spaces.Discrete(4), "1e400", None),
+        (spaces.MultiBinary(2), "0 1", [0, 1]),
+        (spaces.MultiBinary(2), "256 1", None),
+        (spaces.MultiBinary(2), "0.9 1", None),
+        (spaces.MultiDiscrete([3, 3]), "2 0", [2, 0]),
+        (spaces.MultiDiscrete([3, 3]), "2.9 -0.5", None),
+        (spaces.MultiDiscrete([3, 3]), "1e400 1", None),
+        (spaces.Box(-np.inf, np.inf, (1,)), "0.5", [0.5]),
+        (spaces.Box(-np.inf, np.inf, (1,)), "1e400", None),
+        (spaces.Box(-np.inf, np.inf, (1,)), "1e300", None),
+    ],
+)
+def test_an_action_of_a_space(space: Any, text: str, action: Any) -> None:
+    if action is None:
+        with pytest.raises(ValueError, match="write"):
+            action_of(space)(text)
+    else:
+        assert np.asarray(action_of(space)(text)).tolist() == action
+
+
+@pytest.mark.parametrize(
+    ("columns", "seed"), [({"seed": 7}, 7), ({"seed": 7.0}, 7), ({"seed": 7.5}, None), ({"seed": "7"}, None)]
+)
+def test_a_seed_is_a_whole_number(columns: dict[str, Any], seed: int | None) -> None:
+    task = Task("t", PROMPT, columns)
+    if seed is not None:
+        assert seed_of(task) == seed
+        return
+    with refused(DataError, "'seed'", "'t'", repr(columns["seed"])):
+        seed_of(task)
+
+
+def test_a_column_with_a_mapping() -> None:
+    assert mapping_of(TASK, "reset") == {"secret": 6}
+    assert mapping_of(TASK, "absent") is None
+    with refused(DataError, "'reset'", "'t'"):
+        mapping_of(Task("t", PROMPT, {"reset": '{"secret": 6}'}), "reset")
+
+
+def test_an_unknown_environment_is_found_before_the_run() -> None:
+    for name, num_problems in (("FrozenLake-v1", 0), ("FrozenLake", 0), ("FrozenLake-v9", 1), ("Frozen-v1", 1)):
+        config = plugin("workflows")({"kind": "gymnasium", "id": name})
+        problems = list(config.problems(RunConfig.model_construct(), "workflow"))
+        assert [problem.where for problem in problems] == ["workflow.id"] * num_problems
 
 
 def test_functions_that_are_not_there_are_found_before_the_run() -> None:
