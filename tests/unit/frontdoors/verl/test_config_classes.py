@@ -48,6 +48,20 @@ def test_a_mapping_becomes_objects_with_the_defaults_of_the_table() -> None:
     assert omega_conf_to_dataclass(config) is config
 
 
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (KLControlConfig(kl_coef=0.1), KLControlConfig(kl_coef=0.9)),
+        (ActorConfig(clip_ratio=0.2), ActorConfig(clip_ratio=0.3)),
+        (FSDPActorConfig(optim={"lr": 1e-6}), FSDPActorConfig(optim={"lr": 1e-5})),
+        (ActorConfig(), FSDPActorConfig()),
+    ],
+)
+def test_configs_are_equal_if_class_and_fields_are(one: Any, another: Any) -> None:
+    assert one != another
+    assert one == type(one)(**one)
+
+
 def test_a_field_is_set_once_except_sizes_of_batches() -> None:
     actor = FSDPActorConfig(ppo_mini_batch_size=8)
     actor.ppo_mini_batch_size = actor.ppo_micro_batch_size = 4

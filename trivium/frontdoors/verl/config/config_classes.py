@@ -122,7 +122,7 @@ def _class(name: str, prefix: str, **defaults: Any) -> Any:
             own = key.removeprefix(f"{prefix}.").partition(".")[0]
             names.setdefault(own, TABLE.default_of(key) if key == f"{prefix}.{own}" else None)
     given = [(each, Any, _default(value)) for each, value in {**names, **defaults}.items()]
-    made = make_dataclass(name, given, bases=(_Table,), namespace={"_prefix": prefix}, eq=False)
+    made = make_dataclass(name, given, bases=(_Table,), namespace={"_prefix": prefix})
     made.__module__, made.__doc__ = __name__, f"The section `{prefix}` of verl's config."
     return made
 
