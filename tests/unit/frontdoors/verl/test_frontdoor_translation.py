@@ -594,6 +594,22 @@ def test_the_command_names_every_problem(tmp_path: Path) -> None:
     assert "critic.strategy" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("loss", "average", "is_noted"),
+    [
+        ("gspo", "token-mean", True),
+        ("gspo", "seq-mean-token-sum", True),
+        ("gspo", "seq-mean-token-mean", False),
+        ("vanilla", "token-mean", False),
+    ],
+)
+def test_an_average_that_depends_on_the_version_is_noted(model: str, loss: str, average: str, is_noted: bool) -> None:
+    keys = {ACTOR + "policy_loss__loss_mode": loss, ACTOR + "loss_agg_mode": average}
+    config = verl_config(model, **keys)
+    config["data"]["train_files"] = ["rows.parquet"]
+    assert any("loss_agg_mode" in note for note in translate(config).notes) == is_noted
+
+
 def test_distillation_has_the_teacher_alone(model: str) -> None:
     teacher = {"model_path": model, "inference": {"name": "vllm"}}
     loss = {"loss_mode": "forward_kl_topk", "topk": 8, "use_task_rewards": False}

@@ -151,7 +151,9 @@ _KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.acto
 ACTOR: dict[str, Entry] = {
     **UPDATE,
     "loss_agg_mode": Mapped(
-        "algorithm.aggregate", "token-mean", note="sapo and geo_mean always average over the tokens of each sequence"
+        "algorithm.aggregate",
+        "token-mean",
+        note="sapo and geo_mean always average over the tokens of each sequence, and in verl before 0.9.1 gspo does too",
     ),
     "clip_ratio": Mapped(
         (f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED, note=f"{_DPPO} both bounds of the divergence"

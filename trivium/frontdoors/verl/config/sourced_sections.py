@@ -133,6 +133,12 @@ def notes_of(verl: Settings, run: Mapping[str, Any], rows: int | None) -> Iterat
         yield "trainer.test_freq: there is no validation set (data.val_files)"
     if verl["algorithm.adv_estimator"] in ("grpo", "rloo") and verl[f"{_ENGINE}.n"] == 1:
         yield f"{_ENGINE}.n: a group of one has no baseline, so the advantage is the reward itself"
+    algorithm, mode = run["algorithm"], "seq-mean-token-mean"
+    if algorithm["policy_loss"]["kind"] == "gspo" and algorithm["aggregate"] != mode:
+        yield (
+            f"actor_rollout_ref.actor.loss_agg_mode: gspo averages by {algorithm['aggregate']}; verl before 0.9.1 "
+            f"always uses {mode}"
+        )
     for key in _OBJECTS:
         if verl[key] != verl.table.default_of(key):
             yield f"{key}: only RayPPOTrainer reads it"
