@@ -342,6 +342,12 @@ def _schedule(trinity: TrinityConfig, steps: int, staleness: int | None) -> dict
     }
     if staleness is not None:
         schedule["max_staleness"] = staleness
+    ratio = trinity["explorer.over_rollout.ratio"]
+    if not 0 <= ratio < 1:
+        found = "it is the share of the rollouts that a step does not wait for"
+        trinity.problem("explorer.over_rollout.ratio", str(ratio), found, "use a number from 0 to below 1")
+    elif ratio:
+        schedule["over_rollout"] = ratio / (1 - ratio)
     return schedule | _order(trinity)
 
 

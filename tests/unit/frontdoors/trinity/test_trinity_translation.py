@@ -471,6 +471,8 @@ REFUSED: list[tuple[Overrides, str, str]] = [
         "trainer.trainer_config.actor_rollout_ref.actor.nope",
         "no key",
     ),
+    ({"explorer.over_rollout.ratio": 1.0}, "explorer.over_rollout.ratio", "below 1"),
+    ({"explorer.over_rollout.ratio": -0.1}, "explorer.over_rollout.ratio", "-0.1"),
     ({"model.model_path": "${oc.env:NO_SUCH_VARIABLE}"}, "model.model_path", "leads to no value"),
 ]
 

@@ -189,9 +189,7 @@ _EXPLORER: dict[str, Entry] = {
     "bench_on_latest_checkpoint": Restricted(_OFF, "use `trivium eval CONFIG --step N`"),
     "proxy_port": Mapped("serve.port", 8010, when={"mode": "serve"}),
     "listen_address": Mapped("serve.host", type=str, when={"mode": "serve"}, note="127.0.0.1 if it is not set"),
-    "over_rollout.ratio": Mapped(
-        "schedule.over_rollout", 0.0, convert=lambda ratio: if_on(ratio / (1 - ratio)), note="ratio / (1 - ratio)"
-    ),
+    "over_rollout.ratio": Mapped("the number schedule.over_rollout; ratio / (1 - ratio)", 0.0),
     "over_rollout.wait_after_min": Ignored("the step takes the groups that finish first"),
     "over_rollout.return_partial_tasks": Ignored("a group is trained on as a whole, as there"),
     "dynamic_timeout": Ignored("workflow.deadline_s is the deadline of a rollout"),
