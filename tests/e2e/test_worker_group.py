@@ -264,6 +264,8 @@ def test_roles_share_a_process_and_its_process_group(four: Any) -> None:
         four.who()
     with refused(ConfigError, "'ref'", "critic", "rollout"):
         four.spawn(["ref"])
+    with refused(ConfigError, "'ref'", "create_colocated_worker_raw_cls"):
+        four.fuse(["ref"])
 
 
 def test_a_rollout_engine_answers_while_its_process_trains(four: Any, tmp_path: Path) -> None:

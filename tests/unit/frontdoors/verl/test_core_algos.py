@@ -237,6 +237,8 @@ def test_gdpo_reads_the_columns_of_a_batch() -> None:
     torch.testing.assert_close(done.batch["advantages"], torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
     with refused(DataError, "format"):
         compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["format"]})
+    with refused(ConfigError, "gdpo_reward_weights", [1.0, 2.0], "gdpo_reward_keys", 1):
+        compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["answer"], "gdpo_reward_weights": [1.0, 2.0]})
 
 
 def test_pf_ppo_draws_the_rows_of_a_batch() -> None:

@@ -300,7 +300,7 @@ def compute_gdpo_outcome_advantage(
 
     `config.gdpo_reward_keys` names the columns of `non_tensor_batch` with the components of the reward,
     `config.gdpo_reward_weights` their weights; without keys, the total reward is the only component. Raises DataError
-    for a missing column.
+    for a missing column, and ConfigError unless each key has one weight.
     """
     keys, columns = read(config, "gdpo_reward_keys") or [], non_tensor_batch or {}
     if missing := [key for key in keys if key not in columns]:
@@ -308,6 +308,9 @@ def compute_gdpo_outcome_advantage(
         raise DataError(f"the components {', '.join(missing)} of the reward", found, "return them from the scorer")
     components = {key: torch.tensor([float(value) for value in columns[key]]) for key in keys}
     weights = read(config, "gdpo_reward_weights") or [1.0] * len(keys)
+    if len(weights) != len(keys):
+        found = f"gdpo_reward_keys has {len(keys)} name(s)"
+        raise ConfigError(f"gdpo_reward_weights {weights!r}", found, "give one weight for each name")
     x = _inputs(token_level_rewards, response_mask, index)
     x = replace(x, components=components or {"reward": token_level_rewards.sum(-1)})
     by_name = dict(zip(keys, weights, strict=True)) or None

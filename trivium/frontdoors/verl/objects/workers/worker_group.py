@@ -251,9 +251,14 @@ class RayWorkerGroup:
         return views
 
     def fuse(self, prefix_set: Iterable[Any]) -> None:
-        """Makes a view of each role of a fused worker class an attribute of the group."""
+        """Makes a view of each role of a fused worker class an attribute of the group. Raises ConfigError for a role
+        that the class does not hold."""
         fused: Mapping[str, RayClassWithInitArgs] = getattr(self._cls, "fused", {})
         for role in map(str, prefix_set):
+            if role not in fused:
+                found = f"the worker class holds {', '.join(fused) or 'no roles'}"
+                do = "name one of them, or build the class with create_colocated_worker_raw_cls"
+                raise ConfigError(f"a view of the role {role!r}", found, do)
             view = copy.copy(self)
             view._become(role, fused[role])
             setattr(self, role, view)
