@@ -44,7 +44,7 @@ class FunctionTool:
         """The result as text. Raises ToolError for invalid arguments, and for an error or a missed deadline of the
         function; RolloutError if no thread is free."""
         try:
-            given = self._arguments.model_validate(arguments).model_dump(mode="json", exclude_unset=True)
+            given = self._arguments.model_validate(arguments).model_dump(mode="json", include=set(arguments))
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ToolError(f"invalid arguments: {'; '.join(problems)}") from error

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from failing import check_error, refused
+from pydantic import BaseModel
 from workflow_parts import TOKENIZER, policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
@@ -45,6 +46,16 @@ async def look(word: str) -> dict[str, str]:
     if word == "none":
         raise KeyError("no such word")
     return {"word": word, "in": f"process {os.getpid()}"}
+
+
+class Box(BaseModel):
+    width: int
+    height: int = 2
+
+
+def area(box: Box, scale: int = 1) -> int:
+    """Computes an area."""
+    return box["width"] * box["height"] * scale  # type: ignore[index]
 
 
 def hang(seconds: float) -> str:
@@ -154,6 +165,11 @@ async def test_a_late_tool_is_an_error_for_the_policy_and_in_a_process_so_is_a_c
     assert str(os.getpid()) not in found[0]
     assert "no answer within 3" in found[1]
     assert "ended with code 3" in found[2]
+
+
+async def test_a_model_among_the_arguments_has_its_defaults() -> None:
+    found, _ = await results(tools("area"), call("area", box={"width": 3}), "ok")
+    assert found == ["6"]
 
 
 async def test_calls_beyond_the_limit_get_an_error_and_one_more_completion() -> None:
