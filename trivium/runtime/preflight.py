@@ -43,7 +43,10 @@ from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
+from trivium.workflows.functions import described_function, function_of
 from trivium.workflows.single_turn import SingleTurn
+from trivium.workflows.tool_functions import ToolFunctions
+from trivium.workflows.tools import COLUMN, chosen
 
 T = TypeVar("T")
 
@@ -341,6 +344,22 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
         same = [f"an id of column {column!r} that occurred before"] * getattr(taskset.tasks, "num_duplicates", 0)
         do = "make the ids unique: a number is added to the later ones"
         yield from taskset.report("rows with unique ids", same, do, warns=True)
+
+
+@TASKSET_RULES.rule
+def tool_names(taskset: _Taskset) -> Iterator[Problem]:
+    """Tasks choose tools that the workflow does not have."""
+    workflow = taskset.config.workflow
+    if not isinstance(workflow, ToolFunctions.Config) or not _is_rolled_out(taskset.config, taskset.name):
+        return
+    tools, unknown = [described_function(function_of(path)) for path in workflow.tools], list[str]()
+    for task in (taskset.tasks[place] for place in taskset.seen):
+        try:
+            chosen(tools, task)
+        except DataError as error:
+            unknown.append(error.found)
+    do = f"give the column {COLUMN!r} a list of names: {', '.join(tool.name for tool in tools)}"
+    yield from taskset.report("tasks that choose tools of the workflow", unknown, do)
 
 
 @TASKSET_RULES.rule

@@ -81,7 +81,7 @@ class ToolEnvironment:
                 "its prompt brings tools of its own",
                 f"choose among the workflow's tools by a column {COLUMN!r} with their names",
             )
-        tools = _chosen(await self._toolbox.open(task), task)
+        tools = chosen(await self._toolbox.open(task), task)
         self._names = frozenset(tool.name for tool in tools)
         if not tools:
             return task.prompt
@@ -118,7 +118,7 @@ class ToolEnvironment:
         return text if left_out <= 0 else f"{text[: self._max_result]}... ({left_out} more characters)"
 
 
-def _chosen(tools: Sequence[Tool], task: Task) -> Sequence[Tool]:
+def chosen(tools: Sequence[Tool], task: Task) -> Sequence[Tool]:
     """The tools of a task, in the order of the toolbox. Raises DataError for an unknown name in its column."""
     names = task.columns.get(COLUMN)
     if names is None:

@@ -334,6 +334,17 @@ def test_rows_that_cannot_earn_a_reward_by_type_are_counted(reward: str, tmp_pat
     assert look(tmp_path, rows, {}).warnings == [], "`exact` compares the text of the answer"
 
 
+def test_names_of_tools_that_the_workflow_lacks_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    rows = [{**row, "tools": [name]} for row, name in zip(ROWS, ("add", "ad", "add"), strict=True)]
+    tools = {"workflow": {"kind": "tools", "tools": ["mine.py:add"]}}
+    (warning,) = look(tmp_path, rows, tools).warnings
+    assert "1 of 3" in warning.found
+    assert "'ad'" in warning.found
+    assert "add" in warning.do.split()
+    assert look(tmp_path, rows[:1], tools).warnings == []
+
+
 def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     tools = [{**row, "tools": [{"name": "add"}]} for row in ROWS]
