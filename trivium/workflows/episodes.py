@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from pydantic import Field
 
-from trivium.concurrency import Threads, Turns, run_here, wait_for
+from trivium.concurrency import Threads, Turns, outcome_of, run_here, wait_for
 from trivium.config import WorkflowConfig, free
 from trivium.errors import RolloutError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
@@ -42,7 +42,8 @@ class EpisodeConfig(WorkflowConfig):
     """How long the beginning of an episode may take: making the environment, connecting to its server, and its first
     observation. A rollout whose environment takes longer fails."""
     call_deadline_s: float | None = free(None, gt=0)
-    """How long the environment may take for each later call. Unset: until the deadline of the rollout."""
+    """How long the environment may take for each later call, `finish` and `close` included. Unset: until the deadline
+    of the rollout; `close` then has `deadline_s` of its own."""
     max_environments: int = free(256, ge=1)
     """Environments that are open at the same time. Further rollouts wait, within their own deadline."""
     threads: int = free(32, ge=1)
@@ -92,21 +93,22 @@ class Episodes(ABC):
 
     async def _made(self, task: Task, policy: Policy) -> Environment:
         """Makes an environment. One that is made only after its rollout has ended is closed at once."""
-        made, ended = list[Environment](), threading.Event()
+        made, ended = dict[str, Environment](), threading.Event()
 
         def make() -> None:
-            made.append(self.make(policy))
-            if ended.is_set():
-                for environment in _taken(made):
-                    _close_here(environment)
+            made["environment"] = self.make(policy)
+            if (
+                ended.is_set() and (late := made.pop("environment", None)) is not None
+            ):  # only one of the two threads gets it
+                _close_here(late)
 
         try:
             await self._ask(f"{self._name}()", task, make, self.config.connect_deadline_s)
-            return made[0]
+            return made["environment"]
         except BaseException:
             ended.set()
-            for environment in _taken(made):
-                await self._close(task, environment)
+            if (unused := made.pop("environment", None)) is not None:
+                await self._close(task, unused)
             raise
 
     async def _episode(self, task: Task, policy: Policy, environment: Environment) -> dict[str, float] | None:
@@ -210,23 +212,14 @@ class Episodes(ABC):
         return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "fix the environment or the task")
 
 
-def _taken(made: list[Environment]) -> list[Environment]:
-    """Takes the environment out of a list, so that only one of two threads closes it."""
-    try:
-        return [made.pop()]
-    except IndexError:
-        return []
-
-
 def _close_here(environment: Environment) -> None:
     """Closes an environment in the thread that made it, after its rollout has ended."""
     if not isinstance(environment, ClosedEnvironment):
         return
-    try:
-        closing = environment.close()
-        if inspect.isawaitable(closing):
-            run_here(_result_of(closing))
-    except Exception as error:
+    closing, error = outcome_of(environment.close)
+    if inspect.isawaitable(closing):
+        _, error = outcome_of(partial(run_here, _result_of(closing)))
+    if error is not None:
         _log.warning("an environment could not be closed: %s: %s", type(error).__name__, text_of(error))
         _log.info("the traceback of that failure", exc_info=error)
 
