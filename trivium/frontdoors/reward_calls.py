@@ -30,6 +30,7 @@ _WAITING = 32
 _START_S = 60.0
 """Seconds for a process to start and import the function. An alarm in the process enforces the deadline of the call."""
 _DO = "fix the scorer; the `on_error: NUMBER` of a manager gives such samples that reward, and counts them"
+"""What a user of verl's reward managers can do about a sample without a score."""
 
 OnError = float | Literal["raise"]
 """The result of a sample that cannot be scored: an error, or this reward together with a reported failure."""
@@ -60,7 +61,8 @@ class Scorer:
 
     `key` is the entry of a mapping that holds the score. `deadline_s` limits one call. `on_timeout` replaces `on_error`
     for calls that exceed it (None: `on_error`). `forks` is the number of forks of this process that run the function.
-    Raises ConfigError for `workers` with a function that other processes cannot import.
+    `number` converts a score to float, and raises ValueError for other values. `do` is the advice of errors. Raises
+    ConfigError for `workers` with a function that other processes cannot import.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class Scorer:
         on_timeout: OnError | None = None,
         forks: int = 0,
         key: str = "score",
+        number: Callable[[object], float] = finite_number,
+        do: str = _DO,
     ) -> None:
         if not (on_error == "raise" or (isinstance(on_error, Real) and math.isfinite(on_error))):
             raise ConfigError("on_error of a reward manager", repr(on_error), "use 'raise' or a finite number")
         if deadline_s <= 0:
             raise ConfigError("deadline_s of a reward manager", str(deadline_s), "set the seconds that a call may take")
-        self._on_error, self._key = on_error, key
+        self._on_error, self._key, self._number, self._do = on_error, key, number, do
         self._on_timeout = on_error if on_timeout is None else on_timeout
         label = _label(function)
         if forks:
@@ -110,7 +114,7 @@ class Scorer:
         if not isinstance(outcome, Exception):
             return [self._result(sample, result) for sample, result in zip(samples, outcome, strict=True)]
         if self._on_error == "raise":
-            raise _error(f"scores of {len(samples)} samples, the first being {samples[0].name}", outcome)
+            raise self._error(f"scores of {len(samples)} samples, the first being {samples[0].name}", outcome)
         return [self._result(sample, outcome) for sample in samples]
 
     async def one(self, sample: Scorable) -> Result:
@@ -128,29 +132,28 @@ class Scorer:
     def _result(self, sample: Scorable, outcome: object) -> Result:
         """Converts an outcome, which is the function's return value or its exception, to a result."""
         if isinstance(outcome, Exception):
-            named = _error(f"a score of {sample.name}", outcome)
+            named = self._error(f"a score of {sample.name}", outcome)
             if isinstance(outcome, TimeoutError) and self._on_timeout != "raise":
                 return Result(float(self._on_timeout), {}, named)
         else:
             extra: dict[str, Any] = dict(outcome) if isinstance(outcome, Mapping) else {}
             try:
-                return Result(finite_number(extra.get(self._key, outcome)), extra)
+                return Result(self._number(extra.get(self._key, outcome)), extra)
             except ValueError as error:
-                named = _error(f"a score of {sample.name}", error, raised=False)
+                named = self._error(f"a score of {sample.name}", error, raised=False)
         if self._on_error == "raise":
             raise named
         return Result(float(self._on_error), {}, named)
 
-
-def _error(asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
-    """Returns the error for an exception that a function `raised`, or for a result that is not a number."""
-    if isinstance(cause, TriviumError):
-        problem = f"{cause.found} ({cause.asked})"
-    else:
-        problem = f"{type(cause).__name__}: {text_of(cause)}" if raised else str(cause)
-    error = RewardError(asked, problem, _DO)
-    error.__cause__ = cause
-    return error
+    def _error(self, asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
+        """Returns the error for an exception that a function `raised`, or for a result that is not a number."""
+        if isinstance(cause, TriviumError):
+            problem = f"{cause.found} ({cause.asked})"
+        else:
+            problem = f"{type(cause).__name__}: {text_of(cause)}" if raised else str(cause)
+        error = RewardError(asked, problem, self._do)
+        error.__cause__ = cause
+        return error
 
 
 def _label(function: Callable[..., Any]) -> str:

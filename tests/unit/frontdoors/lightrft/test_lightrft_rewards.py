@@ -168,6 +168,43 @@ def test_registered_rules_and_paths_are_types_of_a_recipe(tmp_path: Path) -> Non
     assert scored.metrics["of"].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize(
+    "one",
+    [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([[0.5]]), np.array([0.5]), [0.5], (0.5,)],
+    ids=["number", "scalar", "tensor", "matrix", "array", "list", "tuple"],
+)
+def test_a_rule_may_return_what_holds_one_number(one: Any) -> None:
+    recipe = {"x": [(lambda completion: one, None, 1.0), (lambda answer: {"reward": one, "part": one}, None, 2.0)]}
+    scored = RewardScorer(reward_recipe=recipe).score([sample("a", label="x")])
+    assert (scored.rewards.tolist(), scored.metrics["part"].tolist()) == ([1.5], [0.5])
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), [1.0, 2.0], [], "1", None, float("nan"), {"of": 1.0}], ids=lambda v: f"{v}"
+)
+def test_a_rule_without_a_number_is_an_error_about_the_rule(value: Any) -> None:
+    for name, result in (("a score", value), ("part", {"reward": 1.0, "part": value})):
+        recipe = {"x": [(lambda completion, result=result: result, None, 1.0)]}
+        with refused(RewardError, name, "rule", "a completion") as error:
+            RewardScorer(reward_recipe=recipe).score([sample("a completion", label="x")])
+        assert "manager" not in error.value.do
+
+
+def test_a_rule_is_asked_for_all_samples_of_a_label_at_once() -> None:
+    waiting, together = list[str](), asyncio.Event()
+
+    async def both(completion: str) -> float:
+        waiting.append(completion)
+        if len(waiting) == 2:
+            together.set()
+        await asyncio.wait_for(together.wait(), 30)
+        return float(len(completion))
+
+    scorer = RewardScorer(reward_recipe={"x": [(both, None, 1.0)], "y": [("accuracy_rule", None, 1.0)]})
+    samples = [sample("a", label="x"), sample("<answer>7</answer>", label="y"), sample("ab", label="x")]
+    assert rewards(scorer, samples) == [1, 1, 2]
+
+
 # --------------------------------------------------------------------------- a user's function
 
 

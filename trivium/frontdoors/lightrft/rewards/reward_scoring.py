@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from trivium.errors import ConfigError, RewardError, TriviumError, described, te
 from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
 from trivium.frontdoors.lightrft.rewards.reward_sources import Sample, numbers_in, sources_of
 from trivium.frontdoors.reward_calls import Scorer
+from trivium.policy import finite_number
 from trivium.registry import resolve
 from trivium.types import AnyArray
 
@@ -23,6 +25,7 @@ __all__ = ["RewardScorer", "Sample", "Scored"]
 
 _MODEL = "model"
 """The type of a recipe's component that refers to a score in `model_reward_list`."""
+_DO = "fix the rule: no sample is scored 0 in its place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,15 @@ class _Rule(NamedTuple):
     parameters: Collection[str]
     """The names of its arguments."""
 
-    def score(self, kind: str, sample: Sample) -> tuple[float, Mapping[str, float]]:
-        """Returns (the reward of a sample, the other numbers of the rule's mapping)."""
-        columns = _columns(sample)
-        (result,) = self.scorer.each(
-            [_Call(f"{kind}: {sample.completion:.80}", {n: columns[n] for n in self.parameters})]
-        )
-        parts = {name: part for name, part in result.extra.items() if name != "reward"}
-        return result.score, {str(n): float(numbers_in([part], 1, f"{kind}, {n}")[0]) for n, part in parts.items()}
+    def scores(self, kind: str, samples: Sequence[Sample]) -> Iterator[tuple[float, Mapping[str, float]]]:
+        """Yields (the reward of a sample, the other numbers of the rule's mapping)."""
+        calls: list[_Call] = []
+        for sample in samples:
+            columns = _columns(sample)
+            calls.append(_Call(f"{kind}: {sample.completion:.80}", {name: columns[name] for name in self.parameters}))
+        for call, result in zip(calls, self.scorer.each(calls), strict=True):
+            parts = {str(name): part for name, part in result.extra.items() if name != "reward"}
+            yield result.score, {name: _part(name, part, call) for name, part in parts.items()}
 
 
 class _Call(NamedTuple):
@@ -57,6 +61,24 @@ class _Call(NamedTuple):
 
     name: str
     arguments: Mapping[str, Any]
+
+
+def _number(value: object) -> float:
+    """Converts a number of a rule, or a tensor, an array or a list that holds one, to float. Raises ValueError for
+    other values."""
+    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        value = value.reshape(-1).tolist()
+    if isinstance(value, list | tuple) and len(cast("list[object]", value)) == 1:
+        value = cast("list[object]", value)[0]
+    return finite_number(value)
+
+
+def _part(name: str, value: object, call: _Call) -> float:
+    """Returns another number of a rule's mapping."""
+    try:
+        return _number(value)
+    except ValueError as error:
+        raise RewardError(f"the number {name!r} of {call.name}", str(error), _DO) from error
 
 
 class _Component(NamedTuple):
@@ -180,12 +202,15 @@ class RewardScorer:
         def add(name: str, row: int, value: float) -> None:
             metrics.setdefault(name, np.zeros(len(samples)))[row] += value
 
+        rows_of = defaultdict[Any, list[int]](list)
         for row, sample in enumerate(samples):
-            for component in self._recipes[sample.label]:
-                if component.rule is None:
-                    value, parts = float(numbers[component.source][row]), {}
-                else:
-                    value, parts = component.rule.score(component.type, sample)
+            rows_of[sample.label].append(row)
+        for component, rows in [(each, rows) for label, rows in rows_of.items() for each in self._recipes[label]]:
+            if component.rule is None:
+                scores = [(float(numbers[component.source][row]), dict[str, float]()) for row in rows]
+            else:
+                scores = component.rule.scores(component.type, [samples[row] for row in rows])
+            for row, (value, parts) in zip(rows, scores, strict=True):
                 weighted = component.weight * value
                 rewards[row] += weighted
                 add("model_reward" if component.rule is None else "rule_reward", row, weighted)
@@ -263,7 +288,7 @@ def _rule(where: str, kind: Any) -> _Rule:
             "use one of them, a function, or its path (package.module:name, file.py:name), or register it with "
             "@register_rule",
         )
-    return _Rule(Scorer(rule, key="reward"), _parameters_of(where, rule))
+    return _Rule(Scorer(rule, key="reward", number=_number, do=_DO), _parameters_of(where, rule))
 
 
 def _parameters_of(where: str, rule: Rule) -> Collection[str]:

@@ -153,7 +153,7 @@ ACTOR: dict[str, Entry] = {
     "loss_agg_mode": Mapped(
         "algorithm.aggregate",
         "token-mean",
-        note="sapo and geo_mean always average over the tokens of each sequence, and in verl before 0.9.1 gspo does too",
+        note="sapo and geo_mean always average over the tokens of each sequence, as gspo does in verl before 0.9.1",
     ),
     "clip_ratio": Mapped(
         (f"{_LOSS}.clip_low", f"{_LOSS}.clip_high"), 0.2, when=_CLIPPED, note=f"{_DPPO} both bounds of the divergence"
