@@ -341,6 +341,8 @@ def test_losses_are_those_of_the_original(model: Path, args: Namespace) -> None:
     cpgd = make_trainer(model, Namespace(**vars(args), use_cpg_loss=True))
     assert _loss(cpgd, _ALL) == pytest.approx(0.373780, abs=1e-6)
     assert np.isfinite(_loss(trainer, [[1, 1, 1], [0, 0, 0]])), "a row without a trained token"
+    with refused(ConfigError, "use_gspo", "use_cpg_loss"):
+        make_trainer(model, Namespace(**vars(args), use_cpg_loss=True, use_gspo=True))
 
 
 def test_high_entropy_mask_is_per_sequence() -> None:
