@@ -150,20 +150,20 @@ async def test_a_step_that_fails_after_it_moved_on_is_saved(tmp_path: Path) -> N
 async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config) -> None:
     class AsWritten(Trainer):
         async def train_step(self) -> bool:
-            batch, sample_metrics, repr_samples = await self.sample_strategy.sample(self.train_step_num + 1)
-            continue_run, metrics = self.engine.train_step(batch)
-            prefix_metrics(sample_metrics, "sample", metrics)
-            self.monitor.log(data=metrics, step=self.train_step_num)
-            if self.config.trainer.enable_preview:
-                self._log_experiences(repr_samples)
-            return continue_run
+            asked = self.train_step_num + 1
+            experiences, about_sample, examples = await self.sample_strategy.sample(asked)
+            goes_on, about_step = self.engine.train_step(experiences)
+            assert self.train_step_num == asked
+            self.monitor.log(about_step | prefix_metrics(about_sample, "sample"), asked)
+            if examples and self.config.trainer.enable_preview:
+                self._log_experiences(examples)
+            return goes_on
 
         def need_sync(self) -> bool:
-            assert self.config.synchronizer.sync_style == SyncStyle.FIXED
-            return (
-                self.last_sync_step != self.train_step_num
-                and self.train_step_num % self.config.synchronizer.sync_interval == 0
-            )
+            settings = self.config.synchronizer
+            assert settings.sync_style == SyncStyle.FIXED
+            is_due = not self.train_step_num % settings.sync_interval
+            return is_due and self.train_step_num != self.last_sync_step
 
         def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
             self._sample_exps_to_log.extend(samples)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,10 @@ def one(data: BatchView, return_dict: bool = False) -> Any:
 def two(data: BatchView, return_dict: bool = False) -> Any:
     rewards = one(data) * 2
     return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+
+
+def explained(data: BatchView, return_dict: bool = False) -> Any:
+    return {"reward_tensor": one(data), "reward_extra_info": {"acc": [1]}} if return_dict else one(data)
 
 
 def view(validate: bool = False, width: int = 4) -> BatchView:
@@ -244,6 +250,10 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
 class Mine(RayPPOTrainer):
     """A trainer of a user."""
 
+    def _create_dataloader(self, *given: Any, **named: Any) -> None:
+        super()._create_dataloader(*given, **named)
+        self.has_own_data = True
+
 
 class MyGroup(RayWorkerGroup):
     """A group class of a user."""
@@ -337,6 +347,20 @@ def no_such_mode() -> bool:
     return True
 
 
+def pads_with_the_end(model: str) -> bool:
+    with pytest.warns(UserWarning, match="pad"):
+        tokenizer = hf_tokenizer(model, pad_token=None)
+    without = hf_tokenizer(model, correct_pad_token=False, pad_token=None)
+    return (tokenizer.pad_token, without.pad_token) == (tokenizer.eos_token, None)
+
+
+def printed(num_examine: int) -> int:
+    """The number of samples that a manager prints of a batch."""
+    with redirect_stdout(StringIO()) as out:
+        loaded(num_examine=num_examine)(view())
+    return out.getvalue().count("[response]")
+
+
 def scored_by(source: str) -> list[tuple[str, float]]:
     """The calls of a manager's scorer with the data source of the column `source`."""
     calls: list[tuple[str, float]] = []
@@ -360,7 +384,7 @@ def penalised(length: int) -> float:
 
 
 FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
-    ("class", "users derive trainers of their own", lambda build, _: type(build(Mine)) is Mine),
+    ("class", "methods of a user's subclass are called", lambda build, _: build(Mine).has_own_data),
     ("driver", "a trainer is an object of the script and starts no process", starts_nothing),
     (
         "ray",
@@ -448,7 +472,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
         "hf_tokenizer returns a tokenizer of transformers",
         lambda _, model: isinstance(hf_tokenizer(model), PreTrainedTokenizerBase),
     ),
-    ("hf-end", "correct_pad_token sets a pad token", lambda _, model: hf_tokenizer(model).pad_token_id is not None),
+    ("hf-end", "correct_pad_token sets a missing pad token", lambda _, model: pads_with_the_end(model)),
     (
         "hf-gemma2",
         "correct_gemma2 sets the end of Gemma 2's turns",
@@ -498,7 +522,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     ("kl-own", "without one it has its own", lambda *_: gradient("k1") == [1, 1]),
     ("kl-home", "the functions are in core_algos", lambda *_: core_algos.kl_penalty is kl_penalty),
     ("reward-call", "compute_reward calls the manager", lambda *_: bool((compute_reward(view(), two)[0] == 2).all())),
-    ("reward-extra", "and returns what else it says", lambda *_: compute_reward(view(), two)[1] == {}),
+    ("reward-extra", "and returns what else it says", lambda *_: compute_reward(view(), explained)[1] == {"acc": [1]}),
     (
         "manager-config",
         "the config names the class of the manager",
@@ -512,7 +536,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
         "every manager is an AbstractRewardManager",
         lambda *_: isinstance(loaded(), AbstractRewardManager),
     ),
-    ("manager-examine", "num_examine samples are printed", lambda *_: loaded(num_examine=3).num_examine == 3),
+    ("manager-examine", "num_examine samples are printed", lambda *_: [printed(n) for n in (0, 1)] == [0, 1]),
     (
         "manager-kwargs",
         "reward_kwargs are arguments of it",
