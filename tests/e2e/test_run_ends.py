@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
 
+pytestmark = pytest.mark.slow
+
 UNSAVED = ("checkpoint.save_every=1000",)
 
 
