@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -83,24 +83,29 @@ def _connection(connected: socket.socket) -> Connection:
 def own_address() -> str:
     """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME, else of the route
     to torchrun's MASTER_ADDR, else of the default route, else the loopback address."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        return _address_of(interface)
+    for peer in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):  # the second is reserved for documentation
+        if peer and not (address := _address_towards(peer)).startswith("127."):  # as for a master that runs here
+            return address
+    return LOOPBACK
+
+
+def _address_towards(peer: str) -> str:
+    """The address of this machine on the route to another one; the loopback address if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            return _address_of(interface, probe)
-        for peer in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):  # the second is reserved for documentation
-            with suppress(OSError):
-                if peer:
-                    probe.connect((peer, 9))  # connecting a datagram socket sends nothing
-                    address = probe.getsockname()[0]
-                    if not address.startswith("127."):  # as for a master that runs here
-                        return address
-        return LOOPBACK
+        try:
+            probe.connect((peer, 9))  # connecting a datagram socket sends nothing
+        except OSError:
+            return LOOPBACK
+        return probe.getsockname()[0]
 
 
-def _address_of(interface: str, probe: socket.socket) -> str:
+def _address_of(interface: str) -> str:
     get_address = 0x8915  # SIOCGIFADDR
     try:
-        answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
     except OSError as error:
         raise SyncError(
             f"the address of GLOO_SOCKET_IFNAME={interface}", str(error), "name an interface with an IPv4 address"
