@@ -252,6 +252,11 @@ def _widened(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
+def _added(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor):
+    assert into is out
+    return out.add_(_widened(a, b, out_dtype))
+
+
 def _efficient(q, k, v, bias, lse, dropout=0.0, is_causal=False, *, scale=None):
     assert q.shape[1] == k.shape[1], "grouped heads"
     out, norm = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -308,6 +313,7 @@ def _varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causa
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype: _widened,
     aten.bmm.dtype: _widened,
+    aten.addmm.dtype_out: _added,
     aten.histc.default: lambda x, *how: x.float().histc(*how).to(x.dtype),
     aten._fused_sdp_choice.default: lambda *_, **__: 2,
     aten._scaled_dot_product_efficient_attention.default: _efficient,

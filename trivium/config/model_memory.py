@@ -16,7 +16,7 @@ PACKED_BYTES = 256 * MIB
 """An engine on a CPU keeps weights of up to this size a second time, in the order in which products read them."""
 _HEAD_BYTES = 64 * MIB
 """Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
-_HEAD_PART_OF_GPU = 256
+_HEAD_PART_OF_GPU = 128
 _PIECE = 512
 """Tokens of a prompt that an engine on a CPU reads at once."""
 _SAMPLED = 2**22

@@ -44,28 +44,38 @@ def set_matmul_precision(precision: str) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def parts_of(x: Tensor, precision: str) -> Parts:
-    """Splits a matrix for `product`. A bfloat16 matrix needs no split."""
+def parts_of(x: Tensor, precision: str, *, single: bool = False) -> Parts:
+    """Splits a matrix for `product_of`; with `single`, rounds it to one bfloat16 matrix. A bfloat16 matrix needs no
+    split."""
     if precision != "bfloat16x3" or x.dtype == torch.bfloat16:
         return (x,)
     first = x.bfloat16()
-    return first, (x - first.float()).bfloat16()
+    return (first,) if single else (first, (x - first.float()).bfloat16())
 
 
 def product(a: Tensor, b: Parts, precision: str) -> Tensor:
     """a (N, K) @ b (M, K).T without gradient, in float32 (float64 for that type)."""
+    return product_of(parts_of(a, precision), b, precision)
+
+
+def product_of(a: Parts, b: Parts, precision: str, into: Tensor | None = None) -> Tensor:
+    """a (N, K) @ b (M, K).T of matrices in parts; added to `into`, in place, if that is given."""
     if precision != "bfloat16x3":
-        return matmul_transposed(a, b[0])
-    whole, *rest = parts_of(a, precision)
-    total = _widened(whole, b[0])
-    for first, second in [*((whole, each) for each in b[1:]), *((each, b[0]) for each in rest)]:
-        total += _widened(first, second)
+        return matmul_transposed(a[0], b[0]) if into is None else into.addmm_(a[0], b[0].T)
+    total = _widened(a[0], b[0], into)
+    for first, second in [*((a[0], each) for each in b[1:]), *((each, b[0]) for each in a[1:])]:
+        total = _widened(first, second, total)
     return total
 
 
-def _widened(a: Tensor, b: Tensor) -> Tensor:
+def _widened(a: Tensor, b: Tensor, into: Tensor | None) -> Tensor:
     """a (N, K) @ b (M, K).T of bfloat16 matrices, added up and returned in float32."""
-    return torch.mm(a, b.T, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float().T
+    if not a.is_cuda:
+        result = a.float() @ b.float().T
+        return result if into is None else into.add_(result)
+    if into is None:
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return torch.addmm(into, a, b.T, out_dtype=torch.float32, out=into)
 
 
 def use_in(output: nn.Linear, precision: str) -> None:

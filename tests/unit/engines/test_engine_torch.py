@@ -360,6 +360,32 @@ def test_a_gpu_reads_and_decodes_without_the_math_kernel(
     assert float((actual - expected).square().mean().sqrt()) < (0.5 if dtype == torch.bfloat16 else 1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_cuda_graphs_replay_the_steps_of_current_weights_and_rows(models: dict[str, Path], name: str) -> None:
+    plain, replayed = (
+        Decoder(models[name], dtype=torch.float32, device="cuda", exact=False, cuda_graphs=graphs)
+        for graphs in (False, True)
+    )
+    prompts = [np.random.default_rng(row).integers(3, 40, 100 + row).astype(np.int32) for row in range(3)]
+    with torch.inference_mode():
+        for longest in (120, 300):  # the keys and values move the second time
+            for decoder in (plain, replayed):
+                decoder.place(decoder.read(prompts), range(3), longest)
+            for step in range(6):
+                expected, actual = (
+                    decoder.step(np.full(3, 5 + step), np.array([100, 101, 102]) + step)
+                    for decoder in (plain, replayed)
+                )
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+            weights = [(each, 0.9 * weight) for each, weight in plain.weights()]
+            for decoder in (plain, replayed):
+                decoder.load(weights)
+    assert replayed.graphs is not None
+    assert replayed.graphs._graphs
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
     models: dict[str, Path], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

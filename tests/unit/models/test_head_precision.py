@@ -73,6 +73,20 @@ def test_log_probs_and_gradients_of_the_head(entropy_grad: bool, monkeypatch: py
         assert float((strict - exact).abs().max()) < 1e-5 * largest
 
 
+def test_bfloat16_states_have_exact_log_probs_and_gradients_rounded_as_in_the_layers() -> None:
+    hidden, weight = draw(N, H, seed=2, spread=0.5).bfloat16(), draw(V, H, seed=3, spread=0.5) / H**0.5
+    targets = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
+    results: list[list[torch.Tensor]] = []
+    for states, output, precision in ((hidden.double(), weight.double(), "float32"), (hidden, weight, X3)):
+        first, second = states.requires_grad_(), output.detach().requires_grad_()
+        log_prob, entropy = log_prob_and_entropy(first, second, None, targets, precision=precision)
+        results.append([log_prob.detach(), entropy, *torch.autograd.grad(log_prob.sum(), [first, second])])
+    for exact, actual, bound in zip(*results, (1e-4, 1e-4, 2.0**-7, 2.0**-7), strict=True):
+        assert float((actual.double() - exact).abs().max()) < bound * float(exact.abs().max())
+    assert results[1][0].dtype == results[1][3].dtype == torch.float32
+    assert results[1][2].dtype == torch.bfloat16
+
+
 def test_what_does_not_apply_is_refused_by_name() -> None:
     for name in ("tf32", X3):
         with refused(ConfigError, "train.head_precision", name, "CPU"):

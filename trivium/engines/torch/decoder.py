@@ -20,6 +20,7 @@ from trivium.engines.torch.attention import registered
 from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
 from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.torch.layers import Layers, changing_rotation, supports
+from trivium.engines.torch.step_graphs import StepGraphs, graph_width
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm, max_positions
 from trivium.models.backbone.routing import Recorder, routers_of
@@ -85,7 +86,14 @@ class Decoder:
     """Holds the weights and the key-value rows. All calls come from one thread, inside inference mode."""
 
     def __init__(
-        self, model_dir: Path, *, dtype: torch.dtype, device: str, exact: bool, head_precision: str = "float32"
+        self,
+        model_dir: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        exact: bool,
+        head_precision: str = "float32",
+        cuda_graphs: bool = False,
     ) -> None:
         model = load_lm(model_dir, dtype=dtype, device=device, attention=registered(exact=exact))
         _refuse_unsupported(model, exact)
@@ -117,6 +125,8 @@ class Decoder:
         side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """Threads that compute the rows of a step in parallel; None: one thread."""
+        self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if cuda_graphs else None
+        """Runs decode steps as CUDA graphs; None: without."""
         self.recorder: Recorder | None = None
         """Records the experts of each token; None: not recorded."""
 
@@ -133,7 +143,7 @@ class Decoder:
         """Records experts of tokens from now on. Raises ConfigError for a model whose routers cannot be read."""
         if self.recorder is None:
             self.recorder = Recorder(routers_of(self.text))
-            self.layers = self.workers = None
+            self.layers = self.workers = self.graphs = None
 
     def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
         """Computes the keys and values of prompts and the logits after each; all have the same `padded_length`.
@@ -190,7 +200,7 @@ class Decoder:
     def place(self, prefixes: Sequence[Prefix], rows: Sequence[int], longest: int = 0) -> None:
         """Copies the keys and values of the prompts into the rows. `longest`: the most positions that any row may
         reach; 0 if unknown."""
-        self.rows.longest = longest
+        self.rows.longest = longest if self.graphs is None else graph_width(longest)
         batches: dict[int, list[int]] = {}
         for i, prefix in enumerate(prefixes):
             batches.setdefault(id(prefix.cache), []).append(i)
@@ -219,9 +229,11 @@ class Decoder:
         called from several threads at once."""
         width = pages(int(positions.max()) + 1)
         where = sent(positions, self.device)
-        rows = self.rows.begin(where, width)
         embedded = where if ahead is None else where + sent(ahead, self.device)
         ids = sent(tokens, self.device)
+        if self.graphs is not None:
+            return [use(self.graphs(ids, where, embedded, graph_width(width)), slice(0, len(ids)))]
+        rows = self.rows.begin(where, width)
         if self.layers is not None:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:

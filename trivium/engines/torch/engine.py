@@ -87,6 +87,8 @@ class TorchEngine:
         head_precision: HeadPrecision = "auto"
         """Precision of the matrix products of the output layer on a GPU. Must equal `train.head_precision`, which
         describes the values."""
+        cuda_graphs: bool = True
+        """Whether a GPU runs decode steps as CUDA graphs, which is several times faster."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: true for float32 on the CPU."""
         max_rows: int = free(512, ge=1)
@@ -277,6 +279,7 @@ class TorchEngine:
                 dtype=dtype,
                 device=device,
                 head_precision=precision,
+                cuda_graphs=self.config.cuda_graphs and device == "cuda",
                 exact=self.capabilities.batch_invariant,
             )
             max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)

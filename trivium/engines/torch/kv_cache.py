@@ -71,6 +71,8 @@ class RowCache:
         self.rows = self.length = 0
         self.longest = 0
         """The most positions that any row may reach; 0 if unknown."""
+        self.moves = 0
+        """How often the tensors were replaced by larger ones."""
         self._used = (0, 0)
         """Rows and positions in use."""
         self._slots: list[tuple[Tensor, Tensor]] = []
@@ -119,6 +121,7 @@ class RowCache:
         for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = _resized(keys, rows, length), _resized(values, rows, length)
         self.rows, self.length = rows, length
+        self.moves += 1
         self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
 
 
