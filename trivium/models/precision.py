@@ -1,10 +1,11 @@
-"""The precision of the matrix products of the output layer: float32, TF32, or three products of bfloat16 matrices.
+"""The precision of the matrix products of the output layer.
 
-A float32 number is the sum of two bfloat16 numbers and a rest of at most 2^-16 of it. `bfloat16x3` multiplies these
-parts, except the second with the second, and accumulates in float32. It reaches a third of a GPU's bfloat16 rate, which
-is several times the float32 rate. Its error is at most 3 * 2^-16 of the sum of |a| |b|, plus the rounding of float32
-sums. TF32 rounds both factors to 11 bits: its error is at most 2^-10 of the sum of |a| |b|, or twice that on a GPU that
-truncates.
+On GPUs, products of bfloat16 matrices with sums and results in float32 are several times faster than products of
+float32 matrices. `bfloat16` rounds both factors to such a matrix, as autocast does for every other layer; logits are
+not rounded. `bfloat16x3` splits each factor into two of them and a rest of at most 2^-16 of the number, and
+multiplies these parts, except the second with the second: its error is at most 3 * 2^-16 of the sum of |a| |b|, plus
+the rounding of float32 sums. `tf32` rounds both factors to 11 bits: its error is at most 2^-10 of the sum of |a| |b|,
+or twice that on a GPU that truncates.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from trivium.errors import ConfigError
 from trivium.models.cpu.linear import matmul_transposed
 
-HeadPrecision = Literal["auto", "float32", "tf32", "bfloat16x3"]
+HeadPrecision = Literal["auto", "float32", "tf32", "bfloat16", "bfloat16x3"]
 
 Parts = tuple[Tensor, ...]
-"""A matrix, or the bfloat16 matrices that it is the sum of."""
+"""A matrix, or one or two bfloat16 matrices whose sum approximates it."""
+
+_HALVED = {"bfloat16", "bfloat16x3"}
 
 
 def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
@@ -30,7 +33,7 @@ def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
     supported = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     supported = supported and dtype != "float64"
     if name == "auto":
-        return "bfloat16x3" if supported else "float32"
+        return ("bfloat16" if dtype == "bfloat16" else "bfloat16x3") if supported else "float32"
     if name == "float32" or supported:
         return name
     reason = "the model computes in float64" if dtype == "float64" else "this GPU has no instructions for it"
@@ -44,13 +47,12 @@ def set_matmul_precision(precision: str) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def parts_of(x: Tensor, precision: str, *, single: bool = False) -> Parts:
-    """Splits a matrix for `product_of`; with `single`, rounds it to one bfloat16 matrix. A bfloat16 matrix needs no
-    split."""
-    if precision != "bfloat16x3" or x.dtype == torch.bfloat16:
+def parts_of(x: Tensor, precision: str) -> Parts:
+    """Splits a matrix for `product_of`. A bfloat16 matrix needs no split."""
+    if precision not in _HALVED or x.dtype == torch.bfloat16:
         return (x,)
     first = x.bfloat16()
-    return (first,) if single else (first, (x - first.float()).bfloat16())
+    return (first,) if precision == "bfloat16" else (first, (x - first.float()).bfloat16())
 
 
 def product(a: Tensor, b: Parts, precision: str) -> Tensor:
@@ -60,7 +62,7 @@ def product(a: Tensor, b: Parts, precision: str) -> Tensor:
 
 def product_of(a: Parts, b: Parts, precision: str, into: Tensor | None = None) -> Tensor:
     """a (N, K) @ b (M, K).T of matrices in parts; added to `into`, in place, if that is given."""
-    if precision != "bfloat16x3":
+    if precision not in _HALVED:
         return matmul_transposed(a[0], b[0]) if into is None else into.addmm_(a[0], b[0].T)
     total = _widened(a[0], b[0], into)
     for first, second in [*((a[0], each) for each in b[1:]), *((each, b[0]) for each in a[1:])]:
@@ -81,12 +83,12 @@ def _widened(a: Tensor, b: Tensor, into: Tensor | None) -> Tensor:
 def use_in(output: nn.Linear, precision: str) -> None:
     """Makes an untrained output layer on a GPU compute in this precision. Its outputs are float32, whatever the type of
     its weights."""
-    if not output.weight.is_cuda or (precision != "bfloat16x3" and output.weight.dtype == torch.float32):
+    if not output.weight.is_cuda or (precision not in _HALVED and output.weight.dtype == torch.float32):
         return
 
     def forward(input: Tensor) -> Tensor:
         rows, weight = input.flatten(0, -2), output.weight
-        if precision != "bfloat16x3":
+        if precision not in _HALVED:
             rows, weight = rows.float(), weight.float()
         logits = product(rows, parts_of(weight, precision), precision)
         logits = logits if output.bias is None else logits.add_(output.bias)

@@ -34,10 +34,12 @@ class TorchTrainConfig(TrainConfig):
     memory, and most models are saved in it. `int8` and `nf4` keep the weights of linear layers in 8 or 4 bits, the
     others in bfloat16: bitsandbytes (`pip install 'trivium[quantized]'`), on one rank."""
     head_precision: HeadPrecision = "auto"
-    """Precision of the matrix products of the output layer on a GPU. `float32`: full precision. `tf32`: both factors
-    rounded to 11 bits, for all float32 products of the process. `bfloat16x3`: the sum of three bfloat16 products in
-    float32, with an error of at most 3 * 2^-16 of the sum of absolute products. `auto` is `bfloat16x3` on a GPU that
-    supports bfloat16, else `float32`, the only value for a CPU. `engine.head_precision` must be the same."""
+    """Precision of the matrix products of the output layer on a GPU; logits are float32 in any case. `float32`: full
+    precision. `tf32`: both factors rounded to 11 bits, for all float32 products of the process. `bfloat16`: both
+    factors rounded to bfloat16, as in the other layers of a bfloat16 model. `bfloat16x3`: the sum of three bfloat16
+    products, with an error of at most 3 * 2^-16 of the sum of absolute products. `auto` is `bfloat16` for
+    `dtype: bfloat16`, else `bfloat16x3`, on a GPU that supports bfloat16; `float32` otherwise, and always on a CPU.
+    `engine.head_precision` must be the same."""
     deterministic_kernels: bool = False
     """On a GPU, scores and updates of equal inputs have equal bits in every run on the same kind of GPU with the same
     number of ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for the

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -384,6 +385,30 @@ def test_cuda_graphs_replay_the_steps_of_current_weights_and_rows(models: dict[s
                 decoder.load(weights)
     assert replayed.graphs is not None
     assert replayed.graphs._graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_step_that_waits_for_the_host_runs_without_a_graph(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cuda", exact=False, cuda_graphs=True)
+    assert decoder.graphs is not None
+    forward = decoder._forward
+
+    def waits(*inputs: Any) -> torch.Tensor:
+        logits = forward(*inputs)
+        assert float(logits.sum()) != 0
+        return logits
+
+    monkeypatch.setattr(decoder, "_forward", waits)
+    with torch.inference_mode():
+        decoder.place(decoder.read([np.arange(3, 9, dtype=np.int32)] * 2), range(2), 32)
+        first, *others = (decoder.step(np.full(2, 5), np.full(2, 6)) for _ in range(3))
+    assert "without CUDA graphs" in caplog.text
+    for logits in others:
+        torch.testing.assert_close(logits, first)
+    assert torch.rand(3, device="cuda").isfinite().all()
 
 
 @pytest.mark.parametrize("name", MODELS)

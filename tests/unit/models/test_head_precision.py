@@ -73,26 +73,26 @@ def test_log_probs_and_gradients_of_the_head(entropy_grad: bool, monkeypatch: py
         assert float((strict - exact).abs().max()) < 1e-5 * largest
 
 
-def test_bfloat16_states_have_exact_log_probs_and_gradients_rounded_as_in_the_layers() -> None:
-    hidden, weight = draw(N, H, seed=2, spread=0.5).bfloat16(), draw(V, H, seed=3, spread=0.5) / H**0.5
+def test_a_bfloat16_head_is_the_float32_head_of_rounded_factors() -> None:
+    hidden, weight = draw(N, H, seed=2, spread=0.5), draw(V, H, seed=3, spread=0.5) / H**0.5
     targets = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
     results: list[list[torch.Tensor]] = []
-    for states, output, precision in ((hidden.double(), weight.double(), "float32"), (hidden, weight, X3)):
-        first, second = states.requires_grad_(), output.detach().requires_grad_()
-        log_prob, entropy = log_prob_and_entropy(first, second, None, targets, precision=precision)
-        results.append([log_prob.detach(), entropy, *torch.autograd.grad(log_prob.sum(), [first, second])])
-    for exact, actual, bound in zip(*results, (1e-4, 1e-4, 2.0**-7, 2.0**-7), strict=True):
+    for convert, precision in ((lambda x: x.bfloat16().double(), "float32"), (lambda x: x, "bfloat16")):
+        states, output = (convert(x).requires_grad_() for x in (hidden, weight))
+        log_prob, entropy = log_prob_and_entropy(states, output, None, targets, precision=precision)
+        results.append([log_prob.detach(), entropy, *torch.autograd.grad(log_prob.sum(), [states, output])])
+    for exact, actual, bound in zip(*results, (1e-5, 1e-5, 2.0**-7, 2.0**-7), strict=True):
+        assert actual.dtype == torch.float32
         assert float((actual.double() - exact).abs().max()) < bound * float(exact.abs().max())
-    assert results[1][0].dtype == results[1][3].dtype == torch.float32
-    assert results[1][2].dtype == torch.bfloat16
 
 
 def test_what_does_not_apply_is_refused_by_name() -> None:
-    for name in ("tf32", X3):
+    for name in ("tf32", "bfloat16", X3):
         with refused(ConfigError, "train.head_precision", name, "CPU"):
             precision_of(name, CPU, "float32", "train.head_precision")
         with refused(ConfigError, "engine.head_precision", name):
             precision_of(name, torch.device("cuda"), "float64", "engine.head_precision")
+    assert precision_of("auto", CPU, "bfloat16", "") == "float32"
     assert precision_of("auto", CPU, "float32", "") == precision_of("float32", CPU, "float64", "") == "float32"
 
 
@@ -116,7 +116,9 @@ def test_an_output_layer_on_the_cpu_stays_as_it_is() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("name", "bound"), [("float32", 2.0**-20), ("tf32", 2.0**-9), (X3, BOUND + H * 2.0**-24)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("float32", 2.0**-20), ("tf32", 2.0**-9), ("bfloat16", 2.0**-7), (X3, BOUND + H * 2.0**-24)]
+)
 def test_precisions_on_a_gpu(name: str, bound: float) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     a, b = draw(N, H, seed=0).cuda(), draw(V, H, seed=1).cuda()

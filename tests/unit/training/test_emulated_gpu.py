@@ -107,7 +107,7 @@ def decoded(
 ) -> list[Completion]:
     """Completions of different lengths, some of which end while others go on."""
     prompts = prompts or some_prompts()
-    precision = "bfloat16x3" if gpu is not None and dtype == torch.bfloat16 else "float32"
+    precision = "bfloat16" if gpu is not None and dtype == torch.bfloat16 else "float32"
     with torch.inference_mode():
         decoder = Decoder(model, dtype=dtype, device=device, exact=False, head_precision=precision)
         check_decoder(decoder, 64)

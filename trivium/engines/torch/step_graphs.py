@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class StepGraphs:
         self._inputs = torch.empty(3, 0, dtype=torch.int64)
         """[3, R]: ids, positions and rotary positions."""
         self._logits = torch.empty(0, vocab_size)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         """The memory of intermediate results, shared by all graphs, which never run at the same time."""
         self._refused = False
         """Whether the model contains an operation that cannot be captured."""
@@ -78,7 +79,7 @@ class StepGraphs:
         """Drops the graphs and allocates inputs and logits for all rows."""
         self._graphs.clear()
         self._seen.clear()
-        self._moves = self._rows.moves
+        self._moves, self._pool = self._rows.moves, torch.cuda.graph_pool_handle()
         self._inputs = torch.zeros(3, self._rows.rows, dtype=torch.int64, device=device)
         self._logits = torch.empty(self._rows.rows, self._vocab_size, device=device)
 
@@ -104,4 +105,17 @@ class StepGraphs:
                 _log.warning("decode steps run without CUDA graphs, because one cannot be captured: %s", error)
                 self._refused = True
         torch.cuda.current_stream().wait_stream(stream)
-        return None if self._refused else graph
+        if self._refused:
+            _end_capture(ids)
+            return None
+        return graph
+
+
+def _end_capture(tensor: Tensor) -> None:
+    """Ends the capture of the random number generator. torch leaves it in that state when a capture fails, and then
+    refuses random numbers in this process; a capture that succeeds resets it."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        tensor.clone()
+        graph.capture_end()

@@ -45,16 +45,12 @@ def log_prob_and_entropy(
     `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
     (N, M) several, which may repeat. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a gradient only
     with `entropy_grad`. `kept` restricts the distribution of each token to its candidate set. The arithmetic has the
-    type of `weight`; its products have the `precision` (`trivium.models.precision`). With `bfloat16x3` and bfloat16
-    `hidden`, two products give the logits, and single bfloat16 products give the gradients, as in the model's layers.
+    type of `weight`; its products have the `precision` (`trivium.models.precision`).
     """
-    hidden = _states(hidden, weight, precision)
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _Head.apply(
-            _states(hidden, weight, precision), weight, bias, several, temperature, entropy_grad, kept, precision
-        ),
+        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision),
     )
     return log_prob.view(targets.shape).clone(), entropy  # FSDP registers hooks on outputs, which must not be views
 
@@ -70,8 +66,8 @@ def sum_pi_squared(
     precision: str = "float32",
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
-    hidden = _states(hidden, weight, precision)
-    result = weight.new_empty(len(hidden))
+    hidden = hidden.to(weight.dtype)
+    result = hidden.new_empty(len(hidden))
     for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
         p = logits.softmax(1)
         result[rows] = torch.linalg.vecdot(p, p)
@@ -92,8 +88,8 @@ def mean_discriminant(
 
     This is the mean of p (entropy + log p) under the policy: how strongly a token's logit changes the entropy.
     """
-    hidden = _states(hidden, weight, precision)
-    result = weight.new_empty(len(hidden))
+    hidden = hidden.to(weight.dtype)
+    result = hidden.new_empty(len(hidden))
     for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
         log_p = logits.log_softmax(1)
         p = log_p.exp()
@@ -114,19 +110,12 @@ def top_k_log_probs(
     precision: str = "float32",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
-    hidden = _states(hidden, weight, precision)
-    ids, log_prob = weight.new_empty(len(hidden), k, dtype=torch.int64), weight.new_empty(len(hidden), k)
+    hidden = hidden.to(weight.dtype)
+    ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
     for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, None, precision):
         top = logits.topk(k, dim=1)
         ids[rows], log_prob[rows] = top.indices, top.values - torch.logsumexp(logits, dim=1)[:, None]
     return ids, log_prob
-
-
-def _states(hidden: torch.Tensor, weight: torch.Tensor, precision: str) -> torch.Tensor:
-    """The hidden states in the type of the arithmetic. bfloat16 states stay as they are for products of such
-    matrices."""
-    exact = precision == "bfloat16x3" and hidden.dtype == torch.bfloat16
-    return hidden if exact else hidden.to(weight.dtype)
 
 
 def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
@@ -191,8 +180,8 @@ class _Head(torch.autograd.Function):
         kept: KeptSets | None,
         precision: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_norm = weight.new_empty(len(hidden))  # log of the sum of exponentials
-        log_prob, entropy = weight.new_empty(targets.shape), torch.empty_like(log_norm)
+        log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
+        log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
         for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
             norm = torch.logsumexp(logits, dim=1)
             log_norm[rows] = norm
@@ -220,8 +209,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         parts, precision = parts_of(weight, ctx.precision), ctx.precision
-        single = hidden.dtype == torch.bfloat16
-        transposed = tuple(part.T for part in parts[: 1 if single else None])
+        transposed = tuple(part.T for part in parts)
         chunks = _chunked_logits(hidden, weight, bias, ctx.temperature, ctx.kept, precision, parts)
         for rows, log_p, left_out in chunks:
             log_p.sub_(log_norm[rows, None])
@@ -238,10 +226,10 @@ class _Head(torch.autograd.Function):
                 grad.div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            grads = parts_of(grad, precision, single=single)
+            grads = parts_of(grad, precision)
             if grad_hidden is not None:
                 grad_hidden[rows] = product_of(grads, transposed, precision)
             if grad_weight is not None:
-                states = parts_of(hidden[rows], precision, single=single)
+                states = parts_of(hidden[rows], precision)
                 product_of(tuple(x.T for x in grads), tuple(x.T for x in states), precision, grad_weight)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
