@@ -355,7 +355,7 @@ def test_a_gpu_reads_and_decodes_without_the_math_kernel(
 
     with torch.inference_mode():
         expected = logits("cpu", torch.float32)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             actual = logits("cuda", dtype)
     assert not any("attention_math" in event.key for event in profile.key_averages())
     assert float((actual - expected).square().mean().sqrt()) < (0.5 if dtype == torch.bfloat16 else 1e-2)
