@@ -31,13 +31,14 @@ OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-vllm lint format types docs site house words clean
+.PHONY: help demo test test-all test-vllm simulate lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
 	@echo "make test    the tests, without those that take more than about ten seconds each"
 	@echo "make test-all    all tests, as the CI runs them"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
+	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
@@ -55,6 +56,9 @@ test test-all: $(FOR_DEV)
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py
+
+simulate: $(FOR_DEV)
+	$(BIN)/python tools/simulate.py --seeds $(or $(SEEDS),0-999)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

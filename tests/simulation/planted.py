@@ -1,0 +1,168 @@
+"""Faults planted in the product, each of which the simulation must find.
+
+    python -m tests.simulation.planted NAME
+
+runs worlds with the fault until one breaks a promise, and prints its seed. Exits 1 if none does within `MOST` seeds. A
+fault is a replacement in the source of one module, made while the module is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NamedTuple
+
+MOST = 2000
+
+
+class Fault(NamedTuple):
+    module: str
+    """Its file, below `trivium/`."""
+    old: str
+    new: str
+    shared: bool | None = None
+    """Where it can show: with a shared database, in one process, or (None) in both."""
+
+
+PLANTED = {
+    "admission is off by one": Fault(
+        "schedule.py",
+        "return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout",
+        "return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout + 1",
+        False,
+    ),
+    "eviction is one version late": Fault(
+        "buffers/slot_machine.py",
+        "return trains - self._schedule.max_staleness",
+        "return trains - self._schedule.max_staleness - 1",
+        False,
+    ),
+    "an evicted slot is not issued again": Fault(
+        "buffers/slot_machine.py", "        self._insert(following)\n", "        del following\n", False
+    ),
+    "the leases of a dead explorer stay": Fault(
+        "buffers/slot_machine.py",
+        "        self._update(leased, state=SlotState.FREE, owner=None)\n        # It",
+        "        # It",
+        True,
+    ),
+    "a group wakes nothing": Fault(
+        "buffers/memory.py", "if self._slots.changed and not isinstance(answer, Row):", "if False:", False
+    ),
+    "taken groups stay finished": Fault(
+        "buffers/slot_machine.py",
+        "        self._update(ready, state=SlotState.CONSUMED, consumed_at=version)\n",
+        "",
+        False,
+    ),
+    "a group of a cancelled lease is an error": Fault(
+        "buffers/slot_machine.py",
+        "if row is not None and row.state in _CANCELLED and row.owner in (owner, None):",
+        "if False:",
+        False,
+    ),
+    "ordered runs train in order of arrival": Fault(
+        "buffers/slot_machine.py",
+        "end = self._lowest_unfinished() if self._schedule.ordered else None",
+        "end = None",
+        False,
+    ),
+    "a version is visible before its weights": Fault(
+        "publisher.py",
+        "offer = self.engine.offer_weights()",
+        "self.synchronizer.publish(version, self.channel.versions); offer = self.engine.offer_weights()",
+    ),
+    "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
+    "the buffer is not closed": Fault("loops.py", "            await buffer.close()\n", "", False),
+    "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True),
+    "a role is declared dead too early": Fault(
+        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True
+    ),
+    "a silent role is never declared dead": Fault(
+        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > 1e9:", True
+    ),
+    "checkpoints are not synced": Fault(
+        "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False
+    ),
+    "the run directory is not locked": Fault(
+        "runtime/run_dir.py",
+        "    except BlockingIOError:\n        return False\n",
+        "    except BlockingIOError:\n        return True\n",
+    ),
+    "metrics are not cut at a resume": Fault("monitors/jsonl.py", "        self._file.truncate(position)\n", "", False),
+    "a resumed run skips a slot": Fault(
+        "buffers/slot_machine.py",
+        'self.head["begin"] = floor if schedule.ordered else first',
+        'self.head["begin"] = floor + 1 if schedule.ordered else first',
+        False,
+    ),
+    "an explorer counts as newer than it is": Fault(
+        "loops.py",
+        "await buffer.advance(explorer.name, version)",
+        "await buffer.advance(explorer.name, version + 1)",
+        False,
+    ),
+    "the id of a run is not synced": Fault("buffers/sql/buffer.py", "        fsync(folder)\n", "        pass\n", True),
+    "a board forgets a concurrent write": Fault(
+        "buffers/sql/database.py",
+        "change = sa.update(_boards).where(mine, _boards.c.revision == revision)",
+        "change = sa.update(_boards).where(mine)",
+        True,
+    ),
+    "the end does not wait for a checkpoint": Fault(
+        "checkpoint/background.py", "await asyncio.wait({self.writing})", "await asyncio.sleep(0)", False
+    ),
+    "a resumed deterministic run starts from newer weights": Fault(
+        "schedule.py",
+        "return min(version, self.version_for((version - self.first_version) * self.fresh_per_step))",
+        "return version",
+        False,
+    ),
+    "a failed role ends well": Fault(
+        "run_role.py", "replaced=stopped)\n            raise\n", "replaced=stopped)\n", True
+    ),
+}
+
+
+def plant(fault: Fault) -> None:
+    """Replaces the text while the module is imported, and ignores its compiled form."""
+    path = Path(__file__).resolve().parents[2] / "trivium" / fault.module
+    assert path.read_text(encoding="utf-8").count(fault.old) == 1, fault
+    get_code = SourceFileLoader.get_code
+
+    def planted(loader: SourceFileLoader, fullname: str) -> object:
+        if Path(loader.get_filename(fullname)).resolve() != path:
+            return get_code(loader, fullname)
+        text = path.read_text(encoding="utf-8").replace(fault.old, fault.new)
+        return compile(text, str(path), "exec", dont_inherit=True)
+
+    SourceFileLoader.get_code = planted  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def find(fault: Fault) -> int | None:
+    """The first seed whose world breaks a promise."""
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    from trivium.simulation.seeds import prepare, run_spec
+    from trivium.simulation.world import Spec
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = prepare(Path(directory))
+        for seed in range(MOST):
+            spec = Spec.of(seed)
+            if fault.shared in (None, spec.shared):
+                with redirect_stderr(StringIO()):
+                    outcome = run_spec(spec, model)
+                if outcome.problems:
+                    sys.stdout.write(f"seed {seed}: {outcome.problems[0]}\n")
+                    return seed
+    return None
+
+
+if __name__ == "__main__":
+    planted_fault = PLANTED[sys.argv[1]]
+    plant(planted_fault)
+    sys.exit(find(planted_fault) is None)

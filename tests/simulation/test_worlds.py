@@ -1,0 +1,55 @@
+"""The commands of a run in simulated worlds: they keep their promises, and the simulation finds planted faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.planted import PLANTED
+from trivium.simulation.seeds import prepare, run_seeds, run_spec
+from trivium.simulation.world import Spec
+
+pytest.importorskip("greenlet")
+
+SEEDS = range(30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("simulation"))
+
+
+def test_worlds_keep_their_promises(model: Path) -> None:
+    faults, broken = Counter[str](), dict[int, list[str]]()
+    for outcome in run_seeds(SEEDS, 1, model):
+        faults += outcome.faults
+        if outcome.problems:
+            broken[outcome.spec.seed] = outcome.problems
+    assert not broken
+    assert {"kill", "power", "pause", "clock", "slow_disk", "twin"} <= set(faults)
+
+
+@pytest.mark.slow
+def test_a_thousand_worlds_keep_their_promises(model: Path) -> None:
+    assert not [outcome for outcome in run_seeds(range(1000), 2, model) if outcome.problems]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_seed_repeats_its_history(shared: bool, model: Path) -> None:
+    seed = next(seed for seed in range(1000) if (spec := Spec.of(seed)).shared == shared and len(spec.faults) > 1)
+    first, second = (run_spec(Spec.of(seed), model) for _ in range(2))
+    assert first.events == second.events
+    assert (first.digest, first.seconds, first.starts) == (second.digest, second.seconds, second.starts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str) -> None:
+    command = [sys.executable, "-m", "tests.simulation.planted", name]
+    found = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "seed" in found.stdout
