@@ -208,22 +208,29 @@ class Policy:
         if name in self._forks:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
         self._forks.add(name)
-        other = Policy(
-            self._engine,
-            self._renderer,
-            self._sampling,
-            self._key.child(name),
-            self._max_context,
-            self._rollout,
-            threads=self._threads,
-        )
-        other.metrics = self.metrics
+        other = self._joined(self._key.child(name))
         other._participant = self._participant or name
         return other
 
-    def branch(self, name: str, sampling: Sampling | None = None) -> Policy:
-        """A fork that continues this conversation and its tokens. `sampling` replaces the sampling parameters."""
-        other = self.fork(name)
+    def _joined(self, key: SampleKey) -> Policy:
+        """Another policy whose turns join the same record."""
+        other = Policy(
+            self._engine, self._renderer, self._sampling, key, self._max_context, self._rollout, threads=self._threads
+        )
+        other.metrics = self.metrics
+        return other
+
+    def branch(self, name: str | int, sampling: Sampling | None = None) -> Policy:
+        """A fork that continues this conversation and its tokens. `sampling` replaces the sampling parameters.
+
+        With a number in place of a name, its next completion has the random numbers of this policy's call of that
+        number, counted from 0. The caller gives each call its own number.
+        """
+        if isinstance(name, str):
+            other = self.fork(name)
+        else:
+            other = self._joined(self._key)
+            other._calls = name
         other._participant = self._participant
         other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
         other._sampling = sampling or self._sampling

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import agent_game
 import pytest
+from anthropic import AsyncAnthropic
 
 from tests.e2e.test_kill import outcome_of
 from trivium.buffers.journal import Journal
 from trivium.config import config_from_mapping, merged, read_yaml
 from trivium.inspection.rollout_view import calls_of, decoder, rollouts_of
 from trivium.runtime.launch import run
-from trivium.types import Trajectory
+from trivium.types import Group, Trajectory
 
-GAME = agent_game.__file__
+GAME, TOOL = agent_game.__file__, agent_game.TOOL
 
 
 @contextmanager
@@ -57,7 +61,7 @@ def server(port: int = 0, steps: int | None = None) -> Generator[int]:
 
 
 def outcome(
-    run_dir: Path, steps: int = 2, rows: bool = True, **workflow: Any
+    run_dir: Path, steps: int = 2, rows: bool = True, changed: dict[str, Any] | None = None, **workflow: Any
 ) -> tuple[dict[str, bytes], list[Trajectory]]:
     """Runs the game with a tiny model. Returns (the files of the last weights, all rollouts in order)."""
     config: dict[str, Any] = {
@@ -74,12 +78,42 @@ def outcome(
         "cluster": {"threads": 1},
         "monitors": [{"kind": "jsonl"}],
     }
+    config = merged(config, changed or {})
     assert run(config_from_mapping(config, run_dir.parent))["steps"] == steps
-    folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
-    groups = [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
-    rollouts = [rollout for group in sorted(groups, key=lambda group: group.slot) for rollout in group.trajectories]
+    rollouts = [rollout for group in groups_of(run_dir) for rollout in group.trajectories]
     assert len(rollouts) == steps * 6
     return outcome_of(run_dir)["tensors"], rollouts
+
+
+def groups_of(run_dir: Path) -> list[Group]:
+    folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
+    groups = [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
+    return sorted(groups, key=lambda group: group.slot)
+
+
+async def play(url: str, task: str, index: int) -> None:
+    """An agent that plays one rollout with Anthropic's client."""
+    labels = {"task_id": task, "session": f"rollout {index}"}
+    row = {"taskset": "train", "epoch": 0, "index": index}
+    tools: Any = [{key: TOOL[key] for key in ("name", "description")} | {"input_schema": TOOL["parameters"]}]
+    messages: list[Any] = [{"role": "user", "content": "digit?"}]
+    game = agent_game.Game(int(task))
+    async with AsyncAnthropic(base_url=url, api_key="none") as client:
+        for _ in range(12):
+            asked: dict[str, Any] = {"model": "policy", "max_tokens": 1, "tools": tools, "messages": messages}
+            asked["extra_body"] = {**labels, "row": row}
+            if index % 2:
+                async with client.messages.stream(**asked) as stream:
+                    message = await stream.get_final_message()
+            else:
+                message = await client.messages.create(**asked)
+            calls = [block for block in message.content if block.type == "tool_use"]
+            results = [(call.id, game.guess(call.input.get("digit"))) for call in calls]
+            if not results:
+                break
+            said = [{"type": "tool_result", "tool_use_id": call, "content": result} for call, result in results]
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": said}]
+        await client.post("/feedback", body={**labels, "reward": game.reward}, cast_to=object)
 
 
 def openenv(port: int, **workflow: Any) -> dict[str, Any]:
@@ -132,6 +166,28 @@ def test_one_game_behind_every_door_gives_equal_tokens_rewards_and_weights(
             fields = {"kind": door, "command": command, "env": env, "start_tool": "begin", "reward_tool": "score"}
             fields |= {"max_calls": 11, "rows": False}
         weights, rollouts = outcome(tmp_path / "run", **fields)
+    assert contents(rollouts) == contents(undisturbed[1])
+    assert weights == undisturbed[0]
+
+
+def test_an_agent_that_plays_the_same_rows_over_http_gives_them_too(
+    undisturbed: tuple[dict[str, bytes], list[Trajectory]], run_dir: Path, tmp_path: Path
+) -> None:
+    served = {"run": {"mode": "serve"}, "tasks": {"train": {"kind": "served"}}}
+
+    async def agent() -> None:
+        path = tmp_path / "run" / "serve.json"
+        async with asyncio.timeout(60):
+            while not path.is_file():
+                await asyncio.sleep(0.02)
+        url = json.loads(path.read_text())["url"]
+        for group in groups_of(run_dir):
+            await asyncio.gather(*(play(url, group.task.task_id, index) for index in reversed(range(6))))
+
+    with ThreadPoolExecutor(1) as threads:
+        playing = threads.submit(asyncio.run, agent())
+        weights, rollouts = outcome(tmp_path / "run", changed=served)
+        playing.result()
     assert contents(rollouts) == contents(undisturbed[1])
     assert weights == undisturbed[0]
 

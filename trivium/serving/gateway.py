@@ -21,7 +21,7 @@ from trivium.phases import announce
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.protocols import Buffer, Progress
 from trivium.randomness import SampleKey
-from trivium.schedule import Schedule
+from trivium.schedule import Assignment, Schedule
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Recorded, answer_of, opens_reasoning
 from trivium.serving.groups import OpenGroups
@@ -30,7 +30,7 @@ from trivium.serving.sessions import CompletionNode, IdleLimits, OpenGroup, Sess
 from trivium.serving.streams import StreamedCompletion
 from trivium.synchronizer import Synchronizer
 from trivium.text.tool_formats import HERMES
-from trivium.types import SERVED, Completion, Failure, IntArray, Message, Request, StopReason, Turn
+from trivium.types import SERVED, Completion, Failure, IntArray, Message, Request, StopReason, Task, Turn
 
 T = TypeVar("T")
 
@@ -274,8 +274,9 @@ class Gateway:
             raise
 
     def _policy(self, session: Session, request: ChatRequest) -> Policy:
-        """The policy of a session. Equal sessions of equal tasks sample with equal random numbers."""
-        explorer, stage = self.explorer, self._schedule.stage
+        """The policy of a session. Equal sessions of equal tasks sample with equal random numbers. A row of a taskset
+        has those of a run that reads it."""
+        explorer, stage, row = self.explorer, self._schedule.stage, session.row
         group, name = session.group, session.name
         if group is not None and session.label is None:  # sessions of other groups have equal numbers
             lease = group.slot.result().lease
@@ -283,6 +284,9 @@ class Gateway:
             session.name = name
         purpose = f"served-{stage}" if group is not None else "served-evaluation"
         key = SampleKey(self._schedule.seed, purpose, SERVED, session.task_id, path=(name,))
+        if row is not None and group is not None:
+            task = Task(session.task_id, (), {}, row.taskset)
+            key = self._schedule.key(Assignment(group.slot.result().lease.slot, task, row.epoch), row.index)
         return Policy(
             explorer.engine, explorer.renderer, request.sampling, key, explorer.max_context, threads=self._encoders
         )

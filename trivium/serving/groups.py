@@ -93,6 +93,7 @@ class OpenGroups:
                 session.label is None
                 and (session.group is None) is labels.evaluation
                 and labels.task_id in ("", session.task_id)
+                and labels.row in (None, session.row)
                 and session.has_secret(labels.secret)
             )
 
@@ -121,6 +122,14 @@ class OpenGroups:
             return self._begin(label, request)
         session.check_secret(labels.secret)
         session.check_active("choose a new name for a new rollout")
+        if labels.row not in (None, session.row):
+            raise RequestError(
+                400,
+                f"{labels.row} in session {session.name!r}",
+                f"it began with {session.row or 'no row'}",
+                "send the row of the first call in every call of a session",
+                param="row",
+            )
         if labels.evaluation is not (session.group is None):
             raise RequestError(
                 400,
@@ -160,7 +169,15 @@ class OpenGroups:
             )
         task_id = labels.task_id or digest(request.messages, request.tokens)
         group = None if labels.evaluation else self._of_task(task_id, now)
-        session = Session(label, task_id, group, now, request.messages, labels.secret)
+        session = Session(label, task_id, group, now, request.messages, labels.secret, row=labels.row)
+        if group is not None and labels.row is not None and labels.row in (other.row for other in group.sessions):
+            raise RequestError(
+                400,
+                f"a new rollout of {labels.row}, task {task_id!r}",
+                "a session of its group has this row, and both would sample the same tokens",
+                "give each member of a group its own index, and send the session in every call",
+                param="row",
+            )
         if group is not None:
             number = group.num_sessions
             group.active.append(session)
@@ -283,7 +300,9 @@ class OpenGroups:
         return task
 
     async def _put(self, group: OpenGroup) -> None:
-        slot, sessions, explorer = group.slot.result(), group.done, self._explorer
+        slot, explorer = group.slot.result(), self._explorer
+        # Members of a taskset's group are in the order of their indices, whichever ended first.
+        sessions = sorted(group.done, key=lambda session: -1 if session.row is None else session.row.index)
         prompt = sessions[0].prompt if sessions else ()
         task = Task(group.task_id, prompt, group.columns, SERVED)
         rollouts = [session.trajectory(index) for index, session in enumerate(sessions)]

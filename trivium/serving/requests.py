@@ -26,7 +26,7 @@ _MAX_MESSAGES = 1024
 _MAX_STOP = 16
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
-LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
+LABELS = ("task_id", "session", "secret", "reply_to", "evaluation", "row")
 """Parameters that assign a call to a task and a session, in the body or in `metadata`."""
 _HEADERS = {"x-task-id": "task_id", "x-session": "session", "x-session-secret": "secret"}
 """The labels that a client may send with every request."""
@@ -93,6 +93,16 @@ _KNOWN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A rollout of a row of a taskset. Its session samples with the random numbers of a run that reads this row."""
+
+    taskset: str
+    epoch: int
+    index: int
+    """The member of the group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Labels:
     """The task and the session of a call."""
 
@@ -108,6 +118,8 @@ class Labels:
     """The id of a completion whose session the call belongs to, if it names no session."""
     evaluation: bool = False
     """Whether the completion is only sampled: without a slot and an experience, at any temperature."""
+    row: Row | None = None
+    """The row that `task_id` names, if the task is one of a taskset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +234,14 @@ def read_labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
     labels: dict[str, Any] = {}
     for source in sources:
         for name, value in source.items():
-            if name == "evaluation":
-                value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-            if name != "evaluation":
-                value = _label(name, value)
-            elif not isinstance(value, bool):
-                raise bad_request(name, f"the label {name}", f"{value!r:.60}", "send true or false")
+            value = {"evaluation": _flag, "row": _row}.get(name, _label)(name, value)
             if labels.setdefault(name, value) != value:
                 raise bad_request(name, f"one {name}", f"{labels[name]!r} and {value!r}", "send it once")
     if body.get("user", "") != "" and "session" not in labels:
         labels["session"] = _label("user", body["user"])
+    if "row" in labels and ("task_id" not in labels or labels.get("evaluation")):
+        found = "the request is an evaluation" if labels.get("evaluation") else "the request has no task_id"
+        raise bad_request("row", "a row for training", found, "send row with the task_id of the row, or leave it out")
     return Labels(**labels)
 
 
@@ -248,6 +258,24 @@ def _label(name: str, value: object) -> str:
             name, f"{name} as text of 1 to {_MAX_LABEL} characters, none of them NUL", f"{value!r:.60}", "fix the value"
         )
     return value
+
+
+def _flag(name: str, value: object) -> bool:
+    value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise bad_request(name, f"the label {name}", f"{value!r:.60}", "send true or false")
+    return value
+
+
+def _row(name: str, value: object) -> Row:
+    sent: dict[Any, Any] = {"epoch": 0, **value} if isinstance(value, dict) else {}
+    numbers = [sent.get("epoch"), sent.get("index")]
+    if sent.keys() != {"taskset", "epoch", "index"} or not all(
+        type(each) is int and 0 <= each < 2**31 for each in numbers
+    ):
+        asked = "row as {taskset, epoch, index}, a text and two whole numbers from 0"
+        raise bad_request(name, asked, f"{value!r:.60}", "name the taskset, and the member of the group as index")
+    return Row(_label("row.taskset", sent["taskset"]), sent["epoch"], sent["index"])
 
 
 _TRAINED = {

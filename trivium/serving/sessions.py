@@ -22,7 +22,7 @@ import numpy as np
 from trivium.policy import Policy
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Written, edit_of
-from trivium.serving.requests import ChatRequest
+from trivium.serving.requests import ChatRequest, Row
 from trivium.text.tool_formats import CallableTools
 from trivium.text.tools import TOOLS
 from trivium.types import Failure, IntArray, Lease, Message, Sampling, StopReason, Trajectory, Turn
@@ -139,6 +139,8 @@ class Session:
     """The secret of the first call, which every later request about the session must present; empty: none."""
     name: str = ""
     """Part of the address of its randomness. Without a label, made from the slot and the place in the group."""
+    row: Row | None = None
+    """The row of a taskset that the session rolls out, with its random numbers."""
     policy: Policy | None = None
     """The policy at the start of the session; set once the group has its slot."""
     started: float | None = None
@@ -147,6 +149,8 @@ class Session:
     completions: list[CompletionNode] = field(default_factory=list[CompletionNode])
     starts: Counter[str] = field(default_factory=Counter[str])
     """How often a conversation began, by the digest of its messages."""
+    num_calls: int = 0
+    """Calls so far, if the session has a row. Numbers them."""
     calls: int = 0
     """Calls in progress."""
     generating: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
@@ -159,12 +163,16 @@ class Session:
         self, parent: CompletionNode | None, new: Conversation, sampling: Sampling, tokens: IntArray | None = None
     ) -> Policy:
         """A policy for one completion. The address of its randomness contains the messages (or the new tokens of a
-        prompt that the client has rendered), not the order of arrival; equal calls are numbered."""
+        prompt that the client has rendered), not the order of arrival; equal calls are numbered. The calls of a row are
+        numbered in order of arrival, as those of a workflow."""
         counter = self.starts if parent is None else parent.calls
         name = digest(new, tokens)
         number, counter[name] = counter[name], counter[name] + 1
         start = self.policy if parent is None else parent.policy
         assert start is not None
+        if self.row is not None:
+            self.num_calls += 1
+            return start.branch(self.num_calls - 1, sampling)
         return start.branch(f"{name}.{number}", sampling)
 
     def rewriting(self, conversation: Conversation, known: int, tools: CallableTools) -> str:

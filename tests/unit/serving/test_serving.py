@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from tests.serving import NAME, Served, served
 from trivium.config import RewardConfig
 from trivium.policy import EngineFailure
+from trivium.randomness import SampleKey
 from trivium.serving.connections import ListenError, serve_app
 from trivium.serving.server import ChatServer
 from trivium.tasks.drawings import png
@@ -255,6 +256,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": "yes"}, "logprobs"),
     ({"columns": [1]}, "columns"),
     ({"evaluation": "maybe"}, "evaluation"),
+    ({"row": {"taskset": "a", "index": 0}}, "row"),
+    ({"task_id": "t", "evaluation": True, "row": {"taskset": "a", "index": 0}}, "row"),
+    ({"task_id": "t", "row": {"taskset": "a"}}, "row"),
+    ({"task_id": "t", "row": {"taskset": "a", "index": True}}, "row"),
+    ({"task_id": "t", "row": {"taskset": "", "index": 0}}, "row.taskset"),
 ]
 
 
@@ -398,6 +404,29 @@ async def test_reward_functions_judge_what_agents_close(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- groups
+
+
+async def test_a_row_of_a_taskset_samples_with_the_keys_of_a_run_that_reads_it(tmp_path: Path) -> None:
+    """Whatever the order of calls and of feedback, and also without the name of a session."""
+    async with served(tmp_path, group_size=2) as here:
+
+        async def chat(index: int, *messages: Any, expect: int = 200, **more: Any) -> dict[str, Any]:
+            row = {"taskset": "train", "epoch": 3, "index": index}
+            return await here.chat(*messages, expect=expect, task_id="7", row=row, **more)
+
+        second = (await chat(1, "x", session="b"))["choices"][0]
+        for lost in (await chat(1, "x", expect=400), await chat(0, "x", session="b", expect=400)):
+            assert lost["error"]["param"] == "row"
+        first = (await chat(0, "x"))["choices"][0]
+        again = (await chat(0, "x", first["message"], "y"))["choices"][0]
+        await chat(1, "x", second["message"], "y", session="b")
+        assert (await here.feedback(task_id="7", session="b", reward=1))["trajectories"] == 1
+        await here.feedback(id=again["id"], reward=0)
+        (group,) = await here.take()
+        keys = [request.key for request, _ in here.engine.given]
+        members = [SampleKey(0, "stage-0", "train", "7", 3, index) for index in (1, 0, 0, 1)]
+        assert keys == [key.child(call) for key, call in zip(members, (0, 0, 1, 1), strict=True)]
+        assert [(t.index, t.reward, len(t.turns)) for t in group.trajectories] == [(0, 0.0, 2), (1, 1.0, 2)]
 
 
 async def test_a_commit_closes_a_group_now(tmp_path: Path) -> None:
