@@ -18,6 +18,7 @@ from trivium.types import Completion, IntArray, Message, Prompt, Request, Sampli
 if TYPE_CHECKING:
     from trivium.concurrency import Threads
     from trivium.protocols import Progress, Renderer, RolloutEngine
+    from trivium.protocols.rollout import OnTokens
     from trivium.randomness import SampleKey
     from trivium.types import Task
 
@@ -82,6 +83,18 @@ class PromptTooLong(RolloutError):
 
 class EngineFailure(TriviumError):
     """A failure of the engine itself, which ends the run."""
+
+
+async def sampled(engine: RolloutEngine, request: Request, on_tokens: OnTokens | None) -> Completion:
+    """One completion of an engine. Calls `on_tokens` with its tokens: while they are sampled if the engine is a
+    `StreamingEngine`, otherwise with all of them at the end."""
+    if on_tokens is None:
+        return await engine.generate(request)
+    if isinstance(engine, StreamingEngine):
+        return await engine.stream(request, on_tokens)
+    done = await engine.generate(request)
+    on_tokens(done.tokens.tolist(), done.log_prob.tolist())
+    return done
 
 
 @dataclass
@@ -265,10 +278,7 @@ class Policy:
         self._refuse_late()
         self._rollout.waiting.add(task)
         try:
-            if progress is not None and isinstance(self._engine, StreamingEngine):
-                done = await self._engine.stream(request, progress.add)
-            else:
-                done = await self._engine.generate(request)
+            done = await sampled(self._engine, request, None if progress is None else progress.add)
         except (RolloutError, EngineFailure):
             raise
         except Exception as error:

@@ -248,10 +248,13 @@ async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_
     await alone.load(7, weights)
     await engine.load(7, weights)
     expected = await asyncio.gather(*map(alone.generate, requests(12)))
-    replying = [asyncio.ensure_future(engine.generate(request)) for request in requests(12)]
+    streamed: list[int] = []
+    replying = [asyncio.ensure_future(engine.generate(request)) for request in requests(11)]
+    replying.append(asyncio.ensure_future(engine.stream(requests(12)[-1], lambda tokens, _: streamed.extend(tokens))))
     await asyncio.sleep(0.2)
     os.kill(pids(tmp_path)["engine-0-1"], signal.SIGKILL)
     found = await asyncio.gather(*replying)
+    assert streamed == found[-1].tokens.tolist()
     assert [done.tokens.tolist() for done in found] == [done.tokens.tolist() for done in expected]
     assert {int(version) for done in found for version in done.policy_version} == {7}
     # An idle one is missed when new weights come, and gets them as well.

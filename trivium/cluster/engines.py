@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
 from trivium.cluster.weights import store
 from trivium.engines.pool import EnginePool, Replica, load_in_time
+from trivium.engines.reporting import TokenReport
 from trivium.errors import RoleFailed
-from trivium.policy import EngineFailure
+from trivium.policy import EngineFailure, sampled
 from trivium.protocols import RolloutEngine, WeightHandle, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
+
+if TYPE_CHECKING:
+    from trivium.protocols.rollout import OnTokens
 
 _log = logging.getLogger("trivium")
 
@@ -30,11 +36,33 @@ _log = logging.getLogger("trivium")
 # --------------------------------------------------------------------------- engines in separate processes
 
 
+class _Stream:
+    """The tokens of a completion so far."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self._grown = asyncio.Event()
+
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self._grown.set()
+
+    async def after(self, known: int) -> tuple[list[int], list[float]]:
+        """Waits for tokens after the first `known`."""
+        while len(self.tokens) <= known:
+            self._grown.clear()
+            await self._grown.wait()
+        return self.tokens[known:], self.log_probs[known:]
+
+
 class HostedEngine:
     """An engine in the process that hosts it."""
 
     def __init__(self, make: Callable[..., RolloutEngine], args: tuple[Any, ...]) -> None:
         self._engine = make(*args)
+        self._streams = defaultdict[str, _Stream](_Stream)
 
     @property
     def facts(self) -> tuple[int, Capabilities]:
@@ -43,6 +71,22 @@ class HostedEngine:
 
     async def generate(self, request: Request) -> Completion:
         return await self._engine.generate(request)
+
+    async def stream(self, name: str, request: Request) -> Completion:
+        """One completion, which `tokens` follows by the name."""
+        try:
+            return await sampled(self._engine, request, self._streams[name].add)
+        finally:
+            self._streams.pop(name, None)
+
+    async def tokens(self, name: str, known: int) -> tuple[list[int], list[float]]:
+        """The tokens of a stream after the first `known`, as soon as one is sampled, and their log-probabilities. The
+        call may arrive before its stream, or after it: the caller cancels it at the end."""
+        try:
+            return await self._streams[name].after(known)
+        except asyncio.CancelledError:
+            self._streams.pop(name, None)
+            raise
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
         """Loads weights from their handle."""
@@ -103,10 +147,18 @@ class ActorReplica(Replica):
         await asyncio.shield(self._restart)  # the caller may be cancelled; others still need it
 
     async def generate(self, request: Request) -> Completion:
+        return await self._sampled(lambda engine: engine.generate(request))
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        report = TokenReport(on_tokens)
+        return report.end(await self._sampled(lambda engine: _followed(engine, request, report)))
+
+    async def _sampled(self, call: Callable[[Any], Awaitable[Completion]]) -> Completion:
+        """The result of a call to the engine, again in a new process if its process dies."""
         while True:
             engine = self._engine
             try:
-                return await engine.generate(request)
+                return await call(engine)
             except ActorDied as died:
                 await self.start(engine, died)
             except EngineFailure as failed:
@@ -210,6 +262,23 @@ class ActorReplica(Replica):
             ) from error
 
 
+async def _followed(engine: Any, request: Request, report: TokenReport) -> Completion:
+    """One completion of a hosted engine. Reports its tokens while they are sampled."""
+    name = uuid.uuid4().hex
+
+    async def follow() -> None:
+        with suppress(ActorDied):  # `whole` raises it
+            while True:
+                report.add(*await engine.tokens(name, len(report.tokens)))
+
+    following = asyncio.ensure_future(follow())
+    whole = asyncio.ensure_future(engine.stream(name, request))
+    try:
+        return await whole
+    finally:
+        following.cancel()
+
+
 class ReplicatedEngine(EnginePool[ActorReplica]):
     """Replicas of one engine. Build it with `start`."""
 
@@ -222,6 +291,11 @@ class ReplicatedEngine(EnginePool[ActorReplica]):
         # Not `updates_in_flight`: replicas change their weights at different tokens.
         pool.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         return pool
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """One completion of the least busy replica."""
+        async with self._least_busy() as replica:
+            return await replica.stream(request, on_tokens)
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
         handle = weights if isinstance(weights, WeightHandle) else await asyncio.to_thread(store, version, weights)

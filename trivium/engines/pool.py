@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from trivium.concurrency import wait_for
@@ -62,12 +63,18 @@ class EnginePool(ABC, Generic[R]):
 
     async def generate(self, request: Request) -> Completion:
         """One completion of the least busy replica. Raises EngineFailure if its engine fails."""
+        async with self._least_busy() as replica:
+            return await replica.generate(request)
+
+    @asynccontextmanager
+    async def _least_busy(self) -> AsyncGenerator[R]:
+        """A replica for one request, after the load in progress."""
         if self._loaded is not None:
             await self._loaded.wait()
         replica = min(self.replicas, key=lambda replica: (replica.is_restarting, replica.num_requests))
         replica.num_requests += 1
         try:
-            return await replica.generate(request)
+            yield replica
         finally:
             replica.num_requests -= 1
 

@@ -6,22 +6,27 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
+from trivium.engines.reporting import call_on
 from trivium.errors import SyncError
 from trivium.models.weights.stream import Described, Named, described
-from trivium.policy import EngineFailure
+from trivium.policy import EngineFailure, sampled
 from trivium.processes.answers import Failures
 from trivium.processes.link import CLOSE, Call, Link, serve
 from trivium.processes.sockets import Listening, connect
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
 from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
+
+if TYPE_CHECKING:
+    from trivium.protocols.rollout import OnTokens
 
 _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
@@ -63,7 +68,8 @@ class EngineHost:
     async def _run(self, call: Call) -> Completion | None:
         if call.method == "load":
             return await _load(self._engine, call.weights, *call.args)
-        completion = await self._engine.generate(*call.args)
+        (request,) = call.args
+        completion = await sampled(self._engine, request, call.report if call.method == "stream" else None)
         self._num_completions += 1
         return completion
 
@@ -89,6 +95,9 @@ class _OwnReplica(Replica):
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        return await sampled(self.engine, request, on_tokens)
+
     async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: Outgoing) -> None:
         arriving = Incoming(loading.has_taken.set)
         loading.put = arriving.put
@@ -110,6 +119,10 @@ class _ProcessReplica(Replica):
 
     async def generate(self, request: Request) -> Completion:
         return await asyncio.wrap_future(self._link.call("generate", request))
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        report = partial(call_on, asyncio.get_running_loop(), on_tokens)  # a thread receives the tokens
+        return await asyncio.wrap_future(self._link.call("stream", request, on_part=report))
 
     async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: Outgoing) -> None:
         await asyncio.wrap_future(self._link.call("load", version, tensors, in_flight, weights=loading))
@@ -143,6 +156,11 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
         # Not `updates_in_flight`: replicas change their weights at different tokens.
         self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         self.max_context = own.max_context
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """One completion of the least busy replica."""
+        async with self._least_busy() as replica:
+            return await replica.stream(request, on_tokens)
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
         given = weights if isinstance(weights, DescribedWeights) else await asyncio.to_thread(described, weights)

@@ -2,8 +2,9 @@
 
 Messages are pickled: both ends are one program, and the connection is private or takes a key (`sockets`).
 
-The kinds of messages are `call`, `answer` and `cancel`; `weights` is a group of tensors that belongs to a call, and
-`taken` reports that the receiver has begun to read that group. All of them carry the number of the call.
+The kinds of messages are `call`, `answer` and `cancel`; `part` is an early part of an answer; `weights` is a group of
+tensors that belongs to a call, and `taken` reports that the receiver has begun to read that group. All of them carry
+the number of the call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.errors import TriviumError, text_of
 from trivium.models.weights.stream import receive_together, send_together, spec
@@ -52,9 +53,21 @@ class Call:
     weights: Incoming = _NO_WEIGHTS
     """The weights that the other process sends with the call, if it sends any."""
 
+    def report(self, *part: object) -> None:
+        """Sends an early part of the answer: calls `on_part` of the caller with it."""
+        self.link.report(self.number, part)
+
     def answer(self, answer: Answer) -> None:
         """Ends the call."""
         self.link.answer(self.number, answer)
+
+
+class _Waiting(NamedTuple):
+    """A call of this process that is not answered."""
+
+    future: Future[Any]
+    weights: Outgoing | None
+    on_part: Callable[..., object] | None
 
 
 class Link:
@@ -67,8 +80,8 @@ class Link:
         """The calls of the other process, in order; None once it has ended or closed the connection."""
         self._numbers = count()
         self._unsent = SimpleQueue[tuple[memoryview, Group] | None]()
-        self._waiting: dict[int, tuple[Future[Any], Outgoing | None]] = {}
-        """Calls of this process that are not answered."""
+        self._waiting: dict[int, _Waiting] = {}
+        """By the numbers of their calls."""
         self._serving: dict[int, Incoming] = {}
         """Weights of the calls of the other process that are not answered."""
         self._is_disconnected = False
@@ -78,13 +91,20 @@ class Link:
         self._receiving.start()
         self._sending.start()
 
-    def call(self, method: str, *args: object, weights: Outgoing | None = None) -> Future[Any]:
+    def call(
+        self,
+        method: str,
+        *args: object,
+        weights: Outgoing | None = None,
+        on_part: Callable[..., object] | None = None,
+    ) -> Future[Any]:
         """Calls the other process, without waiting. Cancelling the future cancels the call there. The future raises the
-        error of the call, or `lost()`."""
+        error of the call, or `lost()`. The thread that receives calls `on_part` with early parts of the answer, in
+        order."""
         number, future = next(self._numbers), Future[Any]()
         if weights is not None:
             weights.put = partial(self._send, "weights", number, None)
-        self._waiting[number] = future, weights
+        self._waiting[number] = _Waiting(future, weights, on_part)
         future.add_done_callback(partial(self._settled, number))
         if self._is_disconnected:
             self._fail(future)
@@ -96,6 +116,10 @@ class Link:
         """Sends the answer of a call of the other process."""
         self._serving.pop(number, None)
         self._send("answer", number, (answer.value, answer.error))
+
+    def report(self, number: int, part: tuple[object, ...]) -> None:
+        """Sends an early part of the answer of a call of the other process."""
+        self._send("part", number, part)
 
     def disconnect(self) -> None:
         """Ends both threads, even during a read or a write."""
@@ -133,7 +157,7 @@ class Link:
     def _settled(self, number: int, future: Future[Any]) -> None:
         """Called when a call of this process is answered, fails or is cancelled. After a cancellation, the caller must
         end the weights itself."""
-        _, outgoing = self._waiting.pop(number)
+        outgoing = self._waiting.pop(number).weights
         if future.cancelled():
             self._send(CANCEL, number, None)
         elif outgoing is not None:
@@ -153,7 +177,8 @@ class Link:
         message = io.BytesIO(self._connection.recv_bytes())
         kind, number, specs = pickle.load(message)
         group = [*receive_together(self._connection, specs)] if specs else []
-        incoming, (future, outgoing) = self._serving.get(number), self._waiting.get(number, (None, None))
+        incoming, waiting = self._serving.get(number), self._waiting.get(number)
+        future, outgoing, on_part = waiting or (None, None, None)
         try:
             content = pickle.load(message)
         except Exception as error:
@@ -178,6 +203,8 @@ class Link:
             incoming.put(group)
         elif kind == "taken" and outgoing is not None:
             outgoing.has_taken.set()
+        elif kind == "part" and on_part is not None:
+            on_part(*content)
         elif kind == "answer" and future is not None and future.set_running_or_notify_cancel():
             value, error = content
             if error is None:
@@ -190,8 +217,8 @@ class Link:
         """Fails the open calls of this process and the weights that it receives, and ends the sending thread."""
         self._is_disconnected = True
         self._unsent.put(None)
-        for future, _ in [*self._waiting.values()]:
-            self._fail(future)
+        for waiting in [*self._waiting.values()]:
+            self._fail(waiting.future)
         for incoming in [*self._serving.values()]:
             incoming.fail(self._lost())
         self.calls.put(None)

@@ -112,7 +112,7 @@ class Progress(Protocol):
         ...
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """The next tokens, if the engine is a `StreamingEngine`."""
+        """The next tokens. They are all tokens of the completion if the engine is not a `StreamingEngine`."""
         ...
 
 

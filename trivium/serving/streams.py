@@ -1,7 +1,7 @@
 """Streams: the parts of completions that are certain while their tokens are sampled.
 
 A protocol turns them into its events. What may still become a call of a tool, a stop string or the end of a reasoning
-block is held back until it is decided. An engine that reports no tokens gives the same events, at the end.
+block is held back until it is decided. An engine that cannot report tokens gives the same events, at the end.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ class StreamedCompletion:
         self._changed.set()
 
     def complete(self, node: CompletionNode) -> None:
-        """The completion is recorded. Adds the tokens that the engine has not reported."""
-        known = len(self.tokens)
-        self.tokens += node.turn.tokens[known:].tolist()
-        self.log_probs += node.turn.log_prob[known:].tolist()
+        """The completion is recorded."""
         self.node = node
         self._changed.set()
 

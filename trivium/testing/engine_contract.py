@@ -239,11 +239,13 @@ async def _check_streaming(engine: StreamingEngine, prompts: Sequence[IntArray],
         whole = await asyncio.gather(*map(engine.generate, requests))
         same = all(np.array_equal(a.tokens, b.tokens) for a, b in zip(streams, whole, strict=True))
         require(same, "stream: the same key gives the same tokens as generate")
-    left = asyncio.ensure_future(stream(0, requests[0]))
-    await asyncio.sleep(0)
-    left.cancel()
+
+    def leave(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        left.cancel()
+
+    left = asyncio.ensure_future(engine.stream(requests[0], leave))
     await asyncio.wait([left])
-    require(left.cancelled(), "stream ends when it is cancelled: let CancelledError through")
+    require(left.cancelled(), "stream ends when it is cancelled after its first token: let CancelledError through")
 
 
 async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:

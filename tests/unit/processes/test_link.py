@@ -68,6 +68,23 @@ def test_an_answer_gives_its_value_or_raises_its_error() -> None:
         FAILURES.answer(ValueError("no")).unwrap()
 
 
+def test_parts_of_an_answer_arrive_in_order_before_it_until_the_call_is_cancelled(links: tuple[Link, Link]) -> None:
+    one, other = links
+    parts: list[tuple[object, ...]] = []
+    whole = one.call("count", on_part=lambda *part: parts.append(part))
+    dropped = one.call("count", on_part=lambda *part: parts.append(part))
+    calls = [other.calls.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert dropped.cancel()
+    assert getattr(other.calls.get(timeout=PATIENCE_S), "method", "") == CANCEL
+    for call in reversed(calls):
+        assert call is not None
+        call.report([1], "a")
+        call.report([2, 3], "b")
+        call.answer(Answer(call.number))
+    assert whole.result(PATIENCE_S) == 0
+    assert parts == [([1], "a"), ([2, 3], "b")]
+
+
 class Unreadable:
     """An object that can be pickled, and not be read."""
 

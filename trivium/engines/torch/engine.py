@@ -21,6 +21,7 @@ import torch
 
 from trivium.config import RunConfig, free
 from trivium.config.memory_estimate import shape_in
+from trivium.engines.reporting import call_on
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import Batch, Ticket
@@ -448,13 +449,13 @@ class TorchEngine:
         """Reports the tokens of streams. Then resolves the futures of all finished items, with one callback per event
         loop."""
         for ticket, token, log_prob in self._batch.take_streamed():
-            _call(ticket.future.get_loop(), _report, ticket, token, log_prob)
+            call_on(ticket.future.get_loop(), _report, ticket, token, log_prob)
         done, self._done = self._done, []
         loops: dict[Any, list[tuple[Any, Any]]] = {}
         for item, result in done:
             loops.setdefault(item.future.get_loop(), []).append((item.future, result))
         for loop, results in loops.items():
-            _call(loop, _resolve, results)
+            call_on(loop, _resolve, results)
 
     def _fail(self, error: BaseException) -> None:
         """Fails all requests after an error of the worker."""
@@ -468,15 +469,6 @@ class TorchEngine:
         lost = dict.fromkeys((*decoding, *self._admitting, *waiting, *self._backlog))
         self._done += [(item, self._failed()) for item in lost if item not in resolved]
         self._deliver()
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Calls the function on an event loop of another thread."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():  # a closed loop has no waiting tasks
-            raise
 
 
 def _report(ticket: Ticket, token: int, log_prob: float) -> None:

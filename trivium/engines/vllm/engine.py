@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -25,6 +26,7 @@ import torch
 from trivium.config import RunConfig, free
 from trivium.config.recording import recorded
 from trivium.engines.load_gate import LoadGate
+from trivium.engines.reporting import TokenReport, call_on
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
@@ -34,6 +36,7 @@ from trivium.engines.vllm.forms import (
     listed_tokens,
     prompt_reader,
     read_output,
+    read_tokens,
     sampling_params,
 )
 from trivium.engines.vllm.process import (
@@ -55,6 +58,8 @@ from trivium.types import AnyArray, Capabilities, Completion, Request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    from trivium.protocols.rollout import OnTokens
 
 T = TypeVar("T")
 
@@ -262,10 +267,17 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> Completion:
         """One completion. Raises RolloutError for an invalid request, EngineFailure once vLLM is dead for good."""
+        return await self._completion(request, None)
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        """One completion. Calls `on_tokens` with its tokens after each step that samples some."""
+        return await self._completion(request, TokenReport(partial(call_on, asyncio.get_running_loop(), on_tokens)))
+
+    async def _completion(self, request: Request, report: TokenReport | None) -> Completion:
         if self._closing:
             raise _closed()
         limit = check_request(request, self._max_context, self._vocab_size)
-        return await asyncio.wrap_future(self._submit(self._generate(request, limit)))
+        return await asyncio.wrap_future(self._submit(self._generate(request, limit, report)))
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Adopts weights, or with `adapter_rank` a LoRA adapter, once everything submitted so far has finished; with
@@ -320,19 +332,20 @@ class VllmEngine:
         self._thread.join(_CLOSE_S)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _generate(self, request: Request, limit: int) -> Completion:
+    async def _generate(self, request: Request, limit: int, report: TokenReport | None) -> Completion:
         async with self._gate.completion():
             while not self._closing:
                 if self._sleeps:
                     await self._wake()
                 llm = self._llm
                 try:
-                    return await self._sampled(llm, request, limit)
+                    done = await self._sampled(llm, request, limit, report)
+                    return done if report is None else report.end(done)
                 except dead_error() as error:
                     await self._replace(llm, error)
             raise _closed()
 
-    async def _sampled(self, llm: AsyncLLM, request: Request, limit: int) -> Completion:
+    async def _sampled(self, llm: AsyncLLM, request: Request, limit: int, report: TokenReport | None) -> Completion:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         sampling, number = request.sampling, str(next(self._numbers))
@@ -340,9 +353,11 @@ class VllmEngine:
         reads = (self._prompt, request, self.version)
         prompt = await asyncio.to_thread(*reads) if request.media else self._prompt(request, self.version)
         listed = listed_tokens(sampling, self._vocab_size)
-        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds, listed=listed)
+        is_partial = scan is not None or report is not None
+        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds, listed=listed, partial=is_partial)
         directory = self._loaded.adapter
         adapter = None if directory is None else LoRARequest("policy", 1, str(directory))
+        greedy = sampling.temperature == 0
         output, scanned, stopped = None, 0, False
         async for result in llm.generate(prompt, params, number, lora_request=adapter):
             output = result.outputs[0]
@@ -350,12 +365,15 @@ class VllmEngine:
                 scanned += 1
                 ended = output.token_ids[scanned - 1] in self._eos
                 stopped = not ended and scan.hit(output.token_ids[:scanned])
+            if report is not None:
+                start, stop = len(report.tokens), scanned if stopped else None
+                tokens, log_prob = read_tokens(output, self.version, start, stop, greedy=greedy, listed=listed)
+                report.add(tokens.tolist(), log_prob.tolist())
             if stopped and not result.finished:
                 await llm.abort(number)  # its last output follows
         if output is None:
             return empty_completion()
         ended = scanned if stopped else None
-        greedy = sampling.temperature == 0
         done = read_output(output, self.version, ended, self._eos, greedy=greedy, listed=listed)
         extra, length = dict[str, AnyArray](), len(done.tokens)
         if "routing" in sampling.extra:

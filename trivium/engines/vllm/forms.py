@@ -13,7 +13,7 @@ from trivium.errors import DataError, RolloutError
 from trivium.models.backbone.load import load_lm
 from trivium.models.vision.encoder import Pixels, Vision, family_in, pixel_reader, vision_of
 from trivium.policy import EngineFailure
-from trivium.types import AnyArray, Completion, IntArray, Media, Request, Sampling, StopReason
+from trivium.types import AnyArray, Completion, FloatArray, IntArray, Media, Request, Sampling, StopReason
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -40,10 +40,10 @@ def listed_tokens(sampling: Sampling, vocab_size: int) -> int:
 
 
 def sampling_params(
-    request: Request, limit: int, eos: frozenset[int], *, seeded: bool, listed: int = 0
+    request: Request, limit: int, eos: frozenset[int], *, seeded: bool, listed: int = 0, partial: bool = False
 ) -> SamplingParams:
     """Sets every parameter that affects the distribution or the end, so that no default of the model applies. `listed`
-    is the result of `listed_tokens`."""
+    is the result of `listed_tokens`. With `partial`, vLLM returns outputs while it samples."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = request.sampling
@@ -68,7 +68,7 @@ def sampling_params(
         logit_bias=None,
         allowed_token_ids=None,
         bad_words=None,
-        output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -76,25 +76,32 @@ def read_output(
     output: Any, version: int, stopped_at: int | None, eos: frozenset[int], *, greedy: bool, listed: int = 0
 ) -> Completion:
     """Converts vLLM's output, up to the token that completed a stop string. Tokens without a version get `version`."""
-    tokens = np.array(output.token_ids, np.int32)[:stopped_at]
+    tokens, log_prob = read_tokens(output, version, 0, stopped_at, greedy=greedy, listed=listed)
+    versions = np.full(len(tokens), version, np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    ended = len(tokens) > 0 and int(tokens[-1]) in eos
+    reason = StopReason.EOS if ended else StopReason.STOP if stopped_at is not None else StopReason.LENGTH
+    if output.finish_reason not in ("stop", "length") and stopped_at is None:
+        reason = StopReason.ABORT
+    return Completion(tokens, log_prob, versions, reason)
+
+
+def read_tokens(
+    output: Any, version: int, start: int, stop: int | None, *, greedy: bool, listed: int
+) -> tuple[IntArray, FloatArray]:
+    """The tokens of vLLM's output from `start` to `stop`, and their log-probabilities."""
+    tokens, width = np.array(output.token_ids[start:stop], np.int32), 1 + listed
     # At each position the sampled token comes first.
-    log_prob = np.array(output.logprobs.logprobs[:: 1 + listed] if len(tokens) else [], np.float32)[:stopped_at]
+    log_prob = np.array(output.logprobs.logprobs[start * width :: width] if len(tokens) else [], np.float32)
+    log_prob = log_prob if stop is None else log_prob[: stop - start]
     if len(log_prob) != len(tokens) or not np.isfinite(log_prob).all():
         raise EngineFailure(
             f"log-probabilities of policy version {version}",
             f"{len(log_prob)} for {len(tokens)} tokens, lowest {log_prob.min(initial=0.0)}",
             "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
         )
-    versions = np.full(len(tokens), version, np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    if greedy:
-        log_prob = np.zeros_like(log_prob)
-    ended = len(tokens) > 0 and int(tokens[-1]) in eos
-    reason = StopReason.EOS if ended else StopReason.STOP if stopped_at is not None else StopReason.LENGTH
-    if output.finish_reason not in ("stop", "length") and stopped_at is None:
-        reason = StopReason.ABORT
-    return Completion(tokens, log_prob, versions, reason)
+    return tokens, np.zeros_like(log_prob) if greedy else log_prob
 
 
 def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab_size: int) -> dict[str, AnyArray]:
