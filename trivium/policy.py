@@ -254,6 +254,10 @@ class Policy:
         """How the model writes calls of tools (`trivium.text.tool_formats`); None if its renderer has no format."""
         return getattr(self._renderer, "tool_format", None)
 
+    def prompt_end(self, num_tokens: int) -> str:
+        """The text of the last tokens of the prompt of the last completion; empty before the first one."""
+        return "" if self._seen is None else self._renderer.decode(self._seen[0].tokens[-num_tokens:])
+
     @property
     def history(self) -> tuple[Message, ...]:
         """The conversation up to and including the last completion; empty before the first one."""

@@ -143,8 +143,8 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 
 def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion, after its reasoning. A record has no list of tools: any name counts."""
-    prompt = decode(turn.prompt_tokens[-REASONING_TAIL:]).rstrip()
-    texts = (how.split(turn.text, opened=prompt.endswith(how.reasoning[0]))[1] for how in FORMATS)
+    prompt_end = decode(turn.prompt_tokens[-REASONING_TAIL:])
+    texts = (how.split(turn.text, opened=how.opens(prompt_end))[1] for how in FORMATS)
     read = (how.read(text) for how, text in zip(FORMATS, texts, strict=True))
     return next((calls[1] for calls in read if calls is not None), ())
 

@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 
 def opens_reasoning(renderer: Renderer, tools: CallableTools, prompt: IntArray) -> bool:
     """Whether a prompt ends with the beginning of a reasoning block, as some chat templates write it."""
-    return renderer.decode(prompt[-REASONING_TAIL:]).rstrip().endswith(tools.format.reasoning[0])
+    return tools.format.opens(renderer.decode(prompt[-REASONING_TAIL:]))
 
 
 def answer_of(text: str, tools: CallableTools, *, reasoning: bool = True, opened: bool = False) -> Answer:

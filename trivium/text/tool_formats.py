@@ -52,6 +52,10 @@ class ToolFormat:
         """The end of a completion with these calls, for a history that the policy did not write."""
         raise NotImplementedError
 
+    def opens(self, prompt_end: str) -> bool:
+        """Whether the end of a prompt begins a reasoning block, as some chat templates write it."""
+        return prompt_end.rstrip().endswith(self.reasoning[0])
+
     def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
         """(the text of the reasoning block, the text after it) of a completion; (None, the text) without a block.
 

@@ -53,15 +53,16 @@ def described(tools: Sequence[object], messages: Sequence[Message], instructions
 
 
 def read_tool_calls(
-    text: str, names: Collection[str], tool_format: ToolFormat | None = None
+    text: str, names: Collection[str], tool_format: ToolFormat | None = None, prompt_end: str = ""
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """(text before the calls, calls) of a completion in this format; None: in that of any family that Trivium knows.
 
-    Nothing in a reasoning block at the beginning of the completion is a call. If any part after it is not a valid call
+    Nothing in a reasoning block is a call. The block begins the completion, or is opened by the prompt, of which
+    `prompt_end` is the text of the last `REASONING_TAIL` tokens. If any part after it is not a valid call
     of one of these tools, the whole completion is text.
     """
     for each in FORMATS if tool_format is None else (tool_format,):
-        _, rest = each.split(text)
+        _, rest = each.split(text, opened=each.opens(prompt_end))
         content, calls = CallableTools(frozenset(names), each).read(rest)
         if calls:
             return text.removesuffix(rest) + content, calls

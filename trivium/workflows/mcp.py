@@ -90,7 +90,7 @@ class _McpEnvironment(ToolEnvironment):
     """The tools of a server, whose first observation is the result of the start tool."""
 
     def __init__(self, session: _Session, config: Mcp.Config, policy: Policy) -> None:
-        super().__init__(session, config.max_calls, config.max_result_chars, policy.tool_format)
+        super().__init__(session, config.max_calls, config.max_result_chars, policy)
         self._session = session
 
     async def reset(self, task: Task) -> Sequence[Message]:

@@ -74,7 +74,7 @@ class ToolFunctions(Episodes):
 
     def make(self, policy: Policy) -> Environment:
         functions, config = _Functions(self._functions), self._config
-        return ToolEnvironment(functions, config.max_calls, config.max_result_chars, policy.tool_format)
+        return ToolEnvironment(functions, config.max_calls, config.max_result_chars, policy)
 
 
 class _Functions:

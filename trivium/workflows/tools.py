@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import DataError, text_of
+from trivium.policy import Policy
 from trivium.registry import suggest
-from trivium.text.tools import TOOLS, ToolCall, ToolFormat, read_tool_calls
+from trivium.text.tool_formats import REASONING_TAIL
+from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
 from trivium.types import Message, Task
 
 COLUMN = "tools"
@@ -66,10 +68,10 @@ class ToolEnvironment:
     `max_result` bounds the text of a result, in characters.
     """
 
-    def __init__(self, toolbox: Toolbox, max_calls: int, max_result: int, tool_format: ToolFormat | None) -> None:
-        """`tool_format` is how the policy writes calls; None: as any family that Trivium knows."""
+    def __init__(self, toolbox: Toolbox, max_calls: int, max_result: int, policy: Policy) -> None:
+        """`policy` writes the completions. If it has no format, calls of any family that Trivium knows count."""
         self._toolbox, self._max_calls, self._max_result = toolbox, max_calls, max_result
-        self._format = tool_format
+        self._policy = policy
         self._names: frozenset[str] = frozenset()
         self._num_calls = self._num_errors = 0
 
@@ -89,7 +91,8 @@ class ToolEnvironment:
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
         """The results of the calls, in order. A completion without calls ends the trajectory."""
-        _, calls = read_tool_calls(completion, self._names, self._format)
+        policy = self._policy
+        _, calls = read_tool_calls(completion, self._names, policy.tool_format, policy.prompt_end(REASONING_TAIL))
         left = self._max_calls - self._num_calls
         if not calls or left <= 0:
             return (), None, True

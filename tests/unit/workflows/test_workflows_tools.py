@@ -17,6 +17,7 @@ from workflow_parts import TOKENIZER, policy, shown, workflow
 from trivium.config import RunConfig, plugin
 from trivium.errors import ConfigError, RolloutError
 from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tools import TOOLS
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure
@@ -128,6 +129,17 @@ def test_the_description_ends_at_the_first_section() -> None:
     assert tool.description == "Looks it up."
     assert tool.parameters["properties"]["a"]["default"] == {"title": "x"}
     assert described_function(paragraphs).description == "Searches. Only three hits are returned."
+
+
+async def test_a_call_in_a_reasoning_block_that_the_prompt_opens_is_no_call() -> None:
+    tokenizer = tiny_tokenizer("bytes", template=TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    thought = call("add", a=7)
+    player = policy(f"{thought}</think>{call('add', a=2, b=3)}", thought, "7", renderer=ChatRenderer(tokenizer))
+    assert await tools("add").run(TASK, player) is None
+    assert [text.partition("<|end|>")[0] for text in shown(player)[-1].split("<|tool|>")[1:]] == ["5"]
+    assert player.metrics == {"env_done": 1.0, "tool_calls": 1.0, "tool_errors": 0.0}
+    _, other = await results(tools("add"), thought, "7")  # the same completion after a prompt that opens nothing
+    assert other.metrics["tool_calls"] == 1
 
 
 async def test_calls_run_side_by_side_and_their_results_come_in_order() -> None:
