@@ -98,7 +98,6 @@ SAME_BASENAME = {
     "data_section": "how a front door translates what says where the data are",
     "engine": "an engine: torch's, vLLM's, an endpoint's, and the one that trains",
     "engines": "rollout engines: the package, and their replicas on Ray",
-    "functions": "functions of the user: rewards, and tools",
     "forms": "requests to an engine outside this process, and its answers",
     "files": "the implementation of a protocol that keeps everything in files",
     "keys_of_data": "the keys of a front door's config that are about data",

@@ -40,7 +40,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "workflows": {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",
         "multi_turn": "trivium.workflows.multi_turn:MultiTurn",
-        "tools": "trivium.workflows.tool_functions:ToolFunctions",
+        "tools": "trivium.workflows.function_tools:FunctionTools",
         "gymnasium": "trivium.workflows.gymnasium:Gymnasium",
         "mcp": "trivium.workflows.mcp:Mcp",
         "openenv": "trivium.workflows.openenv:OpenEnv",

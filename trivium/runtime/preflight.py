@@ -43,9 +43,9 @@ from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
-from trivium.workflows.functions import described_function, function_of
+from trivium.workflows.function_schemas import described_function, function_of
+from trivium.workflows.function_tools import FunctionTools
 from trivium.workflows.single_turn import SingleTurn
-from trivium.workflows.tool_functions import ToolFunctions
 from trivium.workflows.tools import COLUMN, chosen
 
 T = TypeVar("T")
@@ -350,7 +350,7 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
 def tool_names(taskset: _Taskset) -> Iterator[Problem]:
     """Tasks choose tools that the workflow does not have."""
     workflow = taskset.config.workflow
-    if not isinstance(workflow, ToolFunctions.Config) or not _is_rolled_out(taskset.config, taskset.name):
+    if not isinstance(workflow, FunctionTools.Config) or not _is_rolled_out(taskset.config, taskset.name):
         return
     tools, unknown = [described_function(function_of(path)) for path in workflow.tools], list[str]()
     for task in (taskset.tasks[place] for place in taskset.seen):

@@ -20,8 +20,7 @@ from trivium.registry import suggest
 from trivium.types import Message, Task
 from trivium.workflows.adapters import connected, continued
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
-from trivium.workflows.tool_functions import ToolConfig
-from trivium.workflows.tools import Tool, ToolEnvironment, ToolError
+from trivium.workflows.tools import Tool, ToolConfig, ToolEnvironment, ToolError
 
 _INVALID_PARAMS = -32602
 """The only code of an MCP error that answers the policy's call: the arguments are invalid, or the tool is unknown. All

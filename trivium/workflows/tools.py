@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from pydantic import Field
+
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import DataError, text_of
 from trivium.policy import Policy
@@ -17,6 +19,7 @@ from trivium.registry import suggest
 from trivium.text.tool_formats import REASONING_TAIL
 from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
 from trivium.types import Message, Task
+from trivium.workflows.episodes import EpisodeConfig
 
 COLUMN = "tools"
 """The column of a row that chooses among the tools, by their names."""
@@ -39,6 +42,15 @@ class Tool(NamedTuple):
 
 class ToolError(Exception):
     """An error whose text is the result of the call for the policy. All other errors fail the rollout."""
+
+
+class ToolConfig(EpisodeConfig):
+    """Base of the sections of workflows with tools."""
+
+    max_calls: int = Field(default=8, ge=1)
+    """Calls of tools in a trajectory. Further ones get an error, and the completion after that is the last."""
+    max_result_chars: int = Field(default=8000, ge=1)
+    """Length of a result for the policy. A longer one is cut, with a mark."""
 
 
 class Toolbox(Protocol):

@@ -21,7 +21,7 @@ from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tools import TOOLS
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure
-from trivium.workflows.functions import described_function
+from trivium.workflows.function_schemas import described_function
 
 TASK = Task("t", (Message("user", "sum?"),))
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from trivium.config import read_yaml
 from trivium.errors import ConfigError
 from trivium.registry import resolve
-from trivium.workflows.functions import described_function
+from trivium.workflows.function_schemas import described_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "is_verl_tool"

@@ -1,61 +1,22 @@
-"""Plain functions as tools: their description for the policy, and their calls."""
+"""What a plain function tells the policy as a tool: its name, its description, and the schema of its arguments."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 
-from trivium.concurrency import Threads, usable_cores
-from trivium.errors import ConfigError, RewardError, RolloutError, text_of
-from trivium.processes.isolated import isolated_function
-from trivium.processes.user_calls import UserCall
+from trivium.errors import ConfigError, text_of
 from trivium.registry import resolve
-from trivium.workflows.tools import Tool, ToolError
+from trivium.workflows.tools import Tool
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
 _FIELD = re.compile(r"^:(?:param|type|returns?|rtype|raises)\b")
 """The first line of a section, and of a field in Sphinx's form: they end the description of the function."""
-
-
-class FunctionTool:
-    """A plain or `async` function as a tool. Its signature and its docstring describe it.
-
-    With `workers` the function runs in processes of its own, otherwise in `threads`. The arguments of a call are
-    checked against the annotations, and the function receives JSON values.
-    """
-
-    def __init__(self, path: str, threads: Threads, deadline_s: float, workers: int = 0) -> None:
-        function = function_of(path)
-        self.tool = described_function(function)
-        self._arguments = _arguments_of(function)
-        label = f"the tool {self.tool.name}"
-        called: Callable[..., Any] = function
-        if workers:
-            called = isolated_function("tools", path, label, workers, deadline_s)  # its processes keep the deadline
-        self._call = UserCall(called, threads, None if workers else deadline_s, label=label, limit=usable_cores())
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """The result as text. Raises ToolError for invalid arguments, and for an error or a missed deadline of the
-        function; RolloutError if no thread is free."""
-        try:
-            given = self._arguments.model_validate(arguments).model_dump(mode="json", include=set(arguments))
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ToolError(f"invalid arguments: {'; '.join(problems)}") from error
-        result = await self._call(**given)
-        if isinstance(result, RewardError):
-            raise ToolError(result.found) from result  # the error of a function in another process
-        if type(result) is RolloutError:
-            raise result
-        if isinstance(result, BaseException):
-            raise ToolError(f"{type(result).__name__}: {text_of(result)}") from result
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def function_of(path: str) -> Callable[..., Any]:
@@ -69,7 +30,7 @@ def function_of(path: str) -> Callable[..., Any]:
 def described_function(function: Callable[..., Any]) -> Tool:
     """The description of a function for the policy. Raises ConfigError for a parameter without a JSON form."""
     try:
-        schema = _arguments_of(function).model_json_schema()
+        schema = arguments_of(function).model_json_schema()
     except PydanticUserError as error:
         raise _undescribed(function, str(error).partition("\n")[0]) from error
     lines = inspect.cleandoc(function.__doc__ or "").splitlines()
@@ -77,7 +38,7 @@ def described_function(function: Callable[..., Any]) -> Tool:
     return Tool(_name(function), " ".join(" ".join(text).split()), _without_titles(schema))
 
 
-def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
+def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
     """A model of the arguments of a function: a parameter without annotation is text."""
     fields, texts = dict[str, Any](), _parameter_texts(function)
     try:

@@ -1,33 +1,27 @@
-"""Rollouts with plain functions as tools."""
+"""Rollouts with plain functions as tools: the workflow `kind: tools`, and the calls of its functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from trivium.concurrency import Threads
+from trivium.concurrency import Threads, usable_cores
 from trivium.config import PluginPath, RunConfig, free
-from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.errors import ConfigError, Problem, RewardError, RolloutError, TriviumError, text_of
 from trivium.policy import Policy
+from trivium.processes.isolated import isolated_function
+from trivium.processes.user_calls import UserCall
 from trivium.protocols import Environment
 from trivium.types import Capabilities, Task
-from trivium.workflows.episodes import EpisodeConfig, Episodes
-from trivium.workflows.functions import FunctionTool, described_function, function_of
-from trivium.workflows.tools import Tool, ToolEnvironment
+from trivium.workflows.episodes import Episodes
+from trivium.workflows.function_schemas import arguments_of, described_function, function_of
+from trivium.workflows.tools import Tool, ToolConfig, ToolEnvironment, ToolError
 
 
-class ToolConfig(EpisodeConfig):
-    """Base of the sections of workflows with tools."""
-
-    max_calls: int = Field(default=8, ge=1)
-    """Calls of tools in a trajectory. Further ones get an error, and the completion after that is the last."""
-    max_result_chars: int = Field(default=8000, ge=1)
-    """Length of a result for the policy. A longer one is cut, with a mark."""
-
-
-class ToolFunctions(Episodes):
+class FunctionTools(Episodes):
     """The policy answers the task with the help of tools, which are plain or `async` functions.
 
     The signature and the docstring of a function describe it to the policy, through the chat template. The row's column
@@ -75,6 +69,41 @@ class ToolFunctions(Episodes):
     def make(self, policy: Policy) -> Environment:
         functions, config = _Functions(self._functions), self._config
         return ToolEnvironment(functions, config.max_calls, config.max_result_chars, policy)
+
+
+class FunctionTool:
+    """A plain or `async` function as a tool. Its signature and its docstring describe it.
+
+    With `workers` the function runs in processes of its own, otherwise in `threads`. The arguments of a call are
+    checked against the annotations, and the function receives JSON values.
+    """
+
+    def __init__(self, path: str, threads: Threads, deadline_s: float, workers: int = 0) -> None:
+        function = function_of(path)
+        self.tool = described_function(function)
+        self._arguments = arguments_of(function)
+        label = f"the tool {self.tool.name}"
+        called: Callable[..., Any] = function
+        if workers:
+            called = isolated_function("tools", path, label, workers, deadline_s)  # its processes keep the deadline
+        self._call = UserCall(called, threads, None if workers else deadline_s, label=label, limit=usable_cores())
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The result as text. Raises ToolError for invalid arguments, and for an error or a missed deadline of the
+        function; RolloutError if no thread is free."""
+        try:
+            given = self._arguments.model_validate(arguments).model_dump(mode="json", include=set(arguments))
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ToolError(f"invalid arguments: {'; '.join(problems)}") from error
+        result = await self._call(**given)
+        if isinstance(result, RewardError):
+            raise ToolError(result.found) from result  # the error of a function in another process
+        if type(result) is RolloutError:
+            raise result
+        if isinstance(result, BaseException):
+            raise ToolError(f"{type(result).__name__}: {text_of(result)}") from result
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 class _Functions:
