@@ -142,12 +142,19 @@ class Turns:
     """
 
     def __init__(self, limit: int) -> None:
-        self._free = limit
+        self.limit = limit
+        self.running = 0
+        """Blocks that run. After `set_limit` they may be more than the limit until some of them end."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    def set_limit(self, limit: int) -> None:
+        """Changes the limit. Blocks that run are not interrupted."""
+        self.limit = limit
+        self._admit()
+
     async def __aenter__(self) -> None:
-        if self._free:  # no task waits, since the end of a block passes its turn on
-            self._free -= 1
+        if self.running < self.limit:  # no task waits, since the end of a block passes its turn on
+            self.running += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -155,19 +162,22 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it has already got its turn
-                self._hand_over()
+                self._end()
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._hand_over()
+        self._end()
 
-    def _hand_over(self) -> None:
-        while self._waiting:
+    def _end(self) -> None:
+        self.running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self.running < self.limit:
             turn = self._waiting.popleft()
             if not turn.done():
+                self.running += 1
                 turn.set_result(None)
-                return
-        self._free += 1
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:

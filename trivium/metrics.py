@@ -434,6 +434,8 @@ declare(
 declare("time/evaluate", "the trainer's wait for an evaluation", unit="s", aggregation="sum")
 declare("time/*", "seconds", unit="s", aggregation="sum")
 declare("perf/idle", "fraction of the step in which the trainer waited for groups", better="down")
+declare("perf/environments", "open environments of a server when a rollout began (`workflow.max_environments`)")
+declare("perf/environment_limit", "how many the server's latency allowed then")
 declare(
     "perf/rollout_tokens_per_second",
     "tokens sampled for this step, per second of the step",

@@ -54,8 +54,14 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
         "rollout/turns_max": max(turns),
         "rollout/turns_min": min(turns),
         **({"rollout/forked": fmean(_num_forks(member) for member in members)} if max(turns) > 1 else {}),
-        **_means("workflow/", [member.metrics for member in members]),
+        **_workflow(members),
     }
+
+
+def _workflow(members: Sequence[Trajectory]) -> Metrics:
+    """Means of the metrics of workflows. Those in `perf/` depend on the machine and stay there."""
+    means = _means("workflow/", [member.metrics for member in members])
+    return {key.removeprefix("workflow/") if "/perf/" in key else key: value for key, value in means.items()}
 
 
 def _num_forks(member: Trajectory) -> int:

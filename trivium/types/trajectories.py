@@ -236,7 +236,7 @@ class Trajectory:
     """Each reward component by name, weights already applied."""
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the workflow; their means are logged under `workflow/`."""
+    """Metrics of the workflow; their means are logged under `workflow/`. Names that begin with `perf/` stay."""
 
     @property
     def reward(self) -> float:

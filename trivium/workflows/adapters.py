@@ -15,6 +15,7 @@ from trivium.config import PluginPath, RunConfig, free
 from trivium.errors import ConfigError, DataError, Problem, TriviumError, described, text_of
 from trivium.registry import resolve
 from trivium.types import Message, Task
+from trivium.workflows.adaptive_limit import AdaptiveTurns
 from trivium.workflows.episodes import EnvironmentFailure, TurnsConfig
 
 T = TypeVar("T")
@@ -128,16 +129,22 @@ def mapping_of(task: Task, column: str) -> Mapping[str, Any] | None:
 
 
 async def connected(
-    what: str, connect: Callable[[], Awaitable[T]], refused: tuple[type[Exception], ...], seconds: float
+    what: str,
+    connect: Callable[[], Awaitable[T]],
+    refused: tuple[type[Exception], ...],
+    seconds: float,
+    calls: AdaptiveTurns,
 ) -> T:
-    """The result of `connect`, which is called again while it raises one of `refused`: its server may be starting.
+    """The result of `connect`, which is called again while it raises one of `refused`: its server may be starting, or
+    has too many sessions, which `calls` observes.
 
     Raises EnvironmentFailure with the last error after `seconds`.
     """
     until, pause = time.monotonic() + seconds, _PAUSE_S
     while True:
         try:
-            return await connect()
+            with calls.observed(refused, timed=False):
+                return await connect()
         except refused as error:
             if time.monotonic() + pause >= until:
                 found = f"{type(error).__name__}: {text_of(error)}"

@@ -17,6 +17,7 @@ from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
 from trivium.workflows.adapters import AdapterConfig, Translation, connected, mapping_of, seed_of
+from trivium.workflows.adaptive_limit import AdaptiveTurns
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
 
 T = TypeVar("T")
@@ -53,13 +54,14 @@ class OpenEnv(Episodes):
 
     def __init__(self, config: Config) -> None:
         _require()
-        super().__init__(config, f"OpenEnv at {config.url}", config.max_turns, config.call_deadline_s)
+        self._calls = AdaptiveTurns(config.max_environments)
+        super().__init__(config, f"OpenEnv at {config.url}", config.max_turns, config.call_deadline_s, self._calls)
         self._url, self._connect_s = socket_url(config.url), config.connect_deadline_s
         field = config.action_field
         self._translation = Translation(config, lambda completion: {field: completion})
 
     def make(self, policy: Policy) -> Environment:
-        return _Session(self._url, self._translation, self._connect_s, self._threads)
+        return _Session(self._url, self._translation, self._connect_s, self._threads, self._calls)
 
 
 def _require() -> None:
@@ -88,8 +90,11 @@ class _Session:
     The functions of the user and JSON run in `threads`: they may take long, and the event loop serves all rollouts.
     """
 
-    def __init__(self, url: str, translation: Translation, connect_s: float, threads: Threads) -> None:
+    def __init__(
+        self, url: str, translation: Translation, connect_s: float, threads: Threads, calls: AdaptiveTurns
+    ) -> None:
         self._url, self._translation, self._connect_s, self._threads = url, translation, connect_s, threads
+        self._calls = calls
         self._socket: Any = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -102,7 +107,7 @@ class _Session:
             return await self._exchange("reset", data)
 
         refused = (OSError, ConnectionClosed, InvalidMessage, _Refused)
-        seen = await connected(f"the environment server {self._url}", begin, refused, self._connect_s)
+        seen = await connected(f"the environment server {self._url}", begin, refused, self._connect_s, self._calls)
         return await self._run(self._translation.first, task, seen.get("observation"))
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
@@ -111,7 +116,8 @@ class _Session:
         except ValueError as error:
             return self._translation.invalid(error)
         try:
-            seen = await self._exchange("step", action)
+            with self._calls.observed():
+                seen = await self._exchange("step", action)
         except _InvalidAction as error:
             return self._translation.invalid(error)
         reward = seen.get("reward")

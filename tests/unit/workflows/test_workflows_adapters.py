@@ -127,7 +127,8 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
     assert "Compares a digit with the hidden one." in tools[0]
     assert not {"begin", "score"} & set(tools[0].split('"'))
     assert [text.partition("<|user|>")[2] for text in found] == [text.partition("<|user|>")[2] for text in reference]
-    assert player.metrics == {"env_done": 1.0, "tool_calls": 4.0, "tool_errors": 0.0}
+    sessions = {"perf/environments": 1.0, "perf/environment_limit": 8.0}
+    assert player.metrics == {"env_done": 1.0, "tool_calls": 4.0, "tool_errors": 0.0, **sessions}
     player = policy(guess("crash"), "6")
     assert await episodes.run(WITHOUT_TOOLS, player) == {"environment": 0.0}
     assert "<|tool|>error: Error executing tool guess" in shown(player)[1]
