@@ -99,6 +99,7 @@ class ChatRenderer:
         # The members of a group share a conversation, and rendering it costs more than sampling a token.
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
+        self._known_bridge = lru_cache(maxsize=4096)(self._bridge)
 
     def render(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a conversation, up to the opening of the assistant's next turn.
@@ -136,7 +137,16 @@ class ChatRenderer:
 
         Raises DataError if the template rewrites the earlier conversation, and for an image that cannot be read.
         """
-        bridge = self._encode(self._bridge(history, new))
+        if not history or history[-1].role != "assistant":
+            raise DataError(
+                "extend a conversation",
+                "its last message is not the assistant's",
+                "pass the history up to and including the sampled completion",
+            )
+        earlier = tuple(_with_content(m, _EARLIER_COMPLETION) if m.role == "assistant" else m for m in history[:-1])
+        messages = (*earlier, *new)
+        known = sum(len(m.content) for m in messages) <= _LONG and not any(m.media for m in messages)
+        bridge = (self._known_bridge if known else self._bridge)(earlier, tuple(new))
         if stop_reason is StopReason.EOS:
             bridge = self._without_sampled_end(bridge, int(seen.tokens[-1]))
         return seen.then(self._expanded(bridge, _media_of(new)))
@@ -178,16 +188,10 @@ class ChatRenderer:
         self._check_media([Message("assistant", completion)])
         return self.render(messages), np.append(self._encode(completion), np.int32(self._end_of_turn))
 
-    def _bridge(self, history: Sequence[Message], new: Sequence[Message]) -> str:
-        """The text between the last completion of `history` and the next one."""
-        if not history or history[-1].role != "assistant":
-            raise DataError(
-                "extend a conversation",
-                "its last message is not the assistant's",
-                "pass the history up to and including the sampled completion",
-            )
-        marker = _unused_marker([*history, *new])
-        earlier = [_with_content(m, _EARLIER_COMPLETION) if m.role == "assistant" else m for m in history[:-1]]
+    def _bridge(self, earlier: tuple[Message, ...], new: tuple[Message, ...]) -> IntArray:
+        """The tokens between a completion and the next one. They depend on no completion: `earlier` are the messages
+        before it, with others in their places."""
+        marker = _unused_marker([*earlier, *new])
         seen = self._text(earlier, generation=True)
         now = self._text([*earlier, Message("assistant", marker), *new], generation=True)
         before, _, bridge = now.partition(marker)
@@ -200,7 +204,7 @@ class ChatRenderer:
         # Either may be longer: a template may open a block before a completion, or write one only into the history.
         if not (seen.startswith(before) or before.startswith(seen)):
             raise DataError(*_divergence(seen, before))
-        return bridge
+        return self._encode(bridge)
 
     def _without_sampled_end(self, bridge: IntArray, sampled: int) -> IntArray:
         """The bridge without the end of turn that the policy sampled itself (and white space before it)."""
