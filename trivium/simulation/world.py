@@ -202,7 +202,7 @@ class World:
         return bool(self.outcome.problems) or not any(process.alive for process in self.processes.values())
 
     def _excused(self, name: str) -> bool:
-        """Whether a fault may have ended this command with an error. The death of an explorer does not end a trainer."""
+        """Whether a fault may end this command with an error. The death of an explorer must not end the trainer."""
         happened = self.spec.faults[: len(self.spec.faults) - len(self._left)]
         if name == "trainer":
             return any(fault.kind == "twin" or (fault.kind, fault.command) == ("pause", name) for fault in happened)
