@@ -3,16 +3,24 @@
     python -m tests.simulation.planted NAME
 
 runs worlds with the fault until one breaks a promise, and prints its seed. Exits 1 if none does within `MOST` seeds. A
-fault is a replacement in the source of one module, made while the module is imported.
+fault is a replacement in the source of one module.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
-from importlib.machinery import SourceFileLoader
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import trivium
+from trivium.simulation.seeds import prepare, run_spec
+from trivium.simulation.world import Spec
 
 MOST = 2000
 
@@ -127,42 +135,54 @@ PLANTED = {
 
 
 def plant(fault: Fault) -> None:
-    """Replaces the text while the module is imported, and ignores its compiled form."""
-    path = Path(__file__).resolve().parents[2] / "trivium" / fault.module
-    assert path.read_text(encoding="utf-8").count(fault.old) == 1, fault
-    get_code = SourceFileLoader.get_code
+    """Gives the functions of the module the code of the changed source. Whoever imported them calls the new code."""
+    name = "trivium." + fault.module.removesuffix(".py").replace("/", ".")
+    path = Path(trivium.__file__).parent / fault.module
+    source = path.read_text(encoding="utf-8")
+    assert source.count(fault.old) == 1, fault
+    changed = {
+        code.co_qualname: code for code in _codes(compile(source.replace(fault.old, fault.new), str(path), "exec"))
+    }
+    module = sys.modules[name]
+    for function in _functions(vars(module), name):
+        function.__code__ = codes[function.__code__.co_qualname]
 
-    def planted(loader: SourceFileLoader, fullname: str) -> object:
-        if Path(loader.get_filename(fullname)).resolve() != path:
-            return get_code(loader, fullname)
-        text = path.read_text(encoding="utf-8").replace(fault.old, fault.new)
-        return compile(text, str(path), "exec", dont_inherit=True)
 
-    SourceFileLoader.get_code = planted  # pyright: ignore[reportAttributeAccessIssue]
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
-def find(fault: Fault) -> int | None:
-    """The first seed whose world breaks a promise."""
-    from contextlib import redirect_stderr
-    from io import StringIO
+def _functions(names: Mapping[str, Any], module: str) -> Iterator[FunctionType]:
+    """The functions that a module defines, in its classes as well."""
+    for value in list(names.values()):
+        for each in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+            function = inspect.unwrap(each) if callable(each) else each
+            if isinstance(function, FunctionType) and function.__module__ == module:
+                yield function
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _functions(vars(value), module)
 
-    from trivium.simulation.seeds import prepare, run_spec
-    from trivium.simulation.world import Spec
 
-    with tempfile.TemporaryDirectory() as directory:
-        model = prepare(Path(directory))
-        for seed in range(MOST):
-            spec = Spec.of(seed)
-            if fault.shared in (None, spec.shared):
-                with redirect_stderr(StringIO()):
-                    outcome = run_spec(spec, model)
-                if outcome.problems:
-                    sys.stdout.write(f"seed {seed}: {outcome.problems[0]}\n")
-                    return seed
-    return None
+def find(name: str, model: Path) -> str:
+    """Plants the fault in this process for good. Returns the first seed whose world breaks a promise, and the promise;
+    empty if none does."""
+    fault = PLANTED[name]
+    plant(fault)
+    for seed in range(MOST):
+        spec = Spec.of(seed)
+        if fault.shared in (None, spec.shared):
+            with redirect_stderr(StringIO()):
+                outcome = run_spec(spec, model)
+            if outcome.problems:
+                return f"seed {seed}: {outcome.problems[0]}"
+    return ""
 
 
 if __name__ == "__main__":
-    planted_fault = PLANTED[sys.argv[1]]
-    plant(planted_fault)
-    sys.exit(find(planted_fault) is None)
+    with tempfile.TemporaryDirectory() as directory:
+        found = find(sys.argv[1], prepare(Path(directory)))
+    sys.stdout.write(f"{found or 'not found'}\n")
+    sys.exit(not found)
