@@ -140,11 +140,9 @@ def plant(fault: Fault) -> None:
     path = Path(trivium.__file__).parent / fault.module
     source = path.read_text(encoding="utf-8")
     assert source.count(fault.old) == 1, fault
-    changed = {
-        code.co_qualname: code for code in _codes(compile(source.replace(fault.old, fault.new), str(path), "exec"))
-    }
-    module = sys.modules[name]
-    for function in _functions(vars(module), name):
+    changed = compile(source.replace(fault.old, fault.new), str(path), "exec")
+    codes = {code.co_qualname: code for code in _codes(changed)}
+    for function in _functions(vars(sys.modules[name]), name):
         function.__code__ = codes[function.__code__.co_qualname]
 
 
