@@ -60,28 +60,44 @@ def server(port: int = 0, steps: int | None = None) -> Generator[int]:
             process.stdout.close()
 
 
-def outcome(
-    run_dir: Path, steps: int = 2, rows: bool = True, changed: dict[str, Any] | None = None, **workflow: Any
-) -> tuple[dict[str, bytes], list[Trajectory]]:
-    """Runs the game with a tiny model. Returns (the files of the last weights, all rollouts in order)."""
-    config: dict[str, Any] = {
-        "run": {"dir": str(run_dir)},
+def config(
+    run_dir: Path,
+    steps: int = 2,
+    rows: bool = True,
+    size: int = 6,
+    seed: int = 0,
+    tasks: dict[str, Any] | None = None,
+    **workflow: Any,
+) -> dict[str, Any]:
+    """A run of the game with a tiny model. `rows` is whether the rows offer the tool, `tasks` replaces them."""
+    source = {"kind": "python", "source": f"{GAME}:rows", "id": "id", "args": {"with_tools": rows}}
+    return {
+        "run": {"dir": str(run_dir), "seed": seed},
         "model": {"kind": f"{GAME}:TinyModel", "layers": 1, "hidden": 32, "heads": 2, "mlp": 32, "max_position": 96},
-        "tasks": {
-            "train": {"kind": "python", "source": f"{GAME}:rows", "id": "id", "args": {"with_tools": rows}},
-        },
+        "tasks": {"train": tasks or source},
         "workflow": {"max_failed_fraction": 1.0, **workflow},
         "engine": {"sampling": {"max_new_tokens": 1}},
-        "schedule": {"steps": steps, "groups_per_step": 1, "group_size": 6},
+        "schedule": {"steps": steps, "groups_per_step": 1, "group_size": size},
         "train": {"optimizer": {"lr": 1e-2}},
         "checkpoint": {"save_every": 1},
         "cluster": {"threads": 1},
         "monitors": [{"kind": "jsonl"}],
     }
-    config = merged(config, changed or {})
-    assert run(config_from_mapping(config, run_dir.parent))["steps"] == steps
-    rollouts = [rollout for group in groups_of(run_dir) for rollout in group.trajectories]
-    assert len(rollouts) == steps * 6
+
+
+def rollouts_in(run_dir: Path) -> list[Trajectory]:
+    """All rollouts of a run, in the order of the schedule."""
+    return [rollout for group in groups_of(run_dir) for rollout in group.trajectories]
+
+
+def outcome(
+    run_dir: Path, steps: int = 2, changed: dict[str, Any] | None = None, **fields: Any
+) -> tuple[dict[str, bytes], list[Trajectory]]:
+    """Runs the game with a tiny model. Returns (the files of the last weights, all rollouts in order)."""
+    mapping = merged(config(run_dir, steps, **fields), changed or {})
+    assert run(config_from_mapping(mapping, run_dir.parent))["steps"] == steps
+    rollouts = rollouts_in(run_dir)
+    assert len(rollouts) == steps * fields.get("size", 6)
     return outcome_of(run_dir)["tensors"], rollouts
 
 

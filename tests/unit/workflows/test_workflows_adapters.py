@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import agent_game
+import guessing
 import numpy as np
 import pytest
 from failing import refused
@@ -41,7 +42,7 @@ def guess(digit: object) -> str:
 
 
 COMPLETIONS = (guess(3), guess("x") + guess(7), guess(6), "6")
-EARNED = {"environment": 1 - 3 * agent_game.MISS}
+EARNED = {"environment": 1 - 3 * guessing.MISS}
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_re
     rollouts = (episodes.run(task, each) for task, each in zip((WITHOUT_TOOLS, others), players, strict=True))
     waiting = asyncio.gather(*rollouts)
     async with mcp_at(port) as process:
-        assert await waiting == [EARNED, {"environment": -4 * agent_game.MISS}]
+        assert await waiting == [EARNED, {"environment": -4 * guessing.MISS}]
         player = policy(*COMPLETIONS)
         async with AsyncExitStack() as stack:
 
