@@ -25,13 +25,16 @@ FOR_SITE := $(VENV)/.installed-site
 # vLLM wants an older transformers: it has an environment of its own.
 VLLM_VENV ?= .venv-vllm
 FOR_VLLM := $(VLLM_VENV)/.installed
+# verifiers wants other versions of mcp and openai.
+VERIFIERS_VENV ?= .venv-verifiers
+FOR_VERIFIERS := $(VERIFIERS_VENV)/.installed
 # What depends on the version of transformers, which is another one there.
 OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test_models_packed.py models/test_loading.py \
 	models/test_routing.py text/test_text_renderer.py text/test_text_tokenizer.py text/test_text_tiny.py)
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-vllm simulate lint format types docs site house words clean
+.PHONY: help demo test test-all test-vllm test-verifiers simulate lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
@@ -39,6 +42,7 @@ help:
 	@echo "make test-all    all tests, as the CI runs them"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
+	@echo "make test-verifiers    the tests of workflow.kind verifiers, with verifiers"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
@@ -56,6 +60,9 @@ test test-all: $(FOR_DEV)
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py
+
+test-verifiers: $(FOR_VERIFIERS)
+	$(VERIFIERS_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/unit/workflows/test_workflows_verifiers.py tests/e2e/test_verifiers.py
 
 simulate: $(FOR_DEV)
 	$(BIN)/python tools/simulate.py --seeds $(or $(SEEDS),0-999)
@@ -85,7 +92,7 @@ words: $(FOR_DEV)
 	@$(BIN)/python tools/words.py $(WORDS_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -108,4 +115,10 @@ $(FOR_VLLM): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 		--requirement constraints-vllm.txt --editable .
+	touch $@
+
+$(FOR_VERIFIERS): pyproject.toml constraints-verifiers.txt
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--requirement constraints-verifiers.txt --editable .
 	touch $@

@@ -47,7 +47,7 @@ TITLES = {
     "Data types": {"types"},
     "Interfaces": {"protocols"},
     "Bases of config sections": {"config"},
-    "Rollouts": {"policy", "randomness", "engines", "text", "tasks"},
+    "Rollouts": {"policy", "randomness", "engines", "text", "tasks", "workflows"},
     "Rewards": {"rewards", "processes"},
     "Training": {"loops", "training", "sync", "metrics"},
     "A run directory": {"buffers", "inspection"},

@@ -44,6 +44,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "gymnasium": "trivium.workflows.gymnasium:Gymnasium",
         "mcp": "trivium.workflows.mcp:Mcp",
         "openenv": "trivium.workflows.openenv:OpenEnv",
+        "verifiers": "trivium.workflows.verifiers:Verifiers",
     },
     "environments": {},
     "tools": {},

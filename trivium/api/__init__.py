@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from trivium.types import Task as Task
     from trivium.types import Trajectory as Trajectory
     from trivium.types import Turn as Turn
+    from trivium.workflows.verifiers import verifiers_rows as verifiers_rows
 
 
 def __getattr__(name: str) -> Any:

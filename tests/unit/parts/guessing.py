@@ -1,4 +1,4 @@
-"""A game of guessing a digit, which `agent_game` offers behind several doors."""
+"""A game of guessing a digit, which `agent_game` and `verifiers_game` offer behind several doors."""
 
 from __future__ import annotations
 

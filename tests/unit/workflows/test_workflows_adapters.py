@@ -21,7 +21,7 @@ from gymnasium import spaces
 from workflow_parts import policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
-from trivium.errors import DataError, UnknownName
+from trivium.errors import DataError, MissingPackage, UnknownName
 from trivium.policy import Policy
 from trivium.registry import resolve
 from trivium.types import Message, Task
@@ -311,3 +311,11 @@ def test_an_unknown_environment_is_found_before_the_run() -> None:
 def test_functions_that_are_not_there_are_found_before_the_run() -> None:
     with refused(UnknownName, "observes"):
         workflow("openenv", url="ws://localhost:1", observe=f"{GAME}:observes")
+
+
+def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"gymnasium": {"id": "Guess-v0"}, "mcp": {"url": "http://127.0.0.1:9"}, "verifiers": {"env": {}}}
+    for kind, given in fields.items():
+        monkeypatch.setitem(sys.modules, kind, None)
+        with refused(MissingPackage, kind, f"pip install 'trivium[{kind}]'"):
+            workflow(kind, **given)
