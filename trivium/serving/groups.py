@@ -86,6 +86,14 @@ class OpenGroups:
         """The session of each choice: by its labels, by the conversation that it continues, or a new one. Counts the
         calls as in progress."""
         labels = request.labels
+        if labels.row is not None and request.n > 1:
+            raise RequestError(
+                400,
+                f"{request.n} completions of {labels.row}",
+                "a row names one member of a group",
+                "send a request for each member",
+                param="n",
+            )
 
         def belongs(session: Session) -> bool:
             """A session of the same kind and secret, without a label, of the task if the request names one."""

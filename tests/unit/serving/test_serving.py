@@ -259,6 +259,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"row": {"taskset": "a", "index": 0}}, "row"),
     ({"task_id": "t", "evaluation": True, "row": {"taskset": "a", "index": 0}}, "row"),
     ({"task_id": "t", "row": {"taskset": "a"}}, "row"),
+    ({"task_id": "t", "n": 2, "row": {"taskset": "a", "index": 0}}, "n"),
     ({"task_id": "t", "row": {"taskset": "a", "index": True}}, "row"),
     ({"task_id": "t", "row": {"taskset": "", "index": 0}}, "row.taskset"),
 ]
