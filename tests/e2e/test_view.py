@@ -434,6 +434,44 @@ def test_what_a_model_wrote_is_text(url: str, page: Page) -> None:
     assert page.problems == []
 
 
+def test_participants_and_sequences_that_start_later_are_shown_with_the_reason(
+    view: Start, hostile: Path, page: Page
+) -> None:
+    def turn(context: list[int], own: list[int], participant: str, reward: float) -> Turn:
+        numbers = np.zeros(len(own), np.float32), np.zeros(len(own), np.int32)
+        tokens = np.array(context, np.int32), np.array(own, np.int32)
+        return Turn(*tokens, *numbers, StopReason.EOS, "text", reward=reward, participant=participant)
+
+    path = hostile.parent / "forked"
+    path.mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "model"):
+        (path / name).symlink_to(hostile / name)
+    turns = (
+        turn([1, 2], [3, 4], "proposer", 0.0),
+        turn([1, 5], [6, 7], "solver", 0.25),
+        turn([1, 5, 6, 8, 9], [2], "solver", 0.5),  # the completion of turn 2 was changed
+    )
+    whole = Group(0, Task("game", (Message("user", "go"),)), (Trajectory(0, turns, {"solver": 1.0}),))
+    write_groups(path / "rollouts" / "stage-1" / "step-000001.msgpack", [whole])
+    page.open("about:blank")
+    page.open(f"{view(path)}#/rollouts?run=0")
+    page.wait("document.querySelectorAll('.transcript p.fork').length === 2")
+    member = page.evaluate("document.querySelector('.member').textContent")
+    for text in (
+        "3 turns in 3 sequences",
+        "proposer 1 of 3 turns",
+        "solver 2 of 3 turns, reward of steps 0.75",
+        "turn 2 · solver",
+    ):
+        assert text in member
+    first, second = page.evaluate("[...document.querySelectorAll('.transcript p.fork')].map((p) => p.textContent)")
+    assert "another sequence, of solver" in first
+    assert "token 1 is" in first
+    assert "the completion of turn 2 was changed; token 3 is" in second
+    assert page.evaluate("[...document.querySelectorAll('.t.fork')].map((token) => token.place)") == [[1, 1], [2, 3]]
+    assert page.problems == []
+
+
 def test_only_this_machine_with_the_token_reads_and_only_files_of_the_run(url: str, hostile: Path) -> None:
     base, token = url.rstrip("/").rsplit("/", 1)
     with httpx.Client(timeout=60) as client:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from trivium.inspection.rollout_view import media_values
+from trivium.inspection.rollout_view import fork_values, media_values
 from trivium.inspection.rollouts import Member, Place, Rollout, TokenSequence
-from trivium.types import EXPERT_VERSION, AnyArray, Group, Trajectory
+from trivium.types import EXPERT_VERSION, AnyArray, Group, IntArray, Trajectory, forks_of
 
 _PROMPT = 400
 """Characters of a prompt in a row."""
@@ -98,22 +98,30 @@ def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]
     """Returns a rollout token by token. `pieces` returns the text of each token of a sequence.
 
     Each sequence has `tokens` and `text` (L), `values` by name (L numbers or None each), and `turns`: the range [start,
-    stop) of each turn's own tokens, its stop reason, its reward and its participant.
+    stop) of each turn's own tokens, its stop reason, its reward and its participant. `fork` says why a sequence starts.
     """
     group = rollout.group
+
+    def text(tokens: Sequence[int] | IntArray) -> str:
+        return "".join(pieces(np.asarray(tokens).tolist()))
+
+    forks = {fork.turn: fork_values(fork, text) for fork in forks_of(rollout.trajectory.turns)}
     return {
         "messages": [
             {"role": message.role, "content": message.content, "media": media_values(message.media)}
             for message in group.task.prompt
         ],
         "columns": dict(group.task.columns),
-        "sequences": [_sequence(rollout, each, pieces) for each in rollout.sequences],
+        "sequences": [_sequence(rollout, each, pieces, forks) for each in rollout.sequences],
         "kept": any("returns" in columns for each in rollout.kept.values() for columns in each),
     }
 
 
 def _sequence(
-    rollout: Rollout, sequence: TokenSequence, pieces: Callable[[Sequence[int]], list[str]]
+    rollout: Rollout,
+    sequence: TokenSequence,
+    pieces: Callable[[Sequence[int]], list[str]],
+    forks: Mapping[int, dict[str, Any]],
 ) -> dict[str, Any]:
     turns = rollout.trajectory.turns
     spans = [
@@ -130,7 +138,8 @@ def _sequence(
         for span in sequence.turns
     ]
     ids = sequence.tokens.tolist()
-    return {"tokens": ids, "text": pieces(ids), "turns": spans, "values": token_values(sequence)}
+    fork = forks.get(spans[0]["number"]) if spans else None
+    return {"tokens": ids, "text": pieces(ids), "turns": spans, "fork": fork, "values": token_values(sequence)}
 
 
 def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:

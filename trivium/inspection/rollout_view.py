@@ -128,7 +128,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
             {
                 "context": decode(turn.prompt_tokens[seen:]),
                 **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
-                "fork": _fork(forks[number], decode) if number in forks else None,
+                "fork": fork_values(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn, decode)],
                 "participant": turn.participant,
@@ -149,7 +149,7 @@ def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
     return next((calls[1] for calls in read if calls is not None), ())
 
 
-def _fork(fork: Fork, decode: Decode) -> dict[str, Any]:
+def fork_values(fork: Fork, decode: Decode) -> dict[str, Any]:
     """Returns why a turn starts another sequence, and the first token that differs: its position, and its text in the
     `earlier` turn and in the prompt; null at the end."""
     known, sent = (decode(tokens) if len(tokens) else None for tokens in (fork.known, fork.sent))

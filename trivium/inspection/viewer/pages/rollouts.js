@@ -159,7 +159,8 @@ export function rollouts(root, runs) {
             h("a", { href: link({ ...keep, index: at, token: "" }), title: "This rollout alone: the address can be shared" }, member.greedy ? "greedy" : `#${member.index}`),
             h("b", { class: "reward" }, member.reward === null ? "failed" : show(member.reward)),
             h("span", { title: "Mean advantage of its tokens" }, "advantage ", h("b", {}, show(member.advantage))),
-            h("span", { class: "dim" }, `${member.tokens} tokens${member.turns > 1 ? `, ${member.turns} turns` : ""} · `, h("span", { class: member.stop === "eos" ? "" : "warn" }, member.stop), member.versions.length ? ` · version ${member.versions[0] === member.versions[1] ? member.versions[0] : member.versions.join("–")}` : "")),
+            h("span", { class: "dim" }, `${member.tokens} tokens${member.turns > 1 ? `, ${member.turns} turns` : ""}${member.sequences.length > 1 ? ` in ${member.sequences.length} sequences` : ""} · `, h("span", { class: member.stop === "eos" ? "" : "warn" }, member.stop), member.versions.length ? ` · version ${member.versions[0] === member.versions[1] ? member.versions[0] : member.versions.join("–")}` : "")),
+          participants(member).length > 1 ? h("p", { class: "chips" }, "participants", participants(member).map((name) => h("span", { class: "chip" }, h("b", {}, name || "policy"), ` ${turnsOf(member, name).length} of ${member.turns} turns, reward of steps ${show(turnsOf(member, name).reduce((sum, turn) => sum + (turn.reward ?? 0), 0))}`))) : null,
           h("p", { class: "chips" }, [...Object.entries(member.rewards), ...Object.entries(member.metrics)].map(([name, value]) => h("span", { class: "chip" }, h("b", {}, name), ` ${show(value)}`))),
           member.failure ? h("p", { class: "warn" }, member.failure) : null,
           transcript(member, { run, name: shadeBy, range, whole: !!state.prompt, picked: one === at ? picked : null, pick: ([sequence, token]) => history.replaceState(null, "", link({ ...address(), step, group, index: at, token: `${sequence}.${token}` })) }),
@@ -168,6 +169,8 @@ export function rollouts(root, runs) {
       one === null && members.length < head.size ? h("p", {}, h("button", { onclick: () => go({ members: members.length + MEMBERS }, { replace: true }) }, `${Math.min(MEMBERS, head.size - members.length)} more of ${head.size} rollouts`)) : "");
   }
 
+  const turnsOf = (member, name) => member.sequences.flatMap((sequence) => sequence.turns).filter((turn) => turn.participant === name);
+  const participants = (member) => [...new Set(member.sequences.flatMap((sequence) => sequence.turns.map((turn) => turn.participant)))];
   const place = (row) => `${row.stage}.${row.slot}.${row.attempt}`;
   const move = (to) => go({ step: to, group: "", first: "", index: "", token: "" });
 

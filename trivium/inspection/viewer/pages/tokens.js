@@ -81,11 +81,14 @@ export function scale(name, range) {
 export function transcript(rollout, { run, name, range, whole, picked, pick }) {
   const box = h("div", { class: "transcript", tabIndex: 0, role: "group", "aria-label": "Tokens" });
   const elements = [];
+  const several = rollout.turns > 1;
   rollout.sequences.forEach((sequence, number) => {
-    if (number) box.append(h("p", { class: "role" }, "the history was rewritten"));
+    if (sequence.fork) box.append(started(sequence.fork, sequence.turns[0].participant));
     let position = 0;
     for (const turn of sequence.turns) {
-      if (turn.start > position && (whole || position)) box.append(...segment(position ? "environment" : "prompt", sequence, number, position, turn.start, turn));
+      // A sequence that starts later shows its prompt from the first token that differs.
+      const from = position || whole || !sequence.fork ? position : Math.min(sequence.fork.at, turn.start);
+      if (turn.start > from && (whole || position || sequence.fork)) box.append(...segment(position ? "environment" : "prompt", sequence, number, from, turn.start, turn));
       box.append(...segment("assistant", sequence, number, turn.start, turn.stop, turn));
       position = turn.stop;
     }
@@ -108,11 +111,12 @@ export function transcript(rollout, { run, name, range, whole, picked, pick }) {
       const background = shade(name, value, range);
       if (background) token.style.backgroundColor = background;
       if (sequence.values.response_mask[t] === 0 && own) token.classList.add("masked");
+      if (sequence.fork?.at === t) token.classList.add("fork");
       if (picked && picked[0] === number && picked[1] === t) token.classList.add("picked");
       elements.push(token);
       text.append(token);
     }
-    const more = own && turn ? [turn.participant ? ` · ${turn.participant}` : null, h("span", { class: turn.stop_reason === "eos" ? "dim" : "warn" }, ` · ${turn.stop_reason}`),
+    const more = own && turn ? [several ? ` · turn ${turn.number + 1}` : null, turn.participant ? ` · ${turn.participant}` : null, h("span", { class: turn.stop_reason === "eos" ? "dim" : "warn" }, ` · ${turn.stop_reason}`),
       turn.reward ? h("span", { class: "dim" }, `, reward ${show(turn.reward)}`) : null] : [];
     const calls = own && turn ? [...turn.text.matchAll(/<tool_call>([^]*?)<\/tool_call>/g)].map((call) => toolCall(call[1])) : [];
     return [h("p", { class: "role" }, role, more), text, ...calls];
@@ -145,6 +149,13 @@ export function transcript(rollout, { run, name, range, whole, picked, pick }) {
     pick?.(token.place);
   }
   return box;
+}
+
+// Why a turn does not continue the sequence before it.
+function started(fork, participant) {
+  const token = (text) => (text === null ? "the end" : JSON.stringify(text));
+  return h("p", { class: "fork" }, h("b", {}, participant ? `another sequence, of ${participant}` : "another sequence"),
+    `: ${fork.reason}; token ${fork.at} is `, h("code", {}, token(fork.sent)), ", and ", h("code", {}, token(fork.known)), ` in turn ${fork.earlier + 1}`);
 }
 
 const written = (text) => (text === "" ? "\u200b" : text.replace(/\n/g, "↵\n"));
