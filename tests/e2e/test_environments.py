@@ -241,6 +241,7 @@ def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_tiny_model_learns_to_use_a_calculator_and_cannot_answer_without(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "tools.yaml"
 
@@ -250,8 +251,8 @@ def test_a_tiny_model_learns_to_use_a_calculator_and_cannot_answer_without(tmp_p
         return summary["accuracy_before"], summary["accuracy_after"]
 
     before, after = accuracy("with")
-    assert before < after
-    assert after > 0.8
+    assert after > before + 0.2
+    assert after > 0.7
     without = {"tasks": {"train": {"source": "tools.py:direct"}}, "workflow": {"kind": "single_turn"}}
     _, control = accuracy("without", **without)
     assert control < 0.1
