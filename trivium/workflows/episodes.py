@@ -23,7 +23,7 @@ from pydantic import Field
 
 from trivium.concurrency import Threads, Turns, outcome_of, run_here, wait_for
 from trivium.config import WorkflowConfig, free
-from trivium.errors import RolloutError, described, text_of
+from trivium.errors import DataError, RolloutError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
 from trivium.protocols import ClosedEnvironment, Environment, FinishedEnvironment
 from trivium.types import Message, Task
@@ -173,6 +173,8 @@ class Episodes(ABC):
             return await wait_for(seconds, self._called(function, arguments))
         except EnvironmentFailure:
             raise
+        except DataError as error:  # a row that does not fit the environment: its own text says what to change
+            raise EnvironmentFailure(error.asked, error.found, error.do) from error
         except Exception as error:
             late = isinstance(error, TimeoutError) and error.__cause__ is None and not error.args
             found = f"{type(error).__name__}: {text_of(error)}"

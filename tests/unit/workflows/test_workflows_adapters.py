@@ -133,6 +133,11 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
     player = policy(guess("crash"), "6")
     assert await episodes.run(WITHOUT_TOOLS, player) == {"environment": 0.0}
     assert "<|tool|>error: Error executing tool guess" in shown(player)[1]
+    chosen = Task("row", PROMPT, {**COLUMNS, "tools": ["gues"]})
+    with refused(EnvironmentFailure, "'tools'", "'row'", "'gues'", "'guess'") as caught:  # known only at run time
+        await episodes.run(chosen, policy("6"))
+    assert "'tools'" in caught.value.asked
+    assert "'guess'" in caught.value.do
     with refused(EnvironmentFailure, "begins", "begin"):
         await workflow("mcp", **fields, start_tool="begins").run(WITHOUT_TOOLS, policy("6"))
 
