@@ -172,7 +172,7 @@ def test_one_game_behind_every_door_gives_equal_tokens_rewards_and_weights(
     door: str, undisturbed: tuple[dict[str, bytes], list[Trajectory]], tmp_path: Path
 ) -> None:
     with nullcontext(0) if door != "openenv" else server() as port:
-        fields: dict[str, Any] = openenv(port)
+        fields: dict[str, Any] = openenv(port, max_environments=2)  # rollouts that wait sample the same tokens
         if door == "gymnasium":
             agent_game.register()
             fields = {**fields, "kind": door, "id": "Guess-v0", "act": f"{GAME}:act"}
