@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trivium.simulation.seeds import prepare, run_seeds, run_spec, shrunk
-from trivium.simulation.world import Outcome, Spec
+from trivium.simulation.seeds import prepare, run_seeds, run_spec
+from trivium.simulation.world import Spec
 
 
 def main() -> int:
@@ -33,31 +33,24 @@ def main() -> int:
         if len(seeds) > 1:
             return run_many(seeds, arguments.processes, model)
         outcome = run_spec(Spec.of(seeds[0]), model)
-        print_problems(outcome, model)
         print(outcome)
         return int(bool(outcome.problems))
 
 
 def run_many(seeds: range, processes: int, model: Path) -> int:
     began, faults, events, broken = time.monotonic(), Counter[str](), 0, 0
-    for outcome in run_seeds(seeds, processes, model):
+    for outcome, smallest in run_seeds(seeds, processes, model):
         faults += outcome.faults
         events += outcome.events
-        broken += bool(outcome.problems)
-        print_problems(outcome, model)
+        if outcome.problems:
+            broken += 1
+            needed = ", ".join(map(str, smallest.faults)) or "none"
+            command = f"python tools/simulate.py --seeds {outcome.spec.seed}"
+            print(f"{command}: {'; '.join(outcome.problems)}; faults: {needed}", flush=True)
     happened = ", ".join(f"{count:,} {kind}" for kind, count in sorted(faults.items())) or "none"
-    print(
-        f"{len(seeds):,} worlds, {events:,} events; faults: {happened}; {broken} worlds broke a promise "
-        f"({time.monotonic() - began:.0f} s)"
-    )
+    summary = f"{len(seeds):,} worlds, {events:,} events; faults: {happened}; {broken} worlds broke a promise"
+    print(f"{summary} ({time.monotonic() - began:.0f} s)")
     return int(broken > 0)
-
-
-def print_problems(outcome: Outcome, model: Path) -> None:
-    if outcome.problems:
-        needed = ", ".join(map(str, shrunk(outcome.spec, model).faults)) or "none"
-        problems = "; ".join(outcome.problems)
-        print(f"python tools/simulate.py --seeds {outcome.spec.seed}: {problems}; faults: {needed}", flush=True)
 
 
 if __name__ == "__main__":

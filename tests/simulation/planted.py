@@ -12,7 +12,6 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -169,11 +168,11 @@ def find(name: str, model: Path) -> str:
     empty if none does."""
     fault = PLANTED[name]
     plant(fault)
+    sys.stderr = StringIO()  # the logs of the worlds
     for seed in range(MOST):
         spec = Spec.of(seed)
         if fault.shared in (None, spec.shared):
-            with redirect_stderr(StringIO()):
-                outcome = run_spec(spec, model)
+            outcome = run_spec(spec, model)
             if outcome.problems:
                 return f"seed {seed}: {outcome.problems[0]}"
     return ""

@@ -58,6 +58,8 @@ class SimulatedEngine(ScriptedEngine):
         if int(held[VERSION]) != version:
             found = f"the weights of version {int(held[VERSION])}"
             raise TriviumError(f"the weights of version {version}", found, "find which side mixes them up")
+        if version < self.version:
+            raise TriviumError(f"a version after {self.version}", f"version {version}", "find who offers an older one")
         await super().load(version, list(held.items()), in_flight=in_flight)
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from trivium.config import load_config
 from trivium.runtime.launch import run
-from trivium.simulation.world import BASE, Outcome, Spec, outcome_of
-
-_WORLDS = 20
-"""Worlds that one process runs. The threads of killed commands stay in its memory."""
+from trivium.simulation.world import BASE, Outcome, Spec, World, compare
 
 
 def prepare(directory: Path) -> Path:
@@ -30,28 +29,58 @@ def prepare(directory: Path) -> Path:
 
 
 def run_spec(spec: Spec, model: Path) -> Outcome:
-    """Runs a world in a temporary directory. The log goes to stderr."""
+    """Runs a world in a temporary directory. A world whose result must not depend on faults is run again without them.
+
+    Each world has a forked process of its own, since the commands of a world share the globals of their modules.
+    """
+    outcome = _forked(spec, model)
+    if spec.faults and outcome.digest and (spec.deterministic or spec.synchronous):
+        calm = _forked(replace(spec, faults=()), model)
+        outcome.events += calm.events
+        compare(calm, outcome)
+    return outcome
+
+
+def _forked(spec: Spec, model: Path) -> Outcome:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(sender, spec, model))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        return Outcome(spec, [f"the process of the world ended with {process.exitcode}"])
+    finally:
+        process.join()
+
+
+def _run(sender: Connection, spec: Spec, model: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="trivium-world-") as directory:
-        return outcome_of(spec, Path(directory), model)
+        sender.send(World(spec, Path(directory), model).run())
 
 
-def run_seeds(seeds: Sequence[int], processes: int, model: Path) -> Iterator[Outcome]:
-    """Yields the outcomes of worlds in the order in which they end."""
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=_WORLDS) as pool:
-        yield from pool.imap_unordered(_run_quietly, ((seed, model) for seed in seeds))
+def run_seeds(seeds: Sequence[int], processes: int, model: Path) -> Iterator[tuple[Outcome, Spec]]:
+    """Yields (outcome, `shrunk` spec if it broke a promise) of worlds in the order in which they end."""
+    with multiprocessing.get_context("fork").Pool(processes, _quiet) as pool:
+        yield from pool.imap_unordered(_run_seed, ((seed, model) for seed in seeds))
 
 
-def _run_quietly(task: tuple[int, Path]) -> Outcome:
+def _quiet() -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # it forks the processes of worlds
+    sys.stderr = StringIO()
+
+
+def _run_seed(task: tuple[int, Path]) -> tuple[Outcome, Spec]:
     seed, model = task
-    with redirect_stderr(StringIO()):
-        return run_spec(Spec.of(seed), model)
+    outcome = run_spec(Spec.of(seed), model)
+    return outcome, shrunk(outcome.spec, model) if outcome.problems else outcome.spec
 
 
 def shrunk(spec: Spec, model: Path) -> Spec:
     """A spec that still breaks a promise, and of whose faults none can be left out."""
     for fault in spec.faults:
         fewer = replace(spec, faults=tuple(other for other in spec.faults if other is not fault))
-        with redirect_stderr(StringIO()):
-            if run_spec(fewer, model).problems:
-                return shrunk(fewer, model)
+        if run_spec(fewer, model).problems:
+            return shrunk(fewer, model)
     return spec

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import errno
 import faulthandler
 import io
 import os
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import greenlet
@@ -208,6 +209,10 @@ class Conditions:
     """The longest time that `fsync` takes."""
     clock_error_s: float = 0.0
     """What `time.time` is ahead."""
+    full_until: float = 0.0
+    """Until this time the disk is full: files cannot be opened for writing, and not be synced."""
+    cut_until: dict[str, float] = field(default_factory=dict[str, float])
+    """By the name of a process, the time until which it cannot reach the database."""
 
 
 @contextmanager
@@ -219,8 +224,14 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
     def simulated() -> bool:
         return isinstance(greenlet.getcurrent(), ComputerThread)
 
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        file = real_open(*args, **kwargs)
+    def refuse_if_full(path: Any) -> None:
+        if simulated() and computer.now < conditions.full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if {*mode} & {*"wax+"}:
+            refuse_if_full(path)
+        file = real_open(path, mode, *args, **kwargs)
         with suppress(OSError, ValueError, AttributeError):
             descriptors.opened(file.fileno())
         return file
@@ -230,10 +241,26 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
         descriptors.opened(descriptor)
         return descriptor
 
+    def is_cut() -> bool:
+        return simulated() and computer.now < conditions.cut_until.get(computer.this().process.name, 0.0)
+
+    class Cursor(sqlite3.Cursor):
+        def execute(self, *args: Any) -> Any:
+            if is_cut():
+                error = sqlite3.OperationalError("the database cannot be reached")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise error
+            return super().execute(*args)
+
+    class Connection(sqlite3.Connection):
+        def cursor(self, factory: Any = Cursor) -> Any:
+            return super().cursor(factory)
+
     def connected(*args: Any, **kwargs: Any) -> Any:
-        connection = real_connect(*args, **kwargs)
-        if simulated():
-            computer.this().process.on_death.append(connection.close)
+        if not simulated():
+            return real_connect(*args, **kwargs)
+        connection = real_connect(*args, **{"factory": Connection, **kwargs})
+        computer.this().process.on_death.append(connection.close)
         return connection
 
     def blocking(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -247,6 +274,7 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
     def synced(descriptor: Any) -> None:
         if simulated():
             computer.sleep(computer.random.random() * conditions.sync_s)
+            refuse_if_full(None)
             disk.synced(descriptor if isinstance(descriptor, int) else descriptor.fileno())
         else:
             real_fsync(descriptor)

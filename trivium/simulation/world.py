@@ -10,7 +10,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ class Fault:
     """It happens before this resumption of a thread, counted over the world."""
     kind: str
     """`kill` (a command), `power` (the computer, with what it had not synced), `pause` (a command, for `seconds`),
-    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to `seconds`), `twin` (the
-    trainer's command is started a second time), `abandon` (the trainer is killed and never started again)."""
+    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to `seconds`),
+    `full_disk` (for `seconds`), `cut` (a command cannot reach the database for `seconds`), `twin` (the trainer's
+    command is started a second time), `abandon` (the trainer is killed and never started again)."""
     command: str = "trainer"
     seconds: float = 0.0
 
 
-_KINDS = ("kill", "kill", "kill", "power", "pause", "clock", "slow_disk", "twin")
+_KINDS = ("kill", "kill", "kill", "power", "pause", "clock", "slow_disk", "full_disk", "cut", "twin")
+_CHANGES: tuple[Mapping[str, Any], ...] = ({}, {}, {"workflow.max_concurrent": 3}, {"checkpoint.keep": 4})
+"""Fields that an operator may change when a command is started again."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,11 @@ class Outcome:
 BASE = Path(__file__).with_name("world.yaml")
 
 
-def config_of(spec: Spec, directory: Path, model: Path, mode: str, explorer: str = "") -> RunConfig:
-    """The config of one command of a world."""
-    overrides = {"run.dir": directory / "run", "model": f"{{kind: hf, path: {model}}}", **spec.overrides}
+def config_of(
+    spec: Spec, directory: Path, model: Path, mode: str, explorer: str, changes: Mapping[str, Any]
+) -> RunConfig:
+    """The config of one command of a world. `explorer` is the name of an explorer; empty for the trainer."""
+    overrides = {"run.dir": directory / "run", "model": f"{{kind: hf, path: {model}}}", **spec.overrides, **changes}
     if spec.shared:
         database = f"{{kind: sql, url: 'sqlite:///{directory / 'buffer.db'}'}}"
         overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 2, "run.mode": mode}
@@ -150,11 +155,12 @@ class World:
             self._commands[name] = lambda name=name: run_command(self._config("explore", name))
         self.processes: dict[str, Process] = {}
         self._left = list(spec.faults)
+        self._changes: Mapping[str, Any] = {}
         self._abandoned = False
         self._staleness = self._config("train").max_staleness
 
     def _config(self, mode: str, explorer: str = "") -> RunConfig:
-        return config_of(self.spec, self._directory, self._model, mode, explorer)
+        return config_of(self.spec, self._directory, self._model, mode, explorer, self._changes)
 
     def run(self) -> Outcome:
         """Runs the world to its end, and checks what it promises."""
@@ -195,6 +201,7 @@ class World:
             elif self.outcome.starts > _STARTS:
                 self.outcome.problems.append(f"{name} does not end well after {_STARTS} starts")
             else:
+                self._changes = self._draw.choice(_CHANGES)
                 self._start(name, self.computer.random.uniform(0.1, 4))
         well = [name for name, process in ended if process.code == 0]
         if self._abandoned and well and not is_complete(self._config("train")):
@@ -205,7 +212,8 @@ class World:
         """Whether a fault may end this command with an error. The death of an explorer must not end the trainer."""
         happened = self.spec.faults[: len(self.spec.faults) - len(self._left)]
         if name == "trainer":
-            return any(fault.kind == "twin" or (fault.kind, fault.command) == ("pause", name) for fault in happened)
+            everyone = {"twin", "full_disk"}
+            return any(f.kind in everyone or (f.kind in ("pause", "cut") and f.command == name) for f in happened)
         return bool(happened)
 
     # ------------------------------------------------------------------ faults
@@ -233,6 +241,12 @@ class World:
     def _slow_disk(self, fault: Fault) -> None:
         self._conditions.sync_s = fault.seconds
 
+    def _full_disk(self, fault: Fault) -> None:
+        self._conditions.full_until = self.computer.now + fault.seconds
+
+    def _cut(self, fault: Fault) -> None:
+        self._conditions.cut_until[fault.command] = self.computer.now + fault.seconds
+
     def _twin(self, fault: Fault) -> None:
         process = self.processes["twin"] = Process("twin")
         self.computer.spawn(process, self._commands["trainer"], "main")
@@ -248,19 +262,14 @@ class World:
         check_update(self._staleness, update, self.outcome.problems)
 
 
-def outcome_of(spec: Spec, directory: Path, model: Path) -> Outcome:
-    """Runs a world in an empty directory. A world whose result must not depend on faults is run again without them."""
-    outcome = World(spec, directory / "world", model).run()
-    if spec.faults and outcome.digest and (spec.deterministic or spec.synchronous):
-        calm = World(replace(spec, faults=()), directory / "calm", model).run()
-        outcome.events += calm.events
-        if calm.problems:
-            outcome.problems += [f"without faults: {problem}" for problem in calm.problems]
-        elif spec.deterministic and calm.digest != outcome.digest:
-            outcome.problems.append(f"faults changed the weights: {_difference(calm, outcome)}")
-        elif sorted(calm.trained) != sorted(outcome.trained):
-            outcome.problems.append(f"faults changed the groups: {_difference(calm, outcome)}")
-    return outcome
+def compare(calm: Outcome, outcome: Outcome) -> None:
+    """Adds the problems of a world whose result differs from that of the same world without faults, which is `calm`."""
+    if calm.problems:
+        outcome.problems += [f"without faults: {problem}" for problem in calm.problems]
+    elif outcome.spec.deterministic and calm.digest != outcome.digest:
+        outcome.problems.append(f"faults changed the weights: {_difference(calm, outcome)}")
+    elif sorted(calm.trained) != sorted(outcome.trained):
+        outcome.problems.append(f"faults changed the groups: {_difference(calm, outcome)}")
 
 
 def _difference(calm: Outcome, outcome: Outcome) -> str:
