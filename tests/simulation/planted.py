@@ -64,12 +64,6 @@ PLANTED = {
         "",
         False,
     ),
-    "a group of a cancelled lease is an error": Fault(
-        "buffers/slot_machine.py",
-        "if row is not None and row.state in _CANCELLED and row.owner in (owner, None):",
-        "if False:",
-        False,
-    ),
     "ordered runs train in order of arrival": Fault(
         "buffers/slot_machine.py",
         "end = self._lowest_unfinished() if self._schedule.ordered else None",

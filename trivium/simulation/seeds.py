@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
-from multiprocessing.connection import Connection
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
 from trivium.config import load_config
 from trivium.runtime.launch import run
@@ -42,17 +45,11 @@ def run_spec(spec: Spec, model: Path) -> Outcome:
 
 
 def _forked(spec: Spec, model: Path) -> Outcome:
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, spec, model))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        return Outcome(spec, [f"the process of the world ended with {process.exitcode}"])
-    finally:
-        process.join()
+    receiver, process = _started(_run, spec, model)
+    with receiver:
+        outcome = _received(receiver)
+    process.join()
+    return outcome or Outcome(spec, [f"the process of the world ended with {process.exitcode}"])
 
 
 def _run(sender: Connection, spec: Spec, model: Path) -> None:
@@ -60,21 +57,40 @@ def _run(sender: Connection, spec: Spec, model: Path) -> None:
         sender.send(World(spec, Path(directory), model).run())
 
 
-def run_seeds(seeds: Sequence[int], processes: int, model: Path) -> Iterator[tuple[Outcome, Spec]]:
-    """Yields (outcome, `shrunk` spec if it broke a promise) of worlds in the order in which they end."""
-    with multiprocessing.get_context("fork").Pool(processes, _quiet) as pool:
-        yield from pool.imap_unordered(_run_seed, ((seed, model) for seed in seeds))
+def run_seeds(seeds: Iterable[int], processes: int, model: Path) -> Iterator[tuple[Outcome, Spec]]:
+    """Yields (outcome, `shrunk` spec if it broke a promise) of worlds in the order in which they end, `processes` at a
+    time. Their logs are discarded."""
+    running, waiting = dict[Connection, BaseProcess](), iter(seeds)
+    while True:
+        running |= (_started(_run_seed, seed, model) for seed in islice(waiting, processes - len(running)))
+        if not running:
+            return
+        for receiver in cast(list[Connection], wait([*running])):
+            yield receiver.recv()
+            running.pop(receiver).join()
 
 
-def _quiet() -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # it forks the processes of worlds
+def _run_seed(sender: Connection, seed: int, model: Path) -> None:
     sys.stderr = StringIO()
-
-
-def _run_seed(task: tuple[int, Path]) -> tuple[Outcome, Spec]:
-    seed, model = task
     outcome = run_spec(Spec.of(seed), model)
-    return outcome, shrunk(outcome.spec, model) if outcome.problems else outcome.spec
+    sender.send((outcome, shrunk(outcome.spec, model) if outcome.problems else outcome.spec))
+
+
+def _started(function: Callable[..., None], *arguments: object) -> tuple[Connection, BaseProcess]:
+    """A forked process that calls the function with the sending end of a connection, and the receiving end."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(sender, *arguments))
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _received(receiver: Connection) -> Outcome | None:
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
 
 
 def shrunk(spec: Spec, model: Path) -> Spec:
