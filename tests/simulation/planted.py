@@ -105,6 +105,15 @@ PLANTED = {
         "await buffer.advance(explorer.name, version + 1)",
         False,
     ),
+    "a step leaves a group out": Fault(
+        "loops.py", "return algorithm.batch(kept), metrics", "return algorithm.batch(kept[1:] or kept), metrics", False
+    ),
+    "a resumed run has lost its weights": Fault(
+        "trainer.py",
+        "self.engine.load(self.resume.path)",
+        "self.engine.prepare(); self.engine.version = self.resume.step",
+        False,
+    ),
     "the id of a run is not synced": Fault("buffers/sql/buffer.py", "        fsync(folder)\n", "        pass\n", True),
     "a board forgets a concurrent write": Fault(
         "buffers/sql/database.py",

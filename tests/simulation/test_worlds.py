@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("greenlet")
+
 from tests.simulation.planted import PLANTED, find
 from trivium.simulation.seeds import prepare, run_seeds, run_spec
 from trivium.simulation.world import Spec
-
-pytest.importorskip("greenlet")
 
 SEEDS = range(30)
 
@@ -50,4 +50,7 @@ def test_a_seed_repeats_its_history(shared: bool, model: Path) -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, model: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        assert pool.submit(find, name, model).result(600).startswith("seed ")
+        found = pool.submit(find, name, model).result(600)
+    assert found.startswith("seed "), found
+    seed = int(found.split()[1].rstrip(":"))
+    assert not run_spec(Spec.of(seed), model).problems  # without the fault

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trivium.checkpoint.atomic import writing
 from trivium.phases import SPANS, spans_to
 
 _log = logging.getLogger("trivium")
@@ -50,7 +51,8 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     format_ = f"{role}: %(message)s" if role else "%(message)s"
-    handler = _LogFile(run_dir / file_name, encoding="utf-8", errors="backslashreplace")
+    with writing(run_dir / file_name):
+        handler = _LogFile(run_dir / file_name, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
     terminal = logging.StreamHandler()  # stderr shows warnings to users who do not read the file
     terminal.setFormatter(logging.Formatter(format_))

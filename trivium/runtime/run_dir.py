@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import yaml
 
 from trivium.buffers.step_log import STEPS
-from trivium.checkpoint.atomic import atomic_write, made_directory
+from trivium.checkpoint.atomic import atomic_write, made_directory, writing
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
@@ -58,7 +58,7 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
     """
     run_dir = made_directory(Path(config.run.dir), "run.dir")
     with (
-        open(run_dir / _LOCK, "a+", encoding="utf-8") as lock,
+        _opened(run_dir / _LOCK) as lock,
         _held(lock, run_dir),
         logging_to(run_dir, "log.txt"),
     ):
@@ -68,6 +68,12 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
         except Exception as error:
             _log.info("%s%s", ENDED, one_line(first_cause(error)))
             raise
+
+
+def _opened(path: Path) -> TextIO:
+    """The file that is locked. Raises StorageError if it cannot be written."""
+    with writing(path):
+        return open(path, "a+", encoding="utf-8")
 
 
 @contextmanager
@@ -88,7 +94,7 @@ def hold_with(owner: ProcessLife, run_dir: Path) -> None:
     if owner.pid == os.getpid() or run_dir in _joined or not run_dir.is_dir():
         return
     end_with(owner)
-    lock = open(run_dir / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (open to the end of the process)
+    lock = _opened(run_dir / _LOCK)  # open to the end of the process
     _share(lock, run_dir, owner, _name(owner), _RUN_ENDED + _name(owner))
     _joined[run_dir] = lock
 

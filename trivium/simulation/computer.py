@@ -29,14 +29,6 @@ _unfinished: set[Thread] = set()
 """All threads that have not ended. Those of killed processes stay: collecting them would run their `finally` blocks."""
 
 
-class Exit(BaseException):
-    """Ends a simulated process with this code, as `os._exit` does."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 @dataclass(eq=False)
 class Process:
     """A simulated process."""
@@ -123,6 +115,12 @@ class Computer:
         else:
             thread.woken = True
 
+    def exit(self, code: int) -> None:
+        """Ends the process of the current thread at once, as `os._exit` does. Does not return."""
+        thread = self.this()
+        self._end(thread.process, code, None)
+        self._switch(thread)
+
     def this(self) -> Thread:
         thread = greenlet.getcurrent()
         assert isinstance(thread, Thread), "not a simulated thread"
@@ -183,8 +181,6 @@ class Computer:
         sys.set_asyncgen_hooks(*thread.hooks)
         try:
             thread.switch()
-        except Exit as error:
-            self._end(thread.process, error.code, None)
         except BaseException as error:
             if thread.name == "main":
                 self._end(thread.process, 1, error)

@@ -29,6 +29,11 @@ class Disk:
             with path.open("rb", buffering=0) as file:
                 self._files[identity] = file.readall()
 
+    def unlinked(self, path: str | os.PathLike[str], dir_fd: int | None = None) -> None:
+        """A process is about to remove this file, whose inode may be used again."""
+        about = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        self._files.pop((about.st_dev, about.st_ino), None)
+
     def lose_power(self, draw: random.Random) -> None:
         """Changes the files under the root to a state that the disk may be in after a loss of power."""
         for path in sorted(self._root.rglob("*")):

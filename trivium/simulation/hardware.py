@@ -29,6 +29,8 @@ from trivium.types import Batch, Completion, FloatArray, Metrics, Request
 _SECONDS = 2**40 + 3
 """The position of the key's uniform number that a completion's duration follows from."""
 
+UNTRAINED = hashlib.sha256(b"untrained").digest()
+"""The digest of the weights that a run starts with."""
 VERSION, DIGEST = "version", "digest"
 """The names of the weights."""
 
@@ -82,7 +84,7 @@ class SimulatedTrainEngine(TrainEngine):
 
     def __init__(self, config: Config, *, algorithm: Algorithm, first_version: int = 0, **_: object) -> None:
         self.config, self.algorithm, self.version = config, algorithm, first_version
-        self.digest = hashlib.sha256(b"untrained").digest()
+        self.digest = UNTRAINED
 
     def prepare(self) -> None:
         pass

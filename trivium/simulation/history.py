@@ -9,6 +9,7 @@ from typing import Any
 
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig
+from trivium.simulation.hardware import UNTRAINED
 from trivium.types import Batch
 
 
@@ -50,9 +51,9 @@ def is_complete(config: RunConfig) -> bool:
 
 
 def check_end(config: RunConfig, updates: list[Update], problems: list[str]) -> tuple[str, tuple[str, ...]]:
-    """The last checkpoint is that of the last step; the updates that led to it trained on no group twice and left none
-    out; no unfinished file is left. Returns (the digest of its weights, the groups that
-    led to them)."""
+    """The last checkpoint is that of the last step. The updates that led to it begin with the untrained weights, train
+    on no group twice, and leave none out. No unfinished file is left, and metrics have one row for each step. Returns
+    (the digest of the last weights, the groups that led to them)."""
     run_dir = Path(config.run.dir)
     store = CheckpointStore(run_dir / "checkpoints")
     steps = store.steps()
@@ -65,9 +66,15 @@ def check_end(config: RunConfig, updates: list[Update], problems: list[str]) -> 
     while (update := by_after.get(lineage[-1].before if lineage else bytes.fromhex(digest))) is not None:
         lineage.append(update)
     trained = [group for update in reversed(lineage) for group in update.groups]
-    versions = [update.version for update in lineage]  # a step whose rollouts all failed has no update
-    if versions != sorted(set(versions), reverse=True):
+    versions = [update.version for update in lineage]
+    never_fails = getattr(config.engine, "fail_fraction", 0.0) == 0  # a step whose rollouts all failed has no update
+    if versions != (sorted(range(config.schedule.steps), reverse=True) if never_fails else sorted({*versions})[::-1]):
         problems.append(f"the weights come from updates of versions {versions}")
+    if (lineage[-1].before if lineage else bytes.fromhex(digest)) != UNTRAINED:
+        problems.append(f"the weights before version {versions[-1:]} come from no update")
+    sizes = {len(update.groups) for update in lineage}
+    if never_fails and sizes != {config.schedule.groups_per_step}:
+        problems.append(f"updates have {sorted(sizes)} groups instead of {config.schedule.groups_per_step}")
     if len(set(trained)) != len(trained):
         twice = sorted({group for group in trained if trained.count(group) > 1})
         problems.append(f"trained twice: {twice}")

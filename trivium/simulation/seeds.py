@@ -19,6 +19,9 @@ from trivium.config import load_config
 from trivium.runtime.launch import run
 from trivium.simulation.world import BASE, Outcome, Spec, World, compare
 
+_PATIENCE_S = 600.0
+"""Real seconds that a world may take."""
+
 
 def prepare(directory: Path) -> Path:
     """Runs each kind of command once without simulation, which imports all modules. Returns the directory of the model
@@ -32,29 +35,32 @@ def prepare(directory: Path) -> Path:
 
 
 def run_spec(spec: Spec, model: Path) -> Outcome:
-    """Runs a world in a temporary directory. A world whose result must not depend on faults is run again without them.
+    """Runs a world without its faults, and then with them. Both results are compared if they must be equal.
 
     Each world has a forked process of its own, since the commands of a world share the globals of their modules.
     """
-    outcome = _forked(spec, model)
-    if spec.faults and outcome.digest and (spec.deterministic or spec.synchronous):
-        calm = _forked(replace(spec, faults=()), model)
-        outcome.events += calm.events
+    calm = _forked(replace(spec, faults=()), model, 0)
+    if calm.problems or not spec.faults:
+        return replace(calm, spec=spec, problems=[f"without faults: {problem}" for problem in calm.problems])
+    outcome = _forked(spec, model, calm.events)
+    outcome.events += calm.events
+    if outcome.digest and not outcome.problems:
         compare(calm, outcome)
     return outcome
 
 
-def _forked(spec: Spec, model: Path) -> Outcome:
-    receiver, process = _started(_run, spec, model)
+def _forked(spec: Spec, model: Path, calm_events: int) -> Outcome:
+    receiver, process = _started(_run, spec, model, calm_events)
     with receiver:
-        outcome = _received(receiver)
+        outcome = _received(receiver) if receiver.poll(_PATIENCE_S) else None
+    process.kill()
     process.join()
-    return outcome or Outcome(spec, [f"the process of the world ended with {process.exitcode}"])
+    return outcome or Outcome(spec, [f"its process ended with {process.exitcode}, or computed for {_PATIENCE_S} s"])
 
 
-def _run(sender: Connection, spec: Spec, model: Path) -> None:
+def _run(sender: Connection, spec: Spec, model: Path, calm_events: int) -> None:
     with tempfile.TemporaryDirectory(prefix="trivium-world-") as directory:
-        sender.send(World(spec, Path(directory), model).run())
+        sender.send(World(spec, Path(directory), model, calm_events).run())
 
 
 def run_seeds(seeds: Iterable[int], processes: int, model: Path) -> Iterator[tuple[Outcome, Spec]]:

@@ -18,9 +18,11 @@ import queue
 import random
 import selectors
 import sqlite3
+import sys
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -29,7 +31,7 @@ from typing import Any
 
 import greenlet
 
-from trivium.simulation.computer import EPOCH, Computer, Exit, Process
+from trivium.simulation.computer import EPOCH, Computer, Process
 from trivium.simulation.computer import Thread as ComputerThread
 from trivium.simulation.disk import Disk
 
@@ -128,6 +130,8 @@ class Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None or timeout > 0:
             _computer().park(timeout)
+        else:  # callbacks are ready: another thread may run before them, or the process die
+            _computer().sleep(0)
         return []
 
 
@@ -150,11 +154,11 @@ class Loop(asyncio.SelectorEventLoop):
         future: Future[Any] = Future()
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = func(*args)
             except BaseException as error:
-                if isinstance(error, Exit | greenlet.GreenletExit):
-                    raise
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -177,6 +181,7 @@ class Descriptors:
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[Process, tuple[int, int]]] = {}
+        self._known: set[Process] = set()
 
     def opened(self, descriptor: int) -> None:
         thread = greenlet.getcurrent()
@@ -184,7 +189,8 @@ class Descriptors:
             return
         process, about = thread.process, os.fstat(descriptor)
         self._open[descriptor] = process, (about.st_dev, about.st_ino)
-        if self._close not in process.on_death:
+        if process not in self._known:
+            self._known.add(process)
             process.on_death.append(lambda: self._close(process))
 
     def _close(self, process: Process) -> None:
@@ -271,6 +277,12 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
 
         return call
 
+    def unlinked(path: Any, *args: Any, **kwargs: Any) -> None:
+        if simulated():
+            computer.sleep(computer.random.random() * 0.001)
+            disk.unlinked(path, **kwargs)
+        real_unlink(path, *args, **kwargs)
+
     def synced(descriptor: Any) -> None:
         if simulated():
             computer.sleep(computer.random.random() * conditions.sync_s)
@@ -281,7 +293,7 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
 
     def exit_process(code: int) -> None:
         if simulated():
-            raise Exit(code)
+            computer.exit(code)
         real_exit(code)
 
     def make_lock() -> Any:
@@ -291,7 +303,7 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
         return threading._PyRLock() if simulated() else real_rlock()  # pyright: ignore
 
     real_exit, real_lock, real_rlock, real_thread = os._exit, threading.Lock, threading.RLock, threading.Thread
-    real_ident, real_fsync = threading.get_ident, os.fsync
+    real_ident, real_fsync, real_unlink = threading.get_ident, os.fsync, os.unlink
 
     def make_thread(*args: Any, **kwargs: Any) -> Any:
         return (Thread if simulated() else real_thread)(*args, **kwargs)
@@ -312,6 +324,7 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
         (queue, "SimpleQueue", queue._PySimpleQueue),  # pyright: ignore
         (asyncio, "new_event_loop", Loop),
         (asyncio.events, "new_event_loop", Loop),
+        (sys, "_current_frames", lambda: defaultdict(sys._getframe)),
         (faulthandler, "dump_traceback_later", lambda *_, **__: None),
         (faulthandler, "cancel_dump_traceback_later", lambda: None),
         (os, "urandom", numbers.randbytes),
@@ -322,7 +335,7 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
         (os, "fsync", synced),
         (os, "rename", blocking(os.rename, 0.001)),
         (os, "replace", blocking(os.replace, 0.001)),
-        (os, "unlink", blocking(os.unlink, 0.001)),
+        (os, "unlink", unlinked),
         (sqlite3, "connect", connected),
         (sqlite3.dbapi2, "connect", connected),  # pyright: ignore[reportAttributeAccessIssue]
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import RunConfig, load_config
-from trivium.errors import first_cause, one_line
+from trivium.errors import TriviumError, first_cause, one_line
 from trivium.runtime.launch import run as run_command
 from trivium.simulation.computer import Computer, Process
 from trivium.simulation.disk import Disk
@@ -28,17 +28,19 @@ LIMIT_S = 400.0
 """Virtual seconds after which a world counts as hanging."""
 _STARTS = 40
 """The most times that a command is started."""
+_LASTS_S = 70.0
+"""How long after a fault a command may end with an error: `sync.deadline_s` and the time to notice it."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """Something that happens to a world."""
 
-    event: int
-    """It happens before this resumption of a thread, counted over the world."""
+    at: float
+    """When it happens, as a part of the events of the same world without faults."""
     kind: str
     """`kill` (a command), `power` (the computer, with what it had not synced), `pause` (a command, for `seconds`),
-    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to `seconds`),
+    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`),
     `full_disk` (for `seconds`), `cut` (a command cannot reach the database for `seconds`), `twin` (the trainer's
     command is started a second time), `abandon` (the trainer is killed and never started again)."""
     command: str = "trainer"
@@ -86,14 +88,13 @@ class Spec:
             "checkpoint.asynchronous": draw.random() < 0.5,
         }
         names = ("trainer", *(f"explorer-{number}" for number in range(explorers)))
-        last = 1500 if shared else 250
         faults = [
-            Fault(draw.randrange(10, last), draw.choice(_KINDS), draw.choice(names), draw.choice((0.1, 1, 5)))
+            Fault(draw.random(), draw.choice(_KINDS), draw.choice(names), draw.choice((0.1, 1, 5)))
             for _ in range(draw.choice((0, 1, 1, 2, 4)))
         ]
         if shared and draw.random() < 0.1:
-            faults.append(Fault(draw.randrange(200, last), "abandon"))
-        return cls(seed, shared, explorers, overrides, tuple(sorted(faults, key=lambda fault: fault.event)))
+            faults.append(Fault(draw.random(), "abandon"))
+        return cls(seed, shared, explorers, overrides, tuple(sorted(faults, key=lambda fault: fault.at)))
 
     @property
     def deterministic(self) -> bool:
@@ -143,7 +144,8 @@ def config_of(
 class World:
     """Runs the commands of a spec on a computer."""
 
-    def __init__(self, spec: Spec, directory: Path, model: Path) -> None:
+    def __init__(self, spec: Spec, directory: Path, model: Path, calm_events: int = 0) -> None:
+        """`calm_events` is the number of events of the same world without faults."""
         self.spec, self._directory, self._model = spec, directory, model
         self.computer, self.outcome = Computer(spec.seed), Outcome(spec)
         self._disk, self._conditions = Disk(directory), Conditions()
@@ -154,7 +156,9 @@ class World:
             name = f"explorer-{number}"
             self._commands[name] = lambda name=name: run_command(self._config("explore", name))
         self.processes: dict[str, Process] = {}
-        self._left = list(spec.faults)
+        self._left = [(int(fault.at * calm_events), fault) for fault in spec.faults]
+        self._happened: list[tuple[float, Fault]] = []
+        """(time, fault) of those that have happened."""
         self._changes: Mapping[str, Any] = {}
         self._abandoned = False
         self._staleness = self._config("train").max_staleness
@@ -194,11 +198,14 @@ class World:
         """Starts ended commands again. Whether all have ended well, or a promise was broken."""
         ended = [(name, process) for name, process in self.processes.items() if not process.alive]
         for name, process in ended:
-            if process.code == 0 or name == "twin" or self._abandoned:
+            for error in (process.error, *process.thread_errors):
+                if error is not None and not self._excused(name, error):
+                    self.outcome.problems.append(f"{name} ended without a reason: {one_line(first_cause(error))}")
+            if process.code == 0 or name.startswith("twin") or self._abandoned:
                 continue
-            if process.error is not None and not self._excused(name):
-                self.outcome.problems.append(f"{name} ended without a reason: {one_line(first_cause(process.error))}")
-            elif self.outcome.starts > _STARTS:
+            if self.outcome.problems:
+                return True
+            if self.outcome.starts > _STARTS:
                 self.outcome.problems.append(f"{name} does not end well after {_STARTS} starts")
             else:
                 self._changes = self._draw.choice(_CHANGES)
@@ -208,19 +215,22 @@ class World:
             self.outcome.problems.append(f"{well} ended with 0 although the trainer was killed")
         return bool(self.outcome.problems) or not any(process.alive for process in self.processes.values())
 
-    def _excused(self, name: str) -> bool:
-        """Whether a fault may end this command with an error. The death of an explorer must not end the trainer."""
-        happened = self.spec.faults[: len(self.spec.faults) - len(self._left)]
+    def _excused(self, name: str, error: BaseException) -> bool:
+        """Whether a recent fault may end this command with this error. A dead explorer must not end the trainer."""
+        if not isinstance(first_cause(error), TriviumError):
+            return False
+        recent = [fault for at, fault in self._happened if self.computer.now - at < fault.seconds + _LASTS_S]
         if name == "trainer":
             everyone = {"twin", "full_disk"}
-            return any(f.kind in everyone or (f.kind in ("pause", "cut") and f.command == name) for f in happened)
-        return bool(happened)
+            return any(f.kind in everyone or (f.kind in ("pause", "cut") and f.command == name) for f in recent)
+        return bool(recent)
 
     # ------------------------------------------------------------------ faults
 
     def _happen(self) -> None:
-        while self._left and self.computer.events >= self._left[0].event:
-            fault = self._left.pop(0)
+        while self._left and self.computer.events >= self._left[0][0]:
+            _, fault = self._left.pop(0)
+            self._happened.append((self.computer.now, fault))
             self.outcome.faults[fault.kind] += 1
             getattr(self, f"_{fault.kind}")(fault)
 
@@ -239,7 +249,7 @@ class World:
         self._conditions.clock_error_s += self._draw.choice((-1, 1)) * 1000 * fault.seconds
 
     def _slow_disk(self, fault: Fault) -> None:
-        self._conditions.sync_s = fault.seconds
+        self._conditions.sync_s = fault.seconds / 10
 
     def _full_disk(self, fault: Fault) -> None:
         self._conditions.full_until = self.computer.now + fault.seconds
@@ -248,7 +258,8 @@ class World:
         self._conditions.cut_until[fault.command] = self.computer.now + fault.seconds
 
     def _twin(self, fault: Fault) -> None:
-        process = self.processes["twin"] = Process("twin")
+        name = f"twin-{len(self._happened)}"
+        process = self.processes[name] = Process(name)
         self.computer.spawn(process, self._commands["trainer"], "main")
 
     def _abandon(self, fault: Fault) -> None:
@@ -263,12 +274,10 @@ class World:
 
 
 def compare(calm: Outcome, outcome: Outcome) -> None:
-    """Adds the problems of a world whose result differs from that of the same world without faults, which is `calm`."""
-    if calm.problems:
-        outcome.problems += [f"without faults: {problem}" for problem in calm.problems]
-    elif outcome.spec.deterministic and calm.digest != outcome.digest:
+    """Adds a problem if the result of a world depends on its faults. `calm` is the same world without them."""
+    if outcome.spec.deterministic and calm.digest != outcome.digest:
         outcome.problems.append(f"faults changed the weights: {_difference(calm, outcome)}")
-    elif sorted(calm.trained) != sorted(outcome.trained):
+    elif outcome.spec.synchronous and sorted(calm.trained) != sorted(outcome.trained):
         outcome.problems.append(f"faults changed the groups: {_difference(calm, outcome)}")
 
 

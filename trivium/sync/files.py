@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trivium.checkpoint.atomic import fsync, staging_directory
+from trivium.checkpoint.atomic import fsync, staging_directory, writing
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import DataError, SyncError, VersionGone
 from trivium.models.weights.saved_tensors import SafetensorsFiles
@@ -87,12 +87,13 @@ class FileChannel:
         """A folder to fill. After the block it is on disk under its final name, and old versions are removed."""
         own = self._clear() if self._own is None else self._own  # the first offer removes those of earlier processes
         folder = self._folder(version)
-        yield (staging := staging_directory(folder))
-        for path in (*staging.iterdir(), staging):
-            fsync(path)
-        self._remove(version)
-        staging.rename(folder)
-        fsync(self._directory)
+        with writing(folder):
+            yield (staging := staging_directory(folder))
+            for path in (*staging.iterdir(), staging):
+                fsync(path)
+            self._remove(version)
+            staging.rename(folder)
+            fsync(self._directory)
         own = sorted({*own, version})
         self._own = own[-self._keep :]
         for old in own[: -self._keep]:

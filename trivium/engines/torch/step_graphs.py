@@ -52,6 +52,8 @@ class StepGraphs:
         self._logits = torch.empty(0, vocab_size)
         self._pool: Any = None
         """The memory of intermediate results, shared by all graphs, which never run at the same time."""
+        self._stream = torch.cuda.Stream()
+        """Captures run on it: torch keeps freed memory and workspaces of libraries for each stream."""
         self._refused = False
         """Whether the model contains an operation that cannot be captured."""
 
@@ -90,7 +92,7 @@ class StepGraphs:
         def step() -> Tensor:
             return self._step(ids, rotary, self._rows.begin(positions, width), width)
 
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()  # libraries allocate their workspaces for this stream
@@ -106,15 +108,15 @@ class StepGraphs:
                 self._refused = True
         torch.cuda.current_stream().wait_stream(stream)
         if self._refused:
-            _end_capture(ids)
+            _end_capture(ids, stream)
             return None
         return graph
 
 
-def _end_capture(tensor: Tensor) -> None:
+def _end_capture(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Ends the capture of the random number generator. torch leaves it in that state when a capture fails, and then
     refuses random numbers in this process; a capture that succeeds resets it."""
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         tensor.clone()
