@@ -34,8 +34,8 @@ def test_worlds_keep_their_promises(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_worlds_keep_their_promises(model: Path) -> None:
-    assert not [outcome for outcome, _ in run_seeds(range(1000), 2, model) if outcome.problems]
+def test_further_worlds_keep_their_promises(model: Path) -> None:
+    assert not [outcome for outcome, _ in run_seeds(range(30, 200), 2, model) if outcome.problems]
 
 
 @pytest.mark.parametrize("shared", [False, True])
