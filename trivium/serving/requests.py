@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from trivium.errors import DataError, RewardError
 from trivium.policy import named_numbers
 from trivium.registry import suggest
-from trivium.serving.bodies import RequestError, bad_request
+from trivium.serving.bodies import RequestError, bad_request, read_body
 from trivium.serving.completion_parts import Answer, Recorded, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
 from trivium.text.tool_formats import CallableTools
@@ -268,7 +269,12 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _row(name: str, value: object) -> Row:
-    sent: dict[Any, Any] = {"epoch": 0, **value} if isinstance(value, dict) else {}
+    """A row as an object or as its JSON text: values of OpenAI's `metadata` are texts. Raises RequestError."""
+    given = value
+    if isinstance(value, str):
+        with suppress(RequestError):  # the error below names the form of a row
+            given = read_body(value.encode())
+    sent: dict[Any, Any] = {"epoch": 0, **given} if isinstance(given, dict) else {}
     numbers = [sent.get("epoch"), sent.get("index")]
     if sent.keys() != {"taskset", "epoch", "index"} or not all(
         type(each) is int and 0 <= each < 2**31 for each in numbers

@@ -259,6 +259,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"row": {"taskset": "a", "index": 0}}, "row"),
     ({"task_id": "t", "evaluation": True, "row": {"taskset": "a", "index": 0}}, "row"),
     ({"task_id": "t", "row": {"taskset": "a"}}, "row"),
+    ({"task_id": "t", "row": "a row"}, "row"),
+    ({"task_id": "t", "row": '{"taskset": "\\ud800", "index": 0}'}, "row"),
     ({"task_id": "t", "n": 2, "row": {"taskset": "a", "index": 0}}, "n"),
     ({"task_id": "t", "row": {"taskset": "a", "index": True}}, "row"),
     ({"task_id": "t", "row": {"taskset": "", "index": 0}}, "row.taskset"),
@@ -328,6 +330,10 @@ async def test_labels_may_come_in_headers_metadata_and_user(tmp_path: Path) -> N
         for done in (by_header.json(), by_metadata, by_body, by_user):
             assert (done["choices"][0]["task_id"], done["choices"][0]["session"]) == ("t", "s")
         await here.eventually(sessions=1)
+        row = {"taskset": "train", "epoch": 0, "index": 1}
+        for sent in (row, json.dumps(row)):  # OpenAI's clients send texts only in `metadata`
+            await here.chat("y", metadata={"task_id": "u", "session": "s", "row": sent})
+        await here.eventually(sessions=2)
 
 
 async def test_an_evaluation_is_sampled_as_it_likes_and_leaves_nothing(tmp_path: Path) -> None:
