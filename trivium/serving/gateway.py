@@ -394,6 +394,7 @@ class Gateway:
 
     def _check_feedback(self, session: Session, feedback: Feedback) -> None:
         session.check_secret(feedback.secret)
+        session.check_row(feedback.row)
         session.check_active("a trajectory has feedback once")
         if session.group is None:
             raise RequestError(400, "feedback for an evaluation", "nothing is trained on it", "leave `evaluation` out")

@@ -130,14 +130,7 @@ class OpenGroups:
             return self._begin(label, request)
         session.check_secret(labels.secret)
         session.check_active("choose a new name for a new rollout")
-        if labels.row not in (None, session.row):
-            raise RequestError(
-                400,
-                f"{labels.row} in session {session.name!r}",
-                f"it began with {session.row or 'no row'}",
-                "send the row of the first call in every call of a session",
-                param="row",
-            )
+        session.check_row(labels.row)
         if labels.evaluation is not (session.group is None):
             raise RequestError(
                 400,

@@ -462,9 +462,11 @@ class Feedback:
     failure: str
     """Why the rollout failed; recorded and counted, never scored."""
     columns: Mapping[str, Any]
+    row: Row | None
+    """The row of the session; None: any."""
 
 
-_FEEDBACK = frozenset({"id", "ids", "session", "secret", "task_id", "reward", "rewards", "failure", "columns"})
+_FEEDBACK = frozenset({"id", "ids", "session", "secret", "task_id", "reward", "rewards", "failure", "columns", "row"})
 
 
 def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedback:
@@ -496,4 +498,5 @@ def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedba
         rewards,
         typed(body, "failure", str, ""),
         typed(body, "columns", dict, {}),
+        _row("row", body["row"]) if "row" in body else None,
     )

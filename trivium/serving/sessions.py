@@ -240,6 +240,17 @@ class Session:
                 code="wrong_secret",
             )
 
+    def check_row(self, row: Row | None) -> None:
+        """Raises RequestError if a request names a row that is not the session's."""
+        if row not in (None, self.row):
+            raise RequestError(
+                400,
+                f"{row} in session {self.name!r}",
+                f"it began with {self.row or 'no row'}",
+                "send the row of the first call in every request about a session",
+                param="row",
+            )
+
     def check_active(self, do: str) -> None:
         """Raises RequestError if the session has ended; `do` says what the client can do."""
         if self.ended is not None:

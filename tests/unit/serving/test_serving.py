@@ -427,7 +427,11 @@ async def test_a_row_of_a_taskset_samples_with_the_keys_of_a_run_that_reads_it(t
         first = (await chat(0, "x"))["choices"][0]
         again = (await chat(0, "x", first["message"], "y"))["choices"][0]
         await chat(1, "x", second["message"], "y", session="b")
-        assert (await here.feedback(task_id="7", session="b", reward=1))["trajectories"] == 1
+        row = {"taskset": "train", "epoch": 3, "index": 1}
+        lost = await here.feedback(task_id="7", session="b", row={**row, "index": 0}, reward=1, expect=400)
+        assert lost["error"]["param"] == "row"
+        # Agents send the same labels with their calls and with the feedback.
+        assert (await here.feedback(task_id="7", session="b", row=row, reward=1))["trajectories"] == 1
         await here.feedback(id=again["id"], reward=0)
         (group,) = await here.take()
         keys = [request.key for request, _ in here.engine.given]
