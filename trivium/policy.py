@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,8 @@ class Policy:
         metrics depend on the clock or the machine."""
         self._participant = ""
         """The name of the fork that this policy belongs to."""
-        self._calls = 0
+        self._numbers = itertools.count()
+        """Numbers the completions with this key, those of branches included."""
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
         self._seen: tuple[Prompt, IntArray] | None = None
@@ -171,8 +173,7 @@ class Policy:
         limit = min(wanted, space)
         same = limit == self._sampling.max_new_tokens
         sampling = self._sampling if same else replace(self._sampling, max_new_tokens=limit)
-        key = self._key.child(self._calls)
-        self._calls += 1
+        key = self._key.child(next(self._numbers))  # a refused prompt takes no number
         unexpanded = prompt.unexpanded if prompt.media else None
         request = Request(prompt.tokens, sampling, key, prompt.media, unexpanded, conversation)
         if progress is not None:
@@ -234,17 +235,17 @@ class Policy:
         other.metrics = self.metrics
         return other
 
-    def branch(self, name: str | int, sampling: Sampling | None = None) -> Policy:
+    def branch(self, name: str | None, sampling: Sampling | None = None) -> Policy:
         """A fork that continues this conversation and its tokens. `sampling` replaces the sampling parameters.
 
-        With a number in place of a name, its next completion has the random numbers of this policy's call of that
-        number, counted from 0. The caller gives each call its own number.
+        Without a name, the branch shares the random numbers of this policy: the n-th completion of both together uses
+        those of this policy's n-th call.
         """
-        if isinstance(name, str):
+        if name is not None:
             other = self.fork(name)
         else:
             other = self._joined(self._key)
-            other._calls = name
+            other._numbers = self._numbers
         other._participant = self._participant
         other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
         other._sampling = sampling or self._sampling

@@ -149,8 +149,6 @@ class Session:
     completions: list[CompletionNode] = field(default_factory=list[CompletionNode])
     starts: Counter[str] = field(default_factory=Counter[str])
     """How often a conversation began, by the digest of its messages."""
-    num_calls: int = 0
-    """Calls so far, if the session has a row. Numbers them."""
     calls: int = 0
     """Calls in progress."""
     generating: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
@@ -163,17 +161,14 @@ class Session:
         self, parent: CompletionNode | None, new: Conversation, sampling: Sampling, tokens: IntArray | None = None
     ) -> Policy:
         """A policy for one completion. The address of its randomness contains the messages (or the new tokens of a
-        prompt that the client has rendered), not the order of arrival; equal calls are numbered. The calls of a row are
-        numbered in order of arrival, as those of a workflow."""
+        prompt that the client has rendered), not the order of arrival; equal calls are numbered. The completions of a
+        row are numbered in the order in which their prompts are accepted, as those of a workflow."""
         counter = self.starts if parent is None else parent.calls
         name = digest(new, tokens)
         number, counter[name] = counter[name], counter[name] + 1
         start = self.policy if parent is None else parent.policy
         assert start is not None
-        if self.row is not None:
-            self.num_calls += 1
-            return start.branch(self.num_calls - 1, sampling)
-        return start.branch(f"{name}.{number}", sampling)
+        return start.branch(f"{name}.{number}" if self.row is None else None, sampling)
 
     def rewriting(self, conversation: Conversation, known: int, tools: CallableTools) -> str:
         """Describes how a call rewrites the history of this session; empty if it does not. The call continues from the

@@ -425,6 +425,7 @@ async def test_a_row_of_a_taskset_samples_with_the_keys_of_a_run_that_reads_it(t
         for lost in (await chat(1, "x", expect=400), await chat(0, "x", session="b", expect=400)):
             assert lost["error"]["param"] == "row"
         first = (await chat(0, "x"))["choices"][0]
+        await chat(0, "x", first["message"], "y" * 5000, expect=400)  # no call: its prompt is too long
         again = (await chat(0, "x", first["message"], "y"))["choices"][0]
         await chat(1, "x", second["message"], "y", session="b")
         row = {"taskset": "train", "epoch": 3, "index": 1}
