@@ -17,9 +17,10 @@ from trivium.loops import next_lease
 from trivium.protocols import Buffer
 from trivium.schedule import Schedule
 from trivium.serving.bodies import RequestError
-from trivium.serving.requests import ChatRequest
+from trivium.serving.requests import ChatRequest, Row
 from trivium.serving.sessions import (
     CompletionNode,
+    GroupKey,
     IdleLimits,
     Label,
     OpenGroup,
@@ -64,6 +65,8 @@ class OpenGroups:
         self._spare: deque[Slot] = deque()
         """Slots of groups that were removed before their first completion."""
         self._wanted = asyncio.Event()
+        self._submitted: dict[GroupKey, tuple[int, ...]] = {}
+        """The members of rows that were submitted in this stage, without those that are not trained on."""
         self._num_evaluations = 0
         """Evaluation sessions that have begun. Numbers those without a label."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -169,16 +172,10 @@ class OpenGroups:
                 param="secret",
             )
         task_id = labels.task_id or digest(request.messages, request.tokens)
-        group = None if labels.evaluation else self._of_task(task_id, now)
+        if labels.row is not None and not labels.evaluation:
+            self._check_new(task_id, labels.row)
+        group = None if labels.evaluation else self._of_task(task_id, labels.row, now)
         session = Session(label, task_id, group, now, request.messages, labels.secret, row=labels.row)
-        if group is not None and labels.row is not None and labels.row in (other.row for other in group.sessions):
-            raise RequestError(
-                400,
-                f"a new rollout of {labels.row}, task {task_id!r}",
-                "a session of its group has this row, and both would sample the same tokens",
-                "give each member of a group its own index, and send the session in every call",
-                param="row",
-            )
         if group is not None:
             number = group.num_sessions
             group.active.append(session)
@@ -190,12 +187,35 @@ class OpenGroups:
         self.sessions.add(session)
         return session
 
-    def _of_task(self, task_id: str, now: float) -> OpenGroup:
-        """An open group of the task that has space, or a new one that waits for a slot."""
+    def _check_new(self, task_id: str, row: Row) -> None:
+        """Raises RequestError if a group has no such member, or another session has the row."""
         size = self._schedule.group_size
-        group = next((g for g in self._open if g.task_id == task_id and g.size < size), None)
+        if row.index >= size:
+            raise RequestError(
+                400,
+                f"member {row.index} of a group",
+                f"schedule.group_size is {size}, and members are counted from 0",
+                f"send an index from 0 to {size - 1}",
+                param="row",
+            )
+        key = (task_id, row.group)
+        members = (index for group in self._open if group.key == key for index in group.members)
+        if row.index in self._submitted.get(key, ()) or row.index in members:
+            raise RequestError(
+                400,
+                f"a new rollout of {row}, task {task_id!r}",
+                "another session has this row, and both would train on the same tokens",
+                "give each member of a group its own index, each pass over the taskset its own epoch, and send the "
+                "session in every call",
+                param="row",
+            )
+
+    def _of_task(self, task_id: str, row: Row | None, now: float) -> OpenGroup:
+        """An open group of the task (and of the row's epoch) that has space, or a new one that waits for a slot."""
+        key = (task_id, None if row is None else row.group)
+        group = next((g for g in self._open if g.key == key and g.size < self._schedule.group_size), None)
         if group is None:
-            group = OpenGroup(task_id, asyncio.get_running_loop().create_future(), now)
+            group = OpenGroup(key, asyncio.get_running_loop().create_future(), now)
             self._open[group] = None
             self._waiting.append(group)
             self._assign_slots()
@@ -297,8 +317,23 @@ class OpenGroups:
         del self._open[group]
         lease = group.slot.result().lease
         task = self.submitting[lease] = self._tasks.create_task(self._put(group))
-        task.add_done_callback(lambda _: self.submitting.pop(lease, None))
+        if group.members:
+            self._submitted[group.key] = self._submitted.get(group.key, ()) + group.members
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self.submitting.pop(lease, None)
+            if task.cancelled():
+                self._release_rows(group)
+
+        task.add_done_callback(ended)
         return task
+
+    def _release_rows(self, group: OpenGroup) -> None:
+        """Lets other sessions have the rows of a submitted group that is not trained on."""
+        if left := tuple(index for index in self._submitted.get(group.key, ()) if index not in group.members):
+            self._submitted[group.key] = left
+        else:
+            self._submitted.pop(group.key, None)
 
     async def _put(self, group: OpenGroup) -> None:
         slot, explorer = group.slot.result(), self._explorer
@@ -313,7 +348,10 @@ class OpenGroups:
         succeeded, needed = len(result.alive), explorer.min_members
         if not rollouts or (needed > 1 and succeeded < needed):
             result = result.refused(f"{succeeded} trajectories, and workflow.min_members is {needed}")
-        await self._buffer.put(explorer.name, explorer.refined(result))
+        result = explorer.refined(result)
+        await self._buffer.put(explorer.name, result)
+        if result.dropped:
+            self._release_rows(group)
         self.counts["groups"] += 1
         for session in sessions:
             session.clear()

@@ -102,6 +102,11 @@ class Row:
     index: int
     """The member of the group."""
 
+    @property
+    def group(self) -> tuple[str, int]:
+        """(taskset, epoch), which the rows of one group share."""
+        return self.taskset, self.epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Labels:

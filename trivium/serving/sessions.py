@@ -31,6 +31,9 @@ Conversation = tuple[Message, ...]
 Label = tuple[bool, str, str]
 """(evaluation, task id, session), as the client names them."""
 
+GroupKey = tuple[str, tuple[str, int] | None]
+"""What the sessions of a group share: the task id and, if they have rows, (taskset, epoch)."""
+
 
 def digest(messages: Sequence[Message], tokens: IntArray | None = None) -> str:
     """A short name for messages, or for the tokens that they are rendered to. Equal ones have equal names on every
@@ -52,7 +55,7 @@ class Slot:
 class OpenGroup:
     """The sessions of one task that become a Group once enough of them have feedback."""
 
-    task_id: str
+    key: GroupKey
     slot: asyncio.Future[Slot]
     """Set once the buffer admits the group."""
     touched: float
@@ -65,6 +68,15 @@ class OpenGroup:
     """Sessions that ended with feedback or a failure."""
     num_sessions: int = 0
     """Sessions that have joined so far. Numbers them."""
+
+    @property
+    def task_id(self) -> str:
+        return self.key[0]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The indices of the rows of its sessions."""
+        return tuple(session.row.index for session in self.sessions if session.row is not None)
 
     @property
     def sessions(self) -> list[Session]:

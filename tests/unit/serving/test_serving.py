@@ -441,6 +441,29 @@ async def test_a_row_of_a_taskset_samples_with_the_keys_of_a_run_that_reads_it(t
         assert [(t.index, t.reward, len(t.turns)) for t in group.trajectories] == [(0, 0.0, 2), (1, 1.0, 2)]
 
 
+async def test_a_row_is_trained_on_once(tmp_path: Path) -> None:
+    """While its group is open, and after it was submitted; one that is not trained on may be rolled out again."""
+    async with served(tmp_path, group_size=2, min_members=2) as here:
+
+        async def begin(session: str, index: int, epoch: int = 0, expect: int = 200) -> None:
+            row = {"taskset": "train", "epoch": epoch, "index": index}
+            done = await here.chat("x", task_id="7", session=session, row=row, expect=expect)
+            assert expect == 200 or done["error"]["param"] == "row"
+
+        await begin("outside", 2, expect=400)
+        await begin("a", 0)
+        await begin("b", 1)
+        await begin("again", 0, expect=400)  # its group is full, and this is not the first member of another one
+        await begin("next epoch", 0, epoch=1)
+        for session in ("a", "b", "next epoch"):
+            await here.feedback(task_id="7", session=session, reward=1)
+        await here.take()
+        await begin("again", 0, expect=400)
+        await here.client.post("/commit", json={"task_id": "7"})  # one member is less than `min_members`
+        await here.eventually(groups=2)
+        await begin("again", 0, epoch=1)
+
+
 async def test_a_commit_closes_a_group_now(tmp_path: Path) -> None:
     async with served(tmp_path, group_size=4) as here:
         for name in "abc":
