@@ -341,7 +341,10 @@ class OpenGroups:
         sessions = sorted(group.done, key=lambda session: -1 if session.row is None else session.row.index)
         prompt = sessions[0].prompt if sessions else ()
         task = Task(group.task_id, prompt, group.columns, SERVED)
-        rollouts = [session.trajectory(index) for index, session in enumerate(sessions)]
+        rollouts = [
+            session.trajectory(place if session.row is None else session.row.index)
+            for place, session in enumerate(sessions)
+        ]
         scored = await explorer.judge_rollouts(task, rollouts)
         # No slot is issued twice at once, so the slot tells this group from others of its task.
         result = Group(slot.lease.slot, task, tuple(scored), slot.lease.slot, slot.lease.attempt, slot.version)

@@ -464,6 +464,19 @@ async def test_a_row_is_trained_on_once(tmp_path: Path) -> None:
         await begin("again", 0, epoch=1)
 
 
+async def test_the_record_of_a_row_has_its_index(tmp_path: Path) -> None:
+    """Also without the members before it: a replay samples with the key of this index."""
+    async with served(tmp_path, group_size=4) as here:
+        for index in (3, 1):
+            row = {"taskset": "train", "epoch": 0, "index": index}
+            labels: dict[str, Any] = {"task_id": "7", "session": str(index), "row": row}
+            await here.chat("x", **labels)
+            await here.feedback(reward=index, **labels)
+        await here.client.post("/commit")
+        (group,) = await here.take()
+        assert [(t.index, t.reward) for t in group.trajectories] == [(1, 1.0), (3, 3.0)]
+
+
 async def test_a_commit_closes_a_group_now(tmp_path: Path) -> None:
     async with served(tmp_path, group_size=4) as here:
         for name in "abc":
