@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.buffers.memory import MemoryBuffer
+from trivium.cluster.actors import Host
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import SyncError
 from trivium.policy import EngineFailure
@@ -54,6 +55,13 @@ class Anything:
 
     def all(self) -> list[str]:
         return self.log
+
+
+class CountingHost(Host):
+    """A host whose numbers of cancelled calls can be counted."""
+
+    async def num_cancelled(self) -> int:
+        return len(self._cancelled)
 
 
 class Buffers:

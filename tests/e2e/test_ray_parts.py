@@ -23,6 +23,7 @@ from tests.e2e.ray_hosted import (
     EOS,
     Anything,
     Buffers,
+    CountingHost,
     raise_in_a_group,
     scripted,
     scripted_that_fails,
@@ -112,6 +113,20 @@ async def test_a_call_that_is_cancelled_is_cancelled_where_it_runs(tmp_path: Pat
     await actor.cancel.remote("other", 7)
     await actor.call.remote("other", 7, "sleep", ("b",), {})
     assert thing.all() == ["a began", "a ended"]
+
+
+async def test_a_cancellation_that_arrives_after_the_end_of_its_call_leaves_nothing(
+    tmp_path: Path, namespace: str
+) -> None:
+    actor: Any = start_host("thing", tmp_path, 1, namespace=namespace, kind=CountingHost)
+    await build_hosted(actor, "thing", "me", Anything)
+    await actor.call.remote("other", 1, "doubled", (21,), {})
+    await actor.cancel.remote("other", 1)
+    assert await actor.num_cancelled.remote() == 0
+    await actor.cancel.remote("other", 2)
+    assert await actor.num_cancelled.remote() == 1
+    await actor.call.remote("other", 2, "doubled", (21,), {})
+    assert await actor.num_cancelled.remote() == 0
 
 
 async def test_the_dead_ask_for_nothing_any_more(tmp_path: Path, namespace: str) -> None:

@@ -33,6 +33,8 @@ MAX_CONCURRENCY = 100_000
 polls."""
 _UNDO_S = 10.0
 """Maximum wait for the result of a cancelled call, which may need `undo`."""
+_NUM_ENDED = 10_000
+"""The number of ended calls that a host remembers: more than can end before the cancellation of one of them arrives."""
 _NUMBERS = itertools.count()
 """Numbers the calls of this process."""
 
@@ -127,6 +129,8 @@ class Host(Actor):
         """By caller and number of the call."""
         self._cancelled: set[tuple[str, int]] = set()
         """Calls whose cancellation arrived before the call itself. Ray does not guarantee an order."""
+        self._ended: dict[tuple[str, int], None] = {}
+        """The last calls that ended, oldest first. Their cancellations may still arrive."""
         self._forgotten: set[str] = set()
         """Dead callers, whose late calls do nothing."""
         self._thread = ThreadPoolExecutor(1, "calls-in-order")
@@ -164,6 +168,9 @@ class Host(Actor):
             return Answer() if task.cancelled() else task.result()
         finally:
             del self._running[key]
+            self._ended[key] = None
+            if len(self._ended) > _NUM_ENDED:
+                del self._ended[next(iter(self._ended))]
 
     async def call_in_order(
         self, caller: str, number: int, attribute: str, inputs: Inputs, is_wanted: bool, *head: object
@@ -189,7 +196,7 @@ class Host(Actor):
         """Cancels a call whose caller no longer waits for it."""
         if (task := self._running.get((caller, number))) is not None:
             task.cancel()
-        else:
+        elif (caller, number) not in self._ended:
             self._cancelled.add((caller, number))
 
     async def forget(self, caller: str) -> Answer:
