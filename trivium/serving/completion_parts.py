@@ -53,7 +53,7 @@ def answer_of(text: str, tools: CallableTools, *, reasoning: bool = True, opened
 
     A reasoning block begins the text, or is `opened` by the prompt. A completion that ends in it has no content.
     """
-    thought, rest = _split(text, tools.format, opened)
+    thought, rest = tools.format.split(text, opened=opened)
     if thought is not None and not _splits(tools.format, reasoning):
         content, calls = tools.read(rest)
         return Answer(None, text.removesuffix(rest) + content, calls)
@@ -73,7 +73,7 @@ def settled(
     start = text.lstrip()
     if _splits(how, reasoning) and any(mark.startswith(start) for mark in (how.reasoning[0], *how.answers)):
         return Answer(None, "")
-    thought, rest = _split(text, how, opened)
+    thought, rest = how.split(text, opened=opened)
     if thought is None:
         return Answer(None, tools.certain(rest))
     if not _splits(how, reasoning):
@@ -89,14 +89,6 @@ def settled(
 def _splits(how: ToolFormat, reasoning: bool) -> bool:
     """Whether the reasoning of a completion is no part of its content."""
     return reasoning or bool(how.answers)
-
-
-def _split(text: str, how: ToolFormat, opened: bool) -> tuple[str | None, str]:
-    """(the text of the reasoning block, the content and the calls after it); the first is None without a block."""
-    thought, rest = how.split(text, opened=opened)
-    start = rest.lstrip()
-    mark = next((mark for mark in how.answers if start.startswith(mark)), None)
-    return thought, rest if mark is None else start.removeprefix(mark)
 
 
 def written(answer: Answer, ids: Collection[str], recorded: Recorded, *, reasoning: bool = True) -> str:

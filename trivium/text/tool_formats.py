@@ -57,15 +57,18 @@ class ToolFormat:
         return prompt_end.rstrip().endswith(self.reasoning[0])
 
     def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
-        """(the text of the reasoning block, the text after it) of a completion; (None, the text) without a block.
+        """(the text of the reasoning block, the content and the calls after it) of a completion. The first is None
+        without a block.
 
         A reasoning block begins the text, or is `opened` by the prompt. If it has no end, nothing is after it.
         """
         start, (begin, end) = text.lstrip(), self.reasoning
-        if not (opened or start.startswith(begin)):
-            return None, text
-        thought, _, rest = start.removeprefix(begin).partition(end)
-        return thought, rest
+        thought, rest = None, text
+        if opened or start.startswith(begin):
+            thought, _, rest = start.removeprefix(begin).partition(end)
+        start = rest.lstrip()
+        mark = next((mark for mark in self.answers if start.startswith(mark)), None)
+        return thought, rest if mark is None else start.removeprefix(mark)
 
     def instructions(self) -> str:
         """What a system message says about calls, if the chat template does not describe tools."""

@@ -168,7 +168,7 @@ class _Client:
         self.errors: list[TriviumError] = []
         """The errors of completions."""
         self._texts: dict[str, str] = {}
-        """The completions with calls as they were sampled, by the messages that the agents received."""
+        """The sampled texts of completions with reasoning or calls, by the messages that the agents received."""
 
     def begin(self, trace: Any) -> None:
         """Begins a run of an agent."""
@@ -197,10 +197,15 @@ class _Client:
             # At these words, programs of verifiers end their run without an error.
             words = "maximum context length: " if isinstance(error, PromptTooLong) else ""
             raise vf.ProviderError(f"{words}{text_of(error)}", status_code=400) from error
-        content, calls = read_tool_calls(done.text, [tool.name for tool in tools], policy.tool_format)
-        sent = [vf.ToolCall(id=f"call_{next(self._ids)}", name=name, arguments=text) for name, text in calls]
-        message = vf.AssistantMessage(content=content or None, tool_calls=sent or None)
-        if calls:
+        text, calls = read_tool_calls(done.text, [tool.name for tool in tools], policy.tool_format)
+        thought, content = (policy.tool_format or HERMES).split(text)
+        if thought is not None:
+            thought, content = thought.strip(), content.strip()
+        sent = [vf.ToolCall(id=f"call_{next(self._ids)}", name=name, arguments=arguments) for name, arguments in calls]
+        message = vf.AssistantMessage(
+            content=content or None, reasoning_content=thought or None, tool_calls=sent or None
+        )
+        if calls or content != done.text:
             self._texts[message.model_dump_json()] = done.text
         finish = "tool_calls" if calls else "length" if done.stop_reason is StopReason.LENGTH else "stop"
         usage = vf.Usage(prompt_tokens=len(done.prompt_tokens), completion_tokens=len(done.tokens))
@@ -209,13 +214,18 @@ class _Client:
         return response
 
     def _text(self, message: Any) -> str:
-        """The text of a message. That of a completion with calls is the sampled one, unless the agent changed it."""
+        """The text of a message. That of a completion is the sampled one, unless the agent changed its parts."""
         content: Any = message.content or ""
         if isinstance(content, list):
             if any(part.type != "text" for part in content):
                 raise DataError("text in messages of an environment", "an image", "use an environment without images")
             content = "\n".join(part.text for part in content)
-        if message.role != "assistant" or not message.tool_calls:
+        if message.role != "assistant":
             return content
-        calls = (self._policy.tool_format or HERMES).write([ToolCall(c.name, c.arguments) for c in message.tool_calls])
-        return self._texts.get(message.model_dump_json(), f"{content}\n{calls}" if content else calls)
+        if (sampled := self._texts.get(message.model_dump_json())) is not None:
+            return sampled
+        how = self._policy.tool_format or HERMES
+        begin, end = how.reasoning
+        thought = f"{begin}\n{message.reasoning_content}\n{end}\n\n" if message.reasoning_content else ""
+        calls = how.write([ToolCall(c.name, c.arguments) for c in message.tool_calls]) if message.tool_calls else ""
+        return thought + "\n".join(part for part in (content, calls) if part)

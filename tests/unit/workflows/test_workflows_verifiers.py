@@ -55,6 +55,18 @@ async def test_a_history_that_the_program_edits_is_rendered_anew() -> None:
     assert "look" in shown(player)[1].partition("edited")[2]
 
 
+async def test_scores_read_the_answer_and_the_history_keeps_the_reasoning() -> None:
+    player = policy(f"<think>a {CALL}</think>\n\n{CALL}", "<think>so</think>\n\nyes")
+    assert await words().run(task(), player) == SCORES
+    first, second = player.turns
+    sampled = [*first.prompt_tokens.tolist(), *first.tokens.tolist()]
+    assert second.prompt_tokens.tolist()[: len(sampled)] == sampled
+
+    player = policy(f"<think>hm</think>let me see {CALL}", "yes")
+    await words().run(task("edit"), player)
+    assert "<think>\nhm\n</think>\n\nedited\n" in shown(player)[1]
+
+
 async def test_every_attempt_of_an_environment_with_several_is_a_participant() -> None:
     env = {**ENV, "id": "best-of-n", "n": 2}
     player = policy("yes")
