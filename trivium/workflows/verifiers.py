@@ -17,7 +17,7 @@ from trivium.config import RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, DataError, Problem, TriviumError, text_of
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.processes.isolated import require
-from trivium.text.tool_formats import HERMES
+from trivium.text.tool_formats import HERMES, REASONING_TAIL
 from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
 from trivium.types import Message, StopReason, Task
 from trivium.workflows.adapters import mapping_of
@@ -197,8 +197,9 @@ class _Client:
             # At these words, programs of verifiers end their run without an error.
             words = "maximum context length: " if isinstance(error, PromptTooLong) else ""
             raise vf.ProviderError(f"{words}{text_of(error)}", status_code=400) from error
-        text, calls = read_tool_calls(done.text, [tool.name for tool in tools], policy.tool_format)
-        thought, content = (policy.tool_format or HERMES).split(text)
+        how, prompt_end = policy.tool_format or HERMES, policy.prompt_end(REASONING_TAIL)
+        text, calls = read_tool_calls(done.text, [tool.name for tool in tools], policy.tool_format, prompt_end)
+        thought, content = how.split(text, opened=how.opens(prompt_end))
         if thought is not None:
             thought, content = thought.strip(), content.strip()
         sent = [vf.ToolCall(id=f"call_{next(self._ids)}", name=name, arguments=arguments) for name, arguments in calls]

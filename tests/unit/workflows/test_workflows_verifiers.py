@@ -15,6 +15,8 @@ from trivium.api import verifiers_rows
 from trivium.config import RunConfig, plugin
 from trivium.errors import ConfigError, DataError
 from trivium.policy import EngineFailure, PromptTooLong
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure
 
@@ -65,6 +67,15 @@ async def test_scores_read_the_answer_and_the_history_keeps_the_reasoning() -> N
     player = policy(f"<think>hm</think>let me see {CALL}", "yes")
     await words().run(task("edit"), player)
     assert "<think>\nhm\n</think>\n\nedited\n" in shown(player)[1]
+
+
+async def test_reasoning_that_the_prompt_opens_is_neither_a_call_nor_the_answer() -> None:
+    template = TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    renderer = ChatRenderer(tiny_tokenizer("bytes", template=template))
+    player = policy(f"maybe {CALL}</think>{CALL}", f"no {CALL}</think>yes", renderer=renderer)
+    assert await words().run(task(), player) == SCORES
+    assert len(player.turns) == 2
+    assert shown(player)[1].count("<|tool|>seen") == 1
 
 
 async def test_every_attempt_of_an_environment_with_several_is_a_participant() -> None:
