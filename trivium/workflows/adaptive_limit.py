@@ -1,14 +1,16 @@
 """How many environments a server has at the same time: fewer while more of them slow it down.
 
 Additive increase and multiplicative decrease, by the ratio of recent latencies to the lowest ones, as in Netflix's
-concurrency-limits. `adapted` is a pure function of the state and of one call; `AdaptiveTurns` holds the state.
+concurrency-limits. Both include the time between calls: if the policy writes for seconds, some milliseconds more of a
+call do not matter, whether they come from the server or from a busy event loop. `adapted` is a pure function of the
+state and of one call; `AdaptiveTurns` holds the state.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,8 +22,8 @@ _MIN_CALLS = 16
 _ROUNDS = 2
 """A window has this many calls for each environment, since those that end first are the short ones."""
 _MAX_SLOWDOWN = 2.0
-"""Calls that take longer than this multiple of the lowest latency reduce the limit. A server whose latency grows with
-the square of its environments has its highest throughput there."""
+"""The limit falls if a call and the time before it take longer than this multiple of what they take at the lowest
+latency. A server whose latency grows with the square of its environments has its highest throughput there."""
 _ERRORS = 1.5
 """Standard errors by which latencies must differ: calls of different length are no slowdown."""
 _MAX_FAILED = 0.1
@@ -36,6 +38,9 @@ class Call(NamedTuple):
     """Its latency; None if the server refused it or did not answer in time."""
     environments: int
     """The number of open environments when it began."""
+    between: float = 0.0
+    """The seconds that environments were open since the previous call ended, summed over environments, less those of
+    this call. Summed over calls this is the time between calls; a single value may be negative."""
 
 
 class Window(NamedTuple):
@@ -45,19 +50,26 @@ class Window(NamedTuple):
     failed: int = 0
     total: float = 0.0
     squares: float = 0.0
+    between: float = 0.0
+    """The sum of the time between calls."""
     full: bool = False
     """Whether the limit was reached."""
 
     def plus(self, call: Call, full: bool) -> Window:
+        window = self._replace(between=self.between + call.between, full=self.full or full)
         if call.seconds is None:
-            return self._replace(failed=self.failed + 1, full=self.full or full)
+            return window._replace(failed=self.failed + 1)
         value = math.log(max(call.seconds, 1e-6))
-        return Window(self.num + 1, self.failed, self.total + value, self.squares + value**2, self.full or full)
+        return window._replace(num=self.num + 1, total=self.total + value, squares=self.squares + value**2)
 
     def latency(self, errors: float) -> float:
-        """The mean logarithm, plus a number of standard errors."""
+        """The geometric mean, with a number of standard errors."""
         mean = self.total / self.num
-        return mean + errors * math.sqrt(max(0.0, self.squares / self.num - mean**2) / self.num)
+        return math.exp(mean + errors * math.sqrt(max(0.0, self.squares / self.num - mean**2) / self.num))
+
+    def is_slower_than(self, lowest: Window) -> bool:
+        between = max(0.0, self.between) / self.num
+        return between + self.latency(-_ERRORS) > _MAX_SLOWDOWN * (between + lowest.latency(_ERRORS))
 
 
 class Load(NamedTuple):
@@ -84,7 +96,7 @@ def adapted(load: Load, call: Call, most: int) -> Load:
     lowest = load.lowest
     if lowest is None or load.limit == 1 or window.latency(_ERRORS) < lowest.latency(_ERRORS):
         lowest = window  # also at the limit 1, where the load of other environments cannot be the cause
-    if window.latency(-_ERRORS) - lowest.latency(_ERRORS) > math.log(_MAX_SLOWDOWN):
+    if window.is_slower_than(lowest):
         return Load(max(1.0, load.limit * _REDUCTION), lowest=lowest, doubles=False)
     more = load.limit if load.doubles else math.sqrt(load.limit)
     return Load(min(float(most), load.limit + more * window.full), lowest=lowest, doubles=load.doubles)
@@ -96,9 +108,19 @@ class AdaptiveTurns(Turns):
     Only the calls inside `observed` count: without any the limit stays at its start.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._load = most, Load(float(min(_START, most)))
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._load, self._clock = most, Load(float(min(_START, most))), clock
         super().__init__(int(self._load.limit))
+        self._since, self._open, self._open_s = clock(), 0, 0.0
+        """When environments were last counted, how many were open, and for how long since the previous call."""
+
+    async def __aenter__(self) -> None:
+        await super().__aenter__()
+        self._count()
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        self._count()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -108,19 +130,27 @@ class AdaptiveTurns(Turns):
     def observed(self, refused: tuple[type[Exception], ...] = (), timed: bool = True) -> Generator[None]:
         """Observes a call: its latency if it succeeds and is `timed`, or that it raises TimeoutError or one of
         `refused`. Other errors tell nothing about the load."""
-        began, environments = time.monotonic(), self.running
+        began, environments = self._clock(), self.running
         try:
             yield
         except (TimeoutError, *refused):
-            self._observe(Call(None, environments))
+            self._observe(None, self._clock() - began, environments)
             raise
         if timed:
-            self._observe(Call(time.monotonic() - began, environments))
+            seconds = self._clock() - began
+            self._observe(seconds, seconds, environments)
 
-    def late(self) -> None:
-        """Observes a call that did not end before its deadline."""
-        self._observe(Call(None, self.running))
+    def late(self, seconds: float) -> None:
+        """Observes a call that did not end within its deadline of `seconds`."""
+        self._observe(None, seconds, self.running)
 
-    def _observe(self, call: Call) -> None:
+    def _count(self) -> None:
+        now = self._clock()
+        self._open_s += self._open * (now - self._since)
+        self._since, self._open = now, self.running
+
+    def _observe(self, latency: float | None, seconds: float, environments: int) -> None:
+        self._count()
+        call, self._open_s = Call(latency, environments, self._open_s - seconds), 0.0
         self._load = adapted(self._load, call, self._most)
         self.set_limit(int(self._load.limit))

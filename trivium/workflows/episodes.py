@@ -48,8 +48,8 @@ class EpisodeConfig(WorkflowConfig):
     max_environments: int = free(256, ge=1)
     """Environments that are open at the same time. Further rollouts wait, within their own deadline. For the sessions
     of a server (`mcp`, `openenv`) this is the upper bound of a limit that adapts to its latency: it begins at 8,
-    doubles until calls take twice as long as the fastest ones, and falls while the server is slower, refuses sessions
-    or misses deadlines."""
+    doubles until a call and the time before it take twice as long as with the lowest latency, and falls while the
+    server is slower, refuses sessions or misses deadlines."""
     threads: int = free(32, ge=1)
     """How many environments without `async` methods may compute at the same time."""
 
@@ -181,7 +181,7 @@ class Episodes(ABC):
             if late and seconds is not None:
                 found = f"no answer within {seconds:g} s"
                 if isinstance(self._places, AdaptiveTurns):
-                    self._places.late()
+                    self._places.late(seconds)
             raise self._failure(asked, task, found) from error
 
     async def _called(self, function: Callable[..., object], arguments: Sequence[object]) -> object:

@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
 from statistics import fmean
 
 from hypothesis import given
@@ -18,7 +19,7 @@ from workflow_parts import policy, workflow
 from trivium.types import Message, Task
 from trivium.workflows.adaptive_limit import AdaptiveTurns, Call, Load, adapted
 
-CALLS = st.builds(Call, st.none() | st.floats(0, 1e4), st.integers(0, 40))
+CALLS = st.builds(Call, st.none() | st.floats(0, 1e4), st.integers(0, 40), st.floats(-1e4, 1e4))
 
 
 @given(st.lists(st.tuples(CALLS, st.integers(1, 40)), max_size=30), st.integers(1, 40))
@@ -81,6 +82,29 @@ def test_a_server_that_slows_down_gets_the_environments_of_its_highest_throughpu
     best = 0.04 * (1 + 1) / 16  # seconds per call with 16 environments
     assert fmean(0.04 * (1 + (int(limit) / 16) ** 2) / int(limit) for limit in while_slow) < best / 0.85
     assert limits[-1] == 128
+
+
+async def test_a_slowdown_counts_in_proportion_to_the_time_that_environments_are_open() -> None:
+    """All environments call a fast server at the same time, so an event loop that needs 0.5 ms for each is late."""
+
+    async def last_limit(between: float) -> int:
+        now = 0.0
+        turns = AdaptiveTurns(256, lambda: now)
+        for _ in range(40):
+            async with AsyncExitStack() as opened:
+                for _ in range(turns.limit):
+                    await opened.enter_async_context(turns)
+                for _ in range(4):
+                    now += between
+                    with ExitStack() as calls:
+                        for _ in range(turns.running):
+                            calls.enter_context(turns.observed())
+                        now += 0.002 + 0.0005 * turns.running
+            now += 100  # the trainer's step, without rollouts
+        return turns.limit
+
+    assert await last_limit(0.4) == 256
+    assert await last_limit(0.0) < 64
 
 
 # --- over a real socket
