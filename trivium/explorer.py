@@ -25,7 +25,16 @@ from trivium.errors import (
     user_place,
 )
 from trivium.phases import Busy, span
-from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
+from trivium.policy import (
+    ENGINE_S,
+    MAX_METRIC,
+    REWARD_S,
+    ROLLOUT_S,
+    EngineFailure,
+    Policy,
+    PromptTooLong,
+    named_numbers,
+)
 from trivium.protocols import DescribedWeights
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
@@ -253,8 +262,11 @@ class Explorer:
             started = time.monotonic()
             with self._generating:
                 trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
-        trajectory = await self._scored(task, trajectory, started + self.deadline_s - time.monotonic())
-        return trajectory, time.monotonic() - started
+        rolled_out = time.monotonic()
+        trajectory = await self._scored(task, trajectory, started + self.deadline_s - rolled_out)
+        ended = time.monotonic()
+        seconds = {ROLLOUT_S: rolled_out - started, REWARD_S: ended - rolled_out}
+        return replace(trajectory, metrics={**trajectory.metrics, **seconds}), ended - started
 
     async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         """The first attempt in which the workflow does not fail, or the last one; all use the same random numbers."""
@@ -274,7 +286,7 @@ class Explorer:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
             rewards = {} if earned is None else named_numbers("reward", earned)
             metrics = named_numbers("metric", policy.metrics, largest=MAX_METRIC)
-            return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
+            return Trajectory(key.index, policy.turns, rewards, metrics={**metrics, ENGINE_S: policy.engine_s})
         except EngineFailure:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: failures become data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -29,6 +30,8 @@ MAX_REWARD = 1e9
 sums of such squares. A reward of 1e39 would be infinite and make every gradient NaN."""
 MAX_METRIC = 1e38
 """The largest metric of a workflow, representable in float32."""
+ENGINE_S, ROLLOUT_S, REWARD_S = "perf/engine_s", "perf/rollout_s", "perf/reward_s"
+"""Metrics of a trajectory: seconds of its completions, of its workflow and of its reward."""
 _MAX_NAME, _MAX_STATE = 200, 1 << 20
 
 
@@ -108,6 +111,8 @@ class _Rollout:
     """The tasks that wait for a completion."""
     over: bool = False
     """Whether the rollout has ended, so that no further completion is allowed."""
+    engine_s: float = 0.0
+    """The seconds of its completions in the engine."""
 
 
 class Policy:
@@ -266,6 +271,11 @@ class Policy:
         return self._history
 
     @property
+    def engine_s(self) -> float:
+        """The seconds of all completions of the rollout in the engine."""
+        return self._rollout.engine_s
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """Every turn so far, in the order of the call path (not of completion)."""
         record = self._rollout.turns
@@ -283,6 +293,7 @@ class Policy:
         assert task is not None
         self._refuse_late()
         self._rollout.waiting.add(task)
+        started = time.monotonic()
         try:
             done = await sampled(self._engine, request, None if progress is None else progress.add)
         except (RolloutError, EngineFailure):
@@ -294,6 +305,7 @@ class Policy:
         finally:
             self._rollout.waiting.discard(task)
         self._refuse_late()
+        self._rollout.engine_s += time.monotonic() - started
         return done
 
     def _refuse_late(self) -> None:

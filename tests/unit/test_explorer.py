@@ -332,7 +332,8 @@ async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> No
     group = await play(playing, 3)
     assert [t.failure for t in group.trajectories] == [None] * 3
     assert [len(t.turns) for t in group.trajectories] == [2, 2, 2]
-    assert [dict(t.metrics) for t in group.trajectories] == [{"retries": 0.0}, {"retries": 2.0}, {"retries": 0.0}]
+    kept = [{name: value for name, value in t.metrics.items() if "perf/" not in name} for t in group.trajectories]
+    assert kept == [{"retries": 0.0}, {"retries": 2.0}, {"retries": 0.0}]
     asked: Any = playing.engine
     paths = [(r.key.index, r.key.path) for r in asked.requests]
     assert paths.count((1, (0,))) == 3, "the same key, whatever attempt it is"
