@@ -213,6 +213,59 @@ def translate(
 
 
 @app.command()
+def profile(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. [default: standard output]", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Reads from finished RUNs what the machine needs for tokens, train steps, weights and environments, as YAML."""
+    with Outcome(debug):
+        from trivium.checkpoint.atomic import atomic_write
+        from trivium.simulation.rates import measure
+
+        text = measure(runs).to_yaml()
+        if out is None:
+            print(text, end="")
+        else:
+            atomic_write(out, text)
+            print(f"wrote {out}")
+
+
+_RANGE = "`4`, `1,2,8` or `1..64`"
+
+
+@app.command(context_settings=_CONFIGURED)
+def simulate(
+    config: ConfigFile,
+    machine: Annotated[
+        Path, typer.Option("--machine", metavar="FILE", help="Rates of the machine, from `trivium profile`.")
+    ],
+    overrides: Overrides = None,
+    explorers: Annotated[str, typer.Option("--explorers", help=f"{_RANGE}. [default: of the config]")] = "",
+    trainers: Annotated[
+        str, typer.Option("--trainers", help=f"Training ranks: {_RANGE}. [default: of the config]")
+    ] = "",
+    staleness: Annotated[str, typer.Option("--staleness", help="max_staleness: `0..4`. [default: of the config]")] = "",
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Train steps of each case.")] = 40,
+    debug: Debug = False,
+) -> None:
+    """Predicts the speed of CONFIG for other numbers of explorers and ranks: runs its schedule in virtual time."""
+    with Outcome(debug):
+        loaded = load(config, overrides or ())
+        from trivium.simulation.planner import cases_of, cheapest, forecasts, table
+        from trivium.simulation.rates import Rates
+
+        cases = cases_of(loaded, explorers, trainers, staleness)
+        results = list(forecasts(loaded, Rates.read(machine), cases, steps))
+        print(table(results))
+        best = cheapest(results)
+        print(f"cheapest of the fastest: {best.case}, {best.gpus:g} GPUs, {best.steps_per_hour:,.1f} steps/h")
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.", show_default=False)],

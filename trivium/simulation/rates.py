@@ -1,0 +1,228 @@
+"""The rates of a machine: how long sampling, training and exchanges of weights take. Read from runs, kept in a file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from trivium.config import read_yaml
+from trivium.config.reading import flatten
+from trivium.config.schema import Config
+from trivium.errors import ConfigError, RunDirError
+from trivium.inspection.rollouts import Rollout, read_rollouts
+from trivium.inspection.run import RecordedRun
+from trivium.inspection.viewer.timeline import read_spans
+from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
+
+_QUANTILES = np.linspace(0, 1, 21)
+_WARM = 2
+"""The first steps of a run, which compile, allocate and fill caches, are left out if this many others follow."""
+
+Seconds = Annotated[float, Field(ge=0)]
+Quantiles = Annotated[tuple[float, ...], Field(min_length=1)]
+
+
+class Rates(Config):
+    """What `trivium simulate` knows about a machine and about the rollouts of a run. A distribution is a list of
+    equally spaced quantiles, from the smallest to the largest value; one value is a constant."""
+
+    start_s: Seconds
+    """Seconds from a request to its first token, prefill included."""
+    step_s: Seconds
+    """Seconds of one decoding step of an engine, apart from what its rows add."""
+    row_s: Seconds
+    """Seconds that each row in flight adds to a decoding step: an engine makes at most 1 / row_s tokens a second."""
+    max_rows: int = Field(default=256, ge=1)
+    """Rows that an engine decodes at once; further requests wait."""
+    load_s: Seconds
+    """Seconds in which an engine loads a version."""
+    update_s: Seconds
+    """Seconds of a train step, apart from what its tokens add."""
+    update_token_s: Seconds
+    """Seconds that each token adds to a train step on one rank, prompts included."""
+    score_token_s: Seconds = 0.0
+    """Seconds that each token takes in a scoring pass (reference, critic, ...) on one rank."""
+    sync_s: Seconds
+    """Seconds in which the trainer publishes a version."""
+    save_s: Seconds
+    """Seconds in which the trainer writes a checkpoint."""
+    prompt_tokens: Quantiles
+    """Tokens of the first prompt of a rollout."""
+    response_tokens: Quantiles
+    """Tokens that the policy samples in one turn."""
+    turns: Quantiles = (1.0,)
+    """Turns of a rollout."""
+    environment_s: Quantiles = (0.0,)
+    """Seconds that a rollout spends outside of the engine: environments, tools, the workflow itself."""
+    reward_s: Quantiles = (0.0,)
+    """Seconds in which a reward is computed."""
+    shared_speed: float = Field(default=0.5, gt=0, le=1)
+    """How fast engine and trainer are while both compute in one process on one device; 1 alone. 0.5 is an assumption:
+    they take turns. It applies to local runs without train.own_process."""
+    rank_efficiency: float = Field(default=0.9, gt=0, le=1)
+    """Speed that is left of a train step, for each rank, each time that the number of ranks doubles. An assumption."""
+    explorer_gpus: float = Field(default=1.0, gt=0)
+    """GPUs of an explorer, which decide the cheapest split."""
+    rank_gpus: float = Field(default=1.0, gt=0)
+    """GPUs of a training rank."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a file of rates. Raises ConfigError if it is missing or has wrong keys or values."""
+        try:
+            return cls.model_validate(read_yaml(path))
+        except ValidationError as error:
+            problems = [*flatten(error, cls, "")]
+            raise ConfigError(f"the rates in {path}", f"{len(problems)} problem(s)", "correct it:", problems) from error
+
+    @classmethod
+    def instant(cls) -> Self:
+        """The rates of a machine on which nothing takes time."""
+        needed = {name: 0.0 for name, field in cls.model_fields.items() if field.is_required()}
+        return cls.model_validate({**needed, "prompt_tokens": (1.0,), "response_tokens": (1.0,)})
+
+    def to_yaml(self) -> str:
+        """The rates as YAML, each under a comment with its meaning."""
+        lines: list[str] = []
+        for name, field in type(self).model_fields.items():
+            value: Any = getattr(self, name)
+            text = f"[{', '.join(map(_rounded, value))}]" if isinstance(value, tuple) else _rounded(value)
+            lines += [f"# {line}" for line in textwrap.wrap(field.description or "", 118)]
+            lines += textwrap.wrap(f"{name}: {text}", 120, subsequent_indent="  ")
+        return "\n".join(lines) + "\n"
+
+    def in_units(self, tokens: int) -> Self:
+        """Rates of the same machine for completions whose tokens stand for several real ones each."""
+        longer = {name: getattr(self, name) * tokens for name in ("step_s", "row_s", "update_token_s", "score_token_s")}
+        shorter = {
+            name: tuple(value / tokens for value in getattr(self, name))
+            for name in ("prompt_tokens", "response_tokens")
+        }
+        return self.model_copy(update={**longer, **shorter})
+
+
+def _rounded(value: float) -> str:
+    return str(value if isinstance(value, int) else float(f"{value:.3g}"))
+
+
+# --------------------------------------------------------------------------- from runs
+
+
+def measure(run_dirs: Sequence[Path]) -> Rates:
+    """Reads the rates of finished runs on one machine. Several runs with different numbers of rows in flight separate
+    `step_s` from `row_s`; so does one synchronous run whose completions differ in length.
+
+    Raises RunDirError if a directory holds no run with recorded rollouts.
+    """
+    runs = [_Measured(path) for path in run_dirs]
+    rollouts = [rollout for run in runs for rollout in run.rollouts]
+    if not rollouts or not any(run.rows for run in runs):
+        found = "no trained step with recorded rollouts"
+        raise RunDirError(
+            f"the rates of {', '.join(map(str, run_dirs))}", found, "name the directory of a finished run"
+        )
+    start_s, step_s, row_s = fit([row for run in runs for row in run.requests()])
+    updates = [row for run in runs for row in run.updates()]
+    update_s, update_token_s = fit([((1.0, tokens), seconds) for tokens, seconds, _ in updates])
+    scores = [score / tokens for tokens, _, score in updates]
+    metrics = [rollout.trajectory.metrics for rollout in rollouts]
+    turns = [turn for rollout in rollouts for turn in rollout.trajectory.turns]
+    return Rates(
+        start_s=start_s,
+        step_s=step_s,
+        row_s=row_s,
+        max_rows=max(int(getattr(run.config.engine, "max_rows", 256)) for run in runs),
+        load_s=_mean(span.stop - span.start for run in runs for span in run.spans if span.name == "load weights"),
+        update_s=update_s,
+        update_token_s=update_token_s,
+        score_token_s=fmean(scores),
+        sync_s=_mean(row["time/sync"] for run in runs for row in run.rows if "time/sync" in row),
+        save_s=_mean(span.stop - span.start for run in runs for span in run.spans if span.name == "checkpoint"),
+        prompt_tokens=_quantiles([len(rollout.trajectory.turns[0].prompt_tokens) for rollout in rollouts]),
+        response_tokens=_quantiles([len(turn.tokens) for turn in turns]),
+        turns=_quantiles([len(rollout.trajectory.turns) for rollout in rollouts]),
+        environment_s=_quantiles([max(0.0, m[ROLLOUT_S] - m[ENGINE_S]) for m in metrics]),
+        reward_s=_quantiles([m[REWARD_S] for m in metrics]),
+    )
+
+
+Row = tuple[tuple[float, ...], float]
+"""(columns, seconds that are a sum of them with unknown factors)."""
+
+
+class _Measured:
+    """The steps of one run after the first ones, with their rollouts and spans."""
+
+    def __init__(self, path: Path) -> None:
+        run = RecordedRun.open(path)
+        self.config = run.config.stage_configs()[-1]
+        rows = [row for row in run.rows() if "time/update/policy" in row]
+        self.rows = rows[_WARM:] if len(rows) > 2 * _WARM else rows
+        steps = {int(row["step"]) for row in self.rows}
+        recorded = read_rollouts(path, step=steps) if steps else ()
+        self.rollouts = [r for r in recorded if r.trajectory.turns and ENGINE_S in r.trajectory.metrics]
+        self.spans = read_spans(path)
+
+    def requests(self) -> Iterator[Row]:
+        """For each rollout ((turns, tokens, tokens times rows in flight), seconds in the engine)."""
+        if self.config.max_staleness == 0 and all(len(r.trajectory.turns) == 1 for r in self.rollouts):
+            waves = defaultdict[int, list[Rollout]](list)
+            for rollout in self.rollouts:
+                waves[rollout.steps[0]].append(rollout)
+            for wave in waves.values():
+                lengths = np.sort([rollout.trajectory.num_tokens for rollout in wave])
+                longer = len(lengths) - np.searchsorted(lengths, np.arange(1, lengths[-1] + 1))
+                together = np.cumsum(longer)  # rows in flight, summed over the decoding steps so far
+                for rollout in wave:
+                    tokens = rollout.trajectory.num_tokens
+                    rows = float(together[tokens - 1]) if tokens else 0.0
+                    yield (1.0, float(tokens), rows), rollout.trajectory.metrics[ENGINE_S]
+            return
+        busy = sum(span.stop - span.start for span in self.spans if span.name == "generate")
+        total = sum(rollout.trajectory.metrics[ENGINE_S] for rollout in self.rollouts)
+        rows = total / max(busy, 1e-9)
+        for rollout in self.rollouts:
+            tokens = float(rollout.trajectory.num_tokens)
+            num_turns = float(len(rollout.trajectory.turns))
+            yield (num_turns, tokens, tokens * rows), rollout.trajectory.metrics[ENGINE_S]
+
+    def updates(self) -> Iterator[tuple[float, float, float]]:
+        """For each step (tokens, seconds of training without scores, seconds of scores for each pass)."""
+        for row in self.rows:
+            tokens = row["train/tokens"] + row["rollout/prompt_tokens"] * row["rollout/trajectories"]
+            scores = [seconds for name, seconds in row.items() if name.startswith("time/score/")]
+            seconds = row["time/step"] - row.get("time/wait", 0.0) - sum(scores)
+            yield tokens, seconds, _mean(scores)
+
+
+def fit(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Least squares with factors that are not negative. A column that the others determine gets the factor 0."""
+    columns, seconds = np.array([row for row, _ in rows]), np.array([value for _, value in rows])
+    used = [n for n in range(columns.shape[1]) if columns[:, n].any()]
+    while used:
+        scale = columns[:, used].max(axis=0)
+        factors, _, rank, _ = np.linalg.lstsq(columns[:, used] / scale, seconds, rcond=1e-6)
+        if rank == len(used) and (factors >= 0).all():
+            result = np.zeros(columns.shape[1])
+            result[used] = factors / scale
+            return tuple(float(factor) for factor in result)
+        # Of columns that say the same, the later one stays: a saturated engine promises less than an idle one.
+        del used[int(np.argmin(factors)) if rank == len(used) else 0]
+    return (0.0,) * columns.shape[1]
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    quantiles = np.quantile(values, _QUANTILES)
+    return (float(quantiles[0]),) if quantiles[0] == quantiles[-1] else tuple(float(each) for each in quantiles)
+
+
+def _mean(values: Any) -> float:
+    listed = list(values)
+    return float(fmean(listed)) if listed else 0.0
