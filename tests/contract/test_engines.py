@@ -21,7 +21,7 @@ from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch.engine import TorchEngine
 from trivium.policy import EngineFailure
-from trivium.protocols import RolloutEngine
+from trivium.protocols import RolloutEngine, StreamingEngine
 from trivium.randomness import SampleKey
 from trivium.testing import ReferencePolicy, Tolerance, check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
@@ -113,6 +113,33 @@ async def test_the_scripted_engine(name: str) -> None:
         decode=decode,
         patience_s=300,
     )
+
+
+class Whole:
+    """A scripted engine that reports no tokens while it samples."""
+
+    max_context, capabilities = 4096, ScriptedEngine.capabilities
+
+    def __init__(self) -> None:
+        engine = scripted()
+        self.generate, self.load, self.close = engine.generate, engine.load, engine.close
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+
+async def test_a_pool_of_engines_that_do_not_stream_does_not_stream() -> None:
+    async def check(make: Callable[[], RolloutEngine]) -> None:
+        weights = [("w", torch.ones(2))]
+        await check_engine(make, PROMPTS, eos_token_ids=EOS, weights=lambda: weights, crowd=20, patience_s=300)
+
+    await check(lambda: pooled(Whole))
+    for make, streams in ((Whole, False), (scripted, True)):
+        pool = pooled(make)
+        assert isinstance(pool, StreamingEngine) is streams
+        await pool.close()
 
 
 class Wrong(ScriptedEngine):

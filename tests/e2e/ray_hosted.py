@@ -116,6 +116,19 @@ def scripted_that_never_loads(delay_s: float) -> NeverLoads:
     return NeverLoads(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
 
 
+class Whole:
+    """It reports no tokens while it samples."""
+
+    max_context, version, capabilities = 4096, 0, ScriptedEngine.capabilities
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.generate, self.load, self.close = engine.generate, engine.load, engine.close
+
+
+def scripted_that_does_not_stream(delay_s: float) -> Whole:
+    return Whole(scripted(delay_s))
+
+
 class Fails(ScriptedEngine):
     """What it needs for completions has died."""
 

@@ -26,6 +26,7 @@ from tests.e2e.ray_hosted import (
     CountingHost,
     raise_in_a_group,
     scripted,
+    scripted_that_does_not_stream,
     scripted_that_fails,
     scripted_that_never_loads,
 )
@@ -39,7 +40,8 @@ from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
 from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError
-from trivium.policy import EngineFailure, PromptTooLong
+from trivium.policy import EngineFailure, PromptTooLong, sampled
+from trivium.protocols import StreamingEngine
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
@@ -241,9 +243,11 @@ def pids(tmp_path: Path) -> dict[str, int]:
     return {words[3].rstrip(":"): int(words[5]) for words in lines}
 
 
-async def replicated(tmp_path: Path, namespace: str, replicas: int, delay_s: float = 0.0) -> ReplicatedEngine:
+async def replicated(
+    tmp_path: Path, namespace: str, replicas: int, delay_s: float = 0.0, make: Any = scripted
+) -> ReplicatedEngine:
     names = [f"engine-0-{replica}" for replica in range(replicas)]
-    spec = EngineSpec(scripted, (delay_s,), tmp_path, 1, namespace, max_restarts=1, deadline_s=60)
+    spec = EngineSpec(make, (delay_s,), tmp_path, 1, namespace, max_restarts=1, deadline_s=60)
     return await ReplicatedEngine.start(spec, names)
 
 
@@ -253,6 +257,15 @@ async def test_a_replicated_engine_keeps_the_contract_of_engines(tmp_path: Path,
     await check_engine(
         spare.pop, PROMPTS, eos_token_ids=EOS, weights=lambda: iter([("weight", torch.ones(2))]), max_new_tokens=12
     )
+
+
+async def test_replicas_stream_only_if_their_engine_does(tmp_path: Path, namespace: str) -> None:
+    engine = await replicated(tmp_path, namespace, 1, make=scripted_that_does_not_stream)
+    assert not isinstance(engine, StreamingEngine)
+    reported: list[int] = []
+    done = await sampled(engine, requests(1)[0], lambda tokens, _: reported.extend(tokens))
+    assert reported == done.tokens.tolist() != []
+    await engine.close()
 
 
 async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_are_the_same(

@@ -24,7 +24,7 @@ from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.engines.reporting import TokenReport
 from trivium.errors import RoleFailed
 from trivium.policy import EngineFailure, sampled
-from trivium.protocols import RolloutEngine, WeightHandle, Weights
+from trivium.protocols import RolloutEngine, StreamingEngine, WeightHandle, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ class HostedEngine:
         self._streams = defaultdict[str, _Stream](_Stream)
 
     @property
-    def facts(self) -> tuple[int, Capabilities]:
-        """(longest context, capabilities)."""
-        return self._engine.max_context, capabilities_of(self._engine)
+    def facts(self) -> tuple[int, Capabilities, bool]:
+        """(longest context, capabilities, whether it is a `StreamingEngine`)."""
+        return self._engine.max_context, capabilities_of(self._engine), isinstance(self._engine, StreamingEngine)
 
     async def generate(self, request: Request) -> Completion:
         return await self._engine.generate(request)
@@ -133,7 +133,7 @@ class ActorReplica(Replica):
         return self._restart is not None
 
     @property
-    def facts(self) -> tuple[int, Capabilities]:
+    def facts(self) -> tuple[int, Capabilities, bool]:
         return self._engine.facts
 
     async def start(self, dead: Proxy | None = None, died: ActorDied | None = None) -> None:
@@ -280,19 +280,23 @@ async def _followed(engine: Any, request: Request, report: TokenReport) -> Compl
 
 
 class ReplicatedEngine(EnginePool[ActorReplica]):
-    """Replicas of one engine. Build it with `start`."""
+    """Replicas of one engine. Build it with `start`. It is a `StreamingEngine` if the engine is one."""
+
+    stream: Callable[[Request, OnTokens], Awaitable[Completion]]
 
     @classmethod
     async def start(cls, spec: EngineSpec, names: Sequence[str]) -> ReplicatedEngine:
         """Starts a replica for each name. Raises the error of building an engine."""
         pool = cls([ActorReplica(name, spec) for name in names])
         await asyncio.gather(*(replica.start() for replica in pool.replicas))
-        pool.max_context, each = pool.replicas[0].facts
+        pool.max_context, each, streams = pool.replicas[0].facts
+        if streams:
+            pool.stream = pool._stream
         # Not `updates_in_flight`: replicas change their weights at different tokens.
         pool.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         return pool
 
-    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+    async def _stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         """One completion of the least busy replica."""
         async with self._least_busy() as replica:
             return await replica.stream(request, on_tokens)

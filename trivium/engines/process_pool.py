@@ -22,7 +22,7 @@ from trivium.processes.answers import Failures
 from trivium.processes.link import CLOSE, Call, Link, serve
 from trivium.processes.sockets import Listening, connect
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
-from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
+from trivium.protocols import DescribedWeights, RolloutEngine, StreamingEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class _ProcessReplica(Replica):
 
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
     """The engine of this process and those that other processes host. Completions do not depend on the process that
-    samples them."""
+    samples them. It is a `StreamingEngine` if the engine of this process is one."""
 
     def __init__(
         self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
@@ -156,8 +156,10 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
         # Not `updates_in_flight`: replicas change their weights at different tokens.
         self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         self.max_context = own.max_context
+        if isinstance(own, StreamingEngine):
+            self.stream = self._stream
 
-    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+    async def _stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         """One completion of the least busy replica."""
         async with self._least_busy() as replica:
             return await replica.stream(request, on_tokens)
