@@ -6,17 +6,20 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trivium.buffers.memory import MemoryBuffer
 from trivium.cluster.actors import Host
-from trivium.engines.scripted import ScriptedEngine
+from trivium.engines.scripted import LOG_PROB, ScriptedEngine
 from trivium.errors import SyncError
 from trivium.policy import EngineFailure
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Completion, Request
+
+if TYPE_CHECKING:
+    from trivium.protocols.rollout import OnTokens
 
 EOS = frozenset({1, 2})
 
@@ -114,6 +117,20 @@ class NeverLoads(ScriptedEngine):
 
 def scripted_that_never_loads(delay_s: float) -> NeverLoads:
     return NeverLoads(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
+
+
+class FirstAtOnce(ScriptedEngine):
+    """Its streams report the first token at once, and the others at the end."""
+
+    async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
+        on_tokens(self._scripted(request, self.version)[:1], [LOG_PROB])
+        done = await self.generate(request)
+        on_tokens(done.tokens[1:].tolist(), done.log_prob[1:].tolist())
+        return done
+
+
+def scripted_that_begins_at_once(delay_s: float) -> FirstAtOnce:
+    return FirstAtOnce(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
 
 
 class Whole:

@@ -26,6 +26,7 @@ from tests.e2e.ray_hosted import (
     CountingHost,
     raise_in_a_group,
     scripted,
+    scripted_that_begins_at_once,
     scripted_that_does_not_stream,
     scripted_that_fails,
     scripted_that_never_loads,
@@ -271,7 +272,7 @@ async def test_replicas_stream_only_if_their_engine_does(tmp_path: Path, namespa
 async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_are_the_same(
     tmp_path: Path, namespace: str
 ) -> None:
-    alone, engine = scripted(0.0), await replicated(tmp_path, namespace, 2, delay_s=0.5)
+    alone, engine = scripted(0.0), await replicated(tmp_path, namespace, 2, 1.0, scripted_that_begins_at_once)
     weights = [("weight", torch.ones(2))]
     await alone.load(7, weights)
     await engine.load(7, weights)
@@ -279,7 +280,8 @@ async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_
     streamed: list[int] = []
     replying = [asyncio.ensure_future(engine.generate(request)) for request in requests(11)]
     replying.append(asyncio.ensure_future(engine.stream(requests(12)[-1], lambda tokens, _: streamed.extend(tokens))))
-    await asyncio.sleep(0.2)
+    await eventually(lambda: streamed)
+    assert len(streamed) == 1  # the completion is not over
     os.kill(pids(tmp_path)["engine-0-1"], signal.SIGKILL)
     found = await asyncio.gather(*replying)
     assert streamed == found[-1].tokens.tolist()
