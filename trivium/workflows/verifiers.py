@@ -6,10 +6,11 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 from trivium.concurrency import Turns
@@ -88,7 +89,7 @@ class Verifiers:
         if not episode.ok or not policy.turns:
             found = f"{errors[-1].type}: {text_of(errors[-1].message)}" if errors else "no completion of the policy"
             raise self._failed(task, found)
-        traces = [(client.participants[t.id][0], t) for t in episode.traces if t.id in client.participants]
+        traces = [(client.runs[t.id].prefix, t) for t in episode.traces if t.id in client.runs]
         scores = {f"{name}{key}": reward for name, trace in traces for key, reward in trace.rewards.items()}
         if unscored := [key for key, reward in scores.items() if reward is None]:
             raise self._failed(task, f"no value of the reward {unscored[0]!r}: scoring did not end in time")
@@ -156,15 +157,35 @@ def _made(make: Callable[[], Any]) -> Any:
         raise ConfigError("an environment of verifiers", found, do) from error
 
 
+@dataclass
+class _AgentRun:
+    """A run of an agent, which may have several conversations with the policy."""
+
+    prefix: str
+    """What precedes the names of its rewards."""
+    policy: Policy
+    conversations: dict[tuple[Message, ...], Policy] = field(default_factory=dict[tuple[Message, ...], Policy])
+    """The policy of each conversation, by the messages before the first completion."""
+
+    def policy_of(self, messages: Sequence[Message]) -> Policy:
+        """The policy of this conversation. A sequence consists of adjacent turns, so each conversation has its own."""
+        opening = tuple(takewhile(lambda message: message.role != "assistant", messages))
+        if opening not in self.conversations:
+            number = len(self.conversations) + 1
+            own = self.policy if number == 1 else self.policy.branch(f"conversation-{number:04}")
+            self.conversations[opening] = own
+        return self.conversations[opening]
+
+
 class _Client:
     """The policy as a client of verifiers, for the agents of one episode."""
 
     def __init__(self, config: Any, policy: Policy, alone: bool) -> None:
         """Agents whose client is `config` are the policy. `alone` is whether the environment is a single agent's."""
         self._config, self._policy, self._alone = config, policy, alone
-        self._ids, self._runs = count(), Counter[str]()
-        self.participants: dict[str, tuple[str, Policy]] = {}
-        """(what precedes the names of its rewards, its policy) of each run of an agent, by the id of its trace."""
+        self._ids, self._num_runs = count(), Counter[str]()
+        self.runs: dict[str, _AgentRun] = {}
+        """The runs of agents, by the ids of their traces."""
         self.errors: list[TriviumError] = []
         """The errors of completions."""
         self._texts: dict[str, str] = {}
@@ -178,19 +199,21 @@ class _Client:
         if not trace.agent.trainable:
             do = f"set env.{name}.model and env.{name}.client"
             raise EnvironmentFailure(f"the policy as the agent {name!r}", "the environment does not train it", do)
-        self._runs[name] += 1
-        name = name if self._runs[name] == 1 else f"{name}-{self._runs[name]}"
-        self.participants[trace.id] = ("", self._policy) if self._alone else (f"{name}/", self._policy.fork(name))
+        self._num_runs[name] += 1
+        name = name if self._num_runs[name] == 1 else f"{name}-{self._num_runs[name]}"
+        own = _AgentRun("", self._policy) if self._alone else _AgentRun(f"{name}/", self._policy.fork(name))
+        self.runs[trace.id] = own
 
     async def get_response(self, dialect: Any, body: Any, sampling: Any, *, turn: Any, **_: Any) -> Any:
         """The completion of a conversation. Its sampling parameters have no effect, as in verifiers' training."""
-        vf, tools, (_name, policy) = _verifiers(), turn.tools or [], self.participants[turn.trace.id]
+        vf, tools, run = _verifiers(), turn.tools or [], self.runs[turn.trace.id]
         if not isinstance(dialect, vf.dialects.ChatDialect):
             raise vf.ProviderError(f"{type(dialect).__name__}: the policy answers Chat Completions", status_code=400)
         described = json.dumps([vf.clients.train.tool_to_wire(tool) for tool in tools])
         messages = [Message(TOOLS, described)] if tools else []
         try:
             messages += [Message(message.role, self._text(message)) for message in turn.prompt]
+            policy = run.policy_of(messages)
             done = await policy.generate(messages)
         except TriviumError as error:
             self.errors.append(error)

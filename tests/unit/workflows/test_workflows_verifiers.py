@@ -17,7 +17,7 @@ from trivium.errors import ConfigError, DataError
 from trivium.policy import EngineFailure, PromptTooLong
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
-from trivium.types import Message, Task
+from trivium.types import Message, Task, sequences_of
 from trivium.workflows.episodes import EnvironmentFailure
 
 pytest.importorskip("verifiers", reason="verifiers is not installed here; `make test-verifiers` has it")
@@ -76,6 +76,26 @@ async def test_reasoning_that_the_prompt_opens_is_neither_a_call_nor_the_answer(
     assert await words().run(task(), player) == SCORES
     assert len(player.turns) == 2
     assert shown(player)[1].count("<|tool|>seen") == 1
+
+
+async def test_conversations_of_one_agent_each_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    import verifiers.v1 as vf
+    import verifiers_words
+
+    async def launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any) -> Any:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}) as client:
+            conversations: list[list[Any]] = [[{"role": "user", "content": name}] for name in "AB"]
+            for messages in conversations * 3:
+                body = {"model": ctx.model, "messages": messages}
+                answer = await client.post(f"{endpoint}/chat/completions", json=body)
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        return vf.ProgramResult(0, "", "")
+
+    monkeypatch.setattr(verifiers_words.AskingHarness, "launch", launch)
+    player = policy("a", "b", "c")  # to each conversation
+    await words().run(task(), player)
+    assert len(player.turns) == 6
+    assert len(sequences_of(player.turns)) == 2
 
 
 async def test_every_attempt_of_an_environment_with_several_is_a_participant() -> None:
