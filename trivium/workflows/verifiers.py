@@ -124,7 +124,7 @@ def verifiers_rows(limit: int | None = None, **taskset: Any) -> Iterator[dict[st
         raise DataError(f"the rows of the taskset {taskset['id']!r}", "it has no end", "set `limit` in their args")
     for task in tasks:
         prompt = task.data.prompt_text or task.data.description or task.data.name or task.key
-        yield {"key": task.key, "prompt": prompt, "verifiers": task.data.model_dump(mode="json", exclude_none=True)}
+        yield {"key": task.key, "prompt": prompt, "verifiers": task.data.model_dump(mode="json")}
 
 
 def _verifiers() -> Any:

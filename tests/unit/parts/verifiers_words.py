@@ -17,6 +17,7 @@ FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"typ
 class WordData(vf.TaskData):
     how: str = ""
     """What goes wrong: `raise`, `late` (of the scoring), `harness`, `hang`, `silent`, `edit` (a history)."""
+    hint: str | None = "none yet"
 
 
 class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
@@ -39,7 +40,8 @@ class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
 class WordTaskset(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self) -> Iterable[WordTask]:
         for how in ("", "edit", "raise"):
-            yield WordTask(WordData(prompt="well?", how=how, system_prompt="be brief"), self.config.task)
+            data = WordData(prompt="well?", how=how, system_prompt="be brief", hint=None)
+            yield WordTask(data, self.config.task)
 
 
 class AskingHarness(vf.Harness[vf.HarnessConfig]):

@@ -194,6 +194,7 @@ def test_a_taskset_gives_rows_with_its_data(monkeypatch: pytest.MonkeyPatch) -> 
 
     rows = list(verifiers_rows(2, id="verifiers_words"))
     assert [(row["prompt"], row["verifiers"]["how"]) for row in rows] == [("well?", ""), ("well?", "edit")]
+    assert verifiers_words.WordData.model_validate(rows[0]["verifiers"]).hint is None  # which is not its default
     assert rows[0]["key"] != rows[1]["key"]
     monkeypatch.setattr(verifiers_words.WordTaskset, "INFINITE", True)
     assert list(verifiers_rows(2, id="verifiers_words")) == rows
