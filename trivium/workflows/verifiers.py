@@ -117,6 +117,8 @@ def verifiers_rows(limit: int | None = None, **taskset: Any) -> Iterator[dict[st
     `taskset` is the section of that name in verifiers' configs: its `id`, and the fields of its config. A row has the
     data of a task, its `key`, and a prompt that describes it: the environment decides which messages the policy reads.
     """
+    if not taskset.get("id"):
+        raise ConfigError("the rows of a taskset of verifiers", "no `id`", "set `id` in their args to its package")
     vf = _verifiers()
     tasks = _made(lambda: vf.load_taskset(vf.resolve_env_config({"taskset": taskset}).taskset))
     tasks = tasks if limit is None else tasks.take(limit)

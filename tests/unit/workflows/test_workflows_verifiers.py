@@ -200,3 +200,5 @@ def test_a_taskset_gives_rows_with_its_data(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(verifiers_rows(2, id="verifiers_words")) == rows
     with refused(DataError, "verifiers_words", "limit"):
         next(verifiers_rows(id="verifiers_words"))
+    with refused(ConfigError, "taskset", "`id`"):
+        next(verifiers_rows(2))
