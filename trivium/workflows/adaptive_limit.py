@@ -21,6 +21,8 @@ _START = 8
 _MIN_CALLS = 16
 _ROUNDS = 2
 """A window has this many calls for each environment, since those that end first are the short ones."""
+_UNTIMED = 4
+"""A window ends earlier if it has this multiple of untimed calls: those of a policy that calls no tool."""
 _MAX_SLOWDOWN = 2.0
 """The limit falls if a call and the time before it take longer than this multiple of what they take at the lowest
 latency. A server whose latency grows with the square of its environments has its highest throughput there."""
@@ -35,9 +37,11 @@ class Call(NamedTuple):
     """One call of a server, or one attempt to connect."""
 
     seconds: float | None
-    """Its latency; None if the server refused it or did not answer in time."""
+    """Its latency; None if it failed, or if its latency does not count."""
     environments: int
     """The number of open environments when it began."""
+    failed: bool = False
+    """Whether the server refused it or did not answer in time."""
     between: float = 0.0
     """The seconds that environments were open since the previous call ended, summed over environments, less those of
     this call. Summed over calls this is the time between calls; a single value may be negative."""
@@ -47,7 +51,9 @@ class Window(NamedTuple):
     """Consecutive calls: the moments of the logarithms of their latencies."""
 
     num: int = 0
+    """The number of calls with a latency."""
     failed: int = 0
+    untimed: int = 0
     total: float = 0.0
     squares: float = 0.0
     between: float = 0.0
@@ -57,8 +63,10 @@ class Window(NamedTuple):
 
     def plus(self, call: Call, full: bool) -> Window:
         window = self._replace(between=self.between + call.between, full=self.full or full)
-        if call.seconds is None:
+        if call.failed:
             return window._replace(failed=self.failed + 1)
+        if call.seconds is None:
+            return window._replace(untimed=self.untimed + 1)
         value = math.log(max(call.seconds, 1e-6))
         return window._replace(num=self.num + 1, total=self.total + value, squares=self.squares + value**2)
 
@@ -88,15 +96,15 @@ def adapted(load: Load, call: Call, most: int) -> Load:
     if call.environments > load.limit + 1:
         return load  # a reduction takes effect when environments end
     window = load.window.plus(call, call.environments > load.limit - 1)
-    num = window.num + window.failed
-    if num < max(_MIN_CALLS, _ROUNDS * int(load.limit)):
+    enough = max(_MIN_CALLS, _ROUNDS * int(load.limit))
+    if window.num + window.failed < enough and window.untimed + window.failed < _UNTIMED * enough:
         return load._replace(window=window)
-    if window.failed > _MAX_FAILED * num:
-        return Load(max(1.0, load.limit * _REDUCTION), lowest=load.lowest, doubles=False)
-    lowest = load.lowest
-    if lowest is None or load.limit == 1 or window.latency(_ERRORS) < lowest.latency(_ERRORS):
-        lowest = window  # also at the limit 1, where the load of other environments cannot be the cause
-    if window.is_slower_than(lowest):
+    slow, lowest = window.failed > _MAX_FAILED * (window.num + window.failed + window.untimed), load.lowest
+    if not slow and window.num >= enough / 2:  # fewer latencies say little
+        if lowest is None or load.limit == 1 or window.latency(_ERRORS) < lowest.latency(_ERRORS):
+            lowest = window  # also at the limit 1, where the load of other environments cannot be the cause
+        slow = window.is_slower_than(lowest)
+    if slow:
         return Load(max(1.0, load.limit * _REDUCTION), lowest=lowest, doubles=False)
     more = load.limit if load.doubles else math.sqrt(load.limit)
     return Load(min(float(most), load.limit + more * window.full), lowest=lowest, doubles=load.doubles)
@@ -105,7 +113,7 @@ def adapted(load: Load, call: Call, most: int) -> Load:
 class AdaptiveTurns(Turns):
     """At most `most` environments of a server at the same time, and fewer while the server is slow, refuses or is late.
 
-    Only the calls inside `observed` count: without any the limit stays at its start.
+    Only the calls inside `observed` count. Without any, the limit stays at its start.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,29 +136,28 @@ class AdaptiveTurns(Turns):
 
     @contextmanager
     def observed(self, refused: tuple[type[Exception], ...] = (), timed: bool = True) -> Generator[None]:
-        """Observes a call: its latency if it succeeds and is `timed`, or that it raises TimeoutError or one of
+        """Observes a call that succeeds, with its latency if it is `timed`, or that raises TimeoutError or one of
         `refused`. Other errors tell nothing about the load."""
         began, environments = self._clock(), self.running
         try:
             yield
         except (TimeoutError, *refused):
-            self._observe(None, self._clock() - began, environments)
+            self._observe(self._clock() - began, environments, failed=True)
             raise
-        if timed:
-            seconds = self._clock() - began
-            self._observe(seconds, seconds, environments)
+        self._observe(self._clock() - began, environments, timed=timed)
 
     def late(self, seconds: float) -> None:
         """Observes a call that did not end within its deadline of `seconds`."""
-        self._observe(None, seconds, self.running)
+        self._observe(seconds, self.running, failed=True)
 
     def _count(self) -> None:
         now = self._clock()
         self._open_s += self._open * (now - self._since)
         self._since, self._open = now, self.running
 
-    def _observe(self, latency: float | None, seconds: float, environments: int) -> None:
+    def _observe(self, seconds: float, environments: int, timed: bool = True, failed: bool = False) -> None:
         self._count()
-        call, self._open_s = Call(latency, environments, self._open_s - seconds), 0.0
+        latency = seconds if timed and not failed else None
+        call, self._open_s = Call(latency, environments, failed, self._open_s - seconds), 0.0
         self._load = adapted(self._load, call, self._most)
         self.set_limit(int(self._load.limit))

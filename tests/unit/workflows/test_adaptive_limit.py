@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from statistics import fmean
 
 from hypothesis import given
@@ -17,9 +17,15 @@ from websockets.asyncio.server import ServerConnection, serve
 from workflow_parts import policy, workflow
 
 from trivium.types import Message, Task
-from trivium.workflows.adaptive_limit import AdaptiveTurns, Call, Load, adapted
+from trivium.workflows.adaptive_limit import AdaptiveTurns, Call, Load, Window, adapted
 
-CALLS = st.builds(Call, st.none() | st.floats(0, 1e4), st.integers(0, 40), st.floats(-1e4, 1e4))
+CALLS = st.builds(
+    lambda seconds, failed, *others: Call(None if failed else seconds, others[0], failed, others[1]),
+    st.none() | st.floats(0, 1e4),
+    st.booleans(),
+    st.integers(0, 40),
+    st.floats(-1e4, 1e4),
+)
 
 
 @given(st.lists(st.tuples(CALLS, st.integers(1, 40)), max_size=30), st.integers(1, 40))
@@ -33,7 +39,7 @@ def test_the_limit_keeps_its_bounds_and_changes_step_by_step(calls: list[tuple[C
             assert load.limit <= 2 * before.limit
             if load.limit != before.limit:
                 assert call.environments <= before.limit + 1
-                assert load.window.num == load.window.failed == 0
+                assert load.window == Window()
             if call.seconds is None and load.lowest is not None:  # a failed call has no latency
                 assert load.lowest.total in (before.lowest.total if before.lowest else None, before.window.total)
 
@@ -45,7 +51,7 @@ def simulated(latency: Callable[[int, random.Random], float | None], most: int, 
     while len(limits) < num_calls:
         while len(running) < int(load.limit):
             seconds = latency(len(running) + 1, rng)
-            call = Call(seconds, len(running) + 1)
+            call = Call(seconds, len(running) + 1, failed=seconds is None)
             heapq.heappush(running, (now + (0.1 if seconds is None else seconds), rng.getrandbits(60), call))
         now, _, call = heapq.heappop(running)
         load = adapted(load, call, most)
@@ -82,6 +88,21 @@ def test_a_server_that_slows_down_gets_the_environments_of_its_highest_throughpu
     best = 0.04 * (1 + 1) / 16  # seconds per call with 16 environments
     assert fmean(0.04 * (1 + (int(limit) / 16) ** 2) / int(limit) for limit in while_slow) < best / 0.85
     assert limits[-1] == 128
+
+
+def test_calls_without_a_latency_raise_the_limit_and_refusals_are_a_fraction_of_them_too() -> None:
+    def last_limit(refusals: Callable[[int], bool]) -> int:
+        turns = AdaptiveTurns(64)
+        for number in range(2_000):
+            turns.running = turns.limit
+            with suppress(OSError), turns.observed((OSError,), timed=False):
+                if refusals(number):
+                    raise OSError
+        return turns.limit
+
+    assert last_limit(lambda _: False) == 64
+    assert last_limit(lambda number: number % 100 == 0) == 64
+    assert last_limit(lambda number: number % 5 == 0) < 8
 
 
 async def test_a_slowdown_counts_in_proportion_to_the_time_that_environments_are_open() -> None:
