@@ -192,7 +192,8 @@ class _Session:
         tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
-            page = await self._client.list_tools(cursor=cursor)
+            with self._calls.observed(timed=False):
+                page = await self._client.list_tools(cursor=cursor)
             tools += [Tool(each.name, each.description or "", each.input_schema) for each in page.tools]
             cursor = page.next_cursor
             if cursor is None:

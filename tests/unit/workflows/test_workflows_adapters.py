@@ -138,8 +138,10 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
         await episodes.run(chosen, policy("6"))
     assert "'tools'" in caught.value.asked
     assert "'guess'" in caught.value.do
+    episodes = workflow("mcp", **fields, start_tool="begins")
     with refused(EnvironmentFailure, "begins", "begin"):
-        await workflow("mcp", **fields, start_tool="begins").run(WITHOUT_TOOLS, policy("6"))
+        await episodes.run(WITHOUT_TOOLS, policy("6"))
+    assert episodes._calls._load.window.untimed == 1  # the list of tools: the only call if the policy makes none
 
 
 async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_restarts_fails_them() -> None:
