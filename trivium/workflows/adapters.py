@@ -134,16 +134,17 @@ async def connected(
     refused: tuple[type[Exception], ...],
     seconds: float,
     calls: AdaptiveTurns,
+    full: tuple[type[Exception], ...] = (),
 ) -> T:
     """The result of `connect`, which is called again while it raises one of `refused`: its server may be starting, or
-    has too many sessions, which `calls` observes.
+    has too many sessions. `calls` observes only those of `full`, with which a server says that it has too many.
 
     Raises EnvironmentFailure with the last error after `seconds`.
     """
     until, pause = time.monotonic() + seconds, _PAUSE_S
     while True:
         try:
-            with calls.observed(refused, timed=False):
+            with calls.observed(full, timed=False):
                 return await connect()
         except refused as error:
             if time.monotonic() + pause >= until:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -76,8 +77,12 @@ def socket_url(url: str) -> str:
     return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else f"{path}/ws", parts.query, ""))
 
 
-class _Refused(Exception):
-    """The server has no free session, or is not ready."""
+class _NotReady(Exception):
+    """The server is starting."""
+
+
+class _Full(Exception):
+    """The server has no free session."""
 
 
 class _InvalidAction(ValueError):
@@ -106,8 +111,9 @@ class _Session:
             await self._open()
             return await self._exchange("reset", data)
 
-        refused = (OSError, ConnectionClosed, InvalidMessage, _Refused)
-        seen = await connected(f"the environment server {self._url}", begin, refused, self._connect_s, self._calls)
+        what = f"the environment server {self._url}"
+        refused = (OSError, ConnectionClosed, InvalidMessage, _NotReady, _Full)
+        seen = await connected(what, begin, refused, self._connect_s, self._calls, (_Full,))
         return await self._run(self._translation.first, task, seen.get("observation"))
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
@@ -154,18 +160,22 @@ class _Session:
         except InvalidStatus as error:
             if error.response.status_code < 500:
                 raise
-            raise _Refused(text_of(error)) from error  # a gateway answers like this while its server starts
+            raise _NotReady(text_of(error)) from error  # a gateway answers like this while its server starts
 
     async def _exchange(self, kind: str, data: Any) -> Mapping[str, Any]:
         """Sends a message and returns the data of the response. Raises EnvironmentFailure for an error."""
-        await self._socket.send(await self._run(json.dumps, {"type": kind, "data": data}))
+        from websockets.exceptions import ConnectionClosed
+
+        text = await self._run(json.dumps, {"type": kind, "data": data})
+        with suppress(ConnectionClosed):  # a full server answers and closes the connection before it reads
+            await self._socket.send(text)
         response = await self._run(json.loads, await self._socket.recv())
         seen = response.get("data") or {}
         if response.get("type") != "error":
             return seen
         code, message = seen.get("code"), f"{seen.get('code')}: {seen.get('message')}"
         if code == _FULL:
-            raise _Refused(message)
+            raise _Full(message)
         if code == _INVALID and kind == "step":
             raise _InvalidAction(f"{seen.get('message')} {seen.get('errors') or ''}".strip())
         raise EnvironmentFailure(f"a {kind} of {self._url}", message, "look at the log of the environment's server")

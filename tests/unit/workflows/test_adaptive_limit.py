@@ -17,6 +17,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from workflow_parts import policy, workflow
 
 from trivium.types import Message, Task
+from trivium.workflows.adapters import connected
 from trivium.workflows.adaptive_limit import AdaptiveTurns, Call, Load, Window, adapted
 
 CALLS = st.builds(
@@ -103,6 +104,19 @@ def test_calls_without_a_latency_raise_the_limit_and_refusals_are_a_fraction_of_
     assert last_limit(lambda _: False) == 64
     assert last_limit(lambda number: number % 100 == 0) == 64
     assert last_limit(lambda number: number % 5 == 0) < 8
+
+
+async def test_a_server_that_starts_is_not_full() -> None:
+    turns, attempts = AdaptiveTurns(64), itertools.count()
+
+    async def connect() -> None:
+        if next(attempts) < 64:
+            raise ConnectionRefusedError
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(connected("a server", connect, (OSError,), 20, turns) for _ in range(64)))
+    assert next(attempts) == 128
+    assert turns.limit == 8
 
 
 async def test_a_slowdown_counts_in_proportion_to_the_time_that_environments_are_open() -> None:
