@@ -139,8 +139,8 @@ class Policy:
         self._sampling, self._key, self._max_context = sampling, key, max_context
         self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
-        """Metrics of the workflow; their means are logged under `workflow/`. Names that begin with `perf/` stay: such
-        metrics depend on the clock or the machine."""
+        """Metrics of the workflow; their means are logged under `workflow/`. those that Trivium
+        measures itself, such as `perf/environments`, are logged under their own names."""
         self._participant = ""
         """The name of the fork that this policy belongs to."""
         self._numbers = itertools.count()

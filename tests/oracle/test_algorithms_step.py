@@ -16,7 +16,9 @@ from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
 from trivium.errors import DataError
 from trivium.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs
+from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
 from trivium.types import EXPERT_VERSION, Batch, Failure, StopReason, Trajectory, Turn
+from trivium.workflows.adaptive_limit import AdaptiveTurns
 
 
 def turn(prompt: Sequence[int], tokens: Sequence[int], stop: StopReason = StopReason.EOS, version: int = 3) -> Turn:
@@ -130,6 +132,15 @@ def test_workflow_numbers_are_averaged_over_those_who_reported_them() -> None:
     two = Trajectory(1, (turn([1], [2]),), {"exact": 0.0}, metrics={"tool_calls": 1.0, "depth": 7.0})
     metrics = algorithm(GRPO).filter([group(0, one, two)])[1]
     assert (metrics["workflow/tool_calls"], metrics["workflow/depth"]) == (2.0, 7.0)
+
+
+def test_only_what_trivium_measures_of_rollouts_leaves_the_area_of_workflows() -> None:
+    measured = {**AdaptiveTurns(4).metrics, ENGINE_S: 1.0, ROLLOUT_S: 2.0, REWARD_S: 3.0}
+    own = {"perf/idle": 9.0, "solver/perf/score": 1.0}
+    reported = Trajectory(0, (turn([1], [2]),), {"exact": 1.0}, metrics={**measured, **own})
+    metrics = algorithm(GRPO).filter([group(0, reported)])[1]
+    found = {key: value for key, value in metrics.items() if "perf/" in key}
+    assert found == {**measured, "workflow/perf/idle": 9.0, "workflow/solver/perf/score": 1.0}
 
 
 def test_the_engine_log_probs_are_the_old_ones_unless_the_trainer_recomputes() -> None:

@@ -10,6 +10,9 @@ import numpy as np
 
 from trivium.types import Batch, Group, Metrics, StopReason, Trajectory, sequences_of
 
+_MEASURED = {f"perf/{name}" for name in ("environments", "environment_limit", "engine_s", "rollout_s", "reward_s")}
+"""The metrics that Trivium itself measures of a rollout."""
+
 
 def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
     """Metrics of all rollouts, refused groups included, because the trained groups alone would overstate the policy.
@@ -59,9 +62,10 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
 
 
 def _workflow(members: Sequence[Trajectory]) -> Metrics:
-    """Means of the metrics of workflows. Those in `perf/` depend on the machine and stay there."""
-    means = _means("workflow/", [member.metrics for member in members])
-    return {key.removeprefix("workflow/") if "/perf/" in key else key: value for key, value in means.items()}
+    """Means of the metrics of workflows. Those of `_MEASURED` are logged under their own names, since they depend on
+    the machine. All other names stay under `workflow/`: they cannot replace a metric of the step."""
+    means = _means("", [member.metrics for member in members])
+    return {key if key in _MEASURED else f"workflow/{key}": value for key, value in means.items()}
 
 
 def _num_forks(member: Trajectory) -> int:

@@ -236,7 +236,8 @@ class Trajectory:
     """Each reward component by name, weights already applied."""
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the workflow; their means are logged under `workflow/`. Names that begin with `perf/` stay."""
+    """Metrics of the workflow; their means are logged under `workflow/`, except those that
+    Trivium measures itself, such as `perf/environments`."""
 
     @property
     def reward(self) -> float:
