@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trivium import __version__
-from trivium.errors import ConfigError, TriviumError, first_cause, text_of
+from trivium.errors import ConfigError, MissingPackage, TriviumError, first_cause, text_of
 from trivium.runtime.main_loop import exit_without_threads
 
 if TYPE_CHECKING:
@@ -255,6 +256,8 @@ def simulate(
     """Predicts the speed of CONFIG for other numbers of explorers and ranks: runs its schedule in virtual time."""
     with Outcome(debug):
         loaded = load(config, overrides or ())
+        if find_spec("greenlet") is None:
+            raise MissingPackage("greenlet", "simulation", "trivium simulate")
         from trivium.simulation.planner import cases_of, cheapest, forecasts, table
         from trivium.simulation.rates import Rates
 

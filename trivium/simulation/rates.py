@@ -196,7 +196,7 @@ class _Measured:
     def updates(self) -> Iterator[tuple[float, float, float]]:
         """For each step (tokens, seconds of training without scores, seconds of scores for each pass)."""
         for row in self.rows:
-            tokens = row["train/tokens"] + row["rollout/prompt_tokens"] * row["rollout/trajectories"]
+            tokens = (row["rollout/prompt_tokens"] + row["rollout/response_tokens"]) * row["rollout/trajectories"]
             scores = [seconds for name, seconds in row.items() if name.startswith("time/score/")]
             seconds = row["time/step"] - row.get("time/wait", 0.0) - sum(scores)
             yield tokens, seconds, _mean(scores)
