@@ -13,6 +13,7 @@ import builtins
 import errno
 import faulthandler
 import io
+import itertools
 import os
 import queue
 import random
@@ -135,16 +136,43 @@ class Selector(selectors.DefaultSelector):
         return []
 
 
+class _Numbered:
+    """A hash that follows from the order of creation, not from the address: sets of tasks have the same order in every
+    run of a seed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Task(_Numbered, asyncio.Task[Any]):
+    pass
+
+
+class _Future(_Numbered, asyncio.Future[Any]):
+    pass
+
+
+_numbers = itertools.count()
+
+
 class Loop(asyncio.SelectorEventLoop):
     """An event loop of a simulated thread."""
 
     def __init__(self) -> None:
         super().__init__(Selector())
+        self.set_task_factory(lambda loop, coroutine, **how: _Task(coroutine, loop=loop, **how))
         self._parked: ComputerThread | None = None
 
     def run_forever(self) -> None:
         self._parked = _computer().this()
         super().run_forever()
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
 
     def _write_to_self(self) -> None:
         if self._parked is not None:

@@ -170,6 +170,7 @@ class World:
         """Runs the world to its end, and checks what it promises."""
         logger, outcome = logging.getLogger("trivium"), self.outcome
         handlers = list(logger.handlers)
+        random.seed(self.spec.seed)  # the module's own generator, which libraries use
         SimulatedTrainEngine.on_update = self._updated
         try:
             with installed(self.computer, self._disk, self._conditions):
