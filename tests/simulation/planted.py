@@ -49,12 +49,6 @@ PLANTED = {
     "an evicted slot is not issued again": Fault(
         "buffers/slot_machine.py", "        self._insert(following)\n", "        del following\n", False
     ),
-    "the leases of a dead explorer stay": Fault(
-        "buffers/slot_machine.py",
-        "        self._update(leased, state=SlotState.FREE, owner=None)\n        # It",
-        "        # It",
-        True,
-    ),
     "a group wakes nothing": Fault(
         "buffers/memory.py", "if self._slots.changed and not isinstance(answer, Row):", "if False:", False
     ),
@@ -70,19 +64,10 @@ PLANTED = {
         "end = None",
         False,
     ),
-    "a version is visible before its weights": Fault(
-        "publisher.py",
-        "offer = self.engine.offer_weights()",
-        "self.synchronizer.publish(version, self.channel.versions); offer = self.engine.offer_weights()",
-    ),
     "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
-    "the buffer is not closed": Fault("loops.py", "            await buffer.close()\n", "", False),
     "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True),
     "a role is declared dead too early": Fault(
         "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True
-    ),
-    "a silent role is never declared dead": Fault(
-        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > 1e9:", True
     ),
     "checkpoints are not synced": Fault(
         "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False
@@ -113,13 +98,6 @@ PLANTED = {
         "self.engine.load(self.resume.path)",
         "self.engine.prepare(); self.engine.version = self.resume.step",
         False,
-    ),
-    "the id of a run is not synced": Fault("buffers/sql/buffer.py", "        fsync(folder)\n", "        pass\n", True),
-    "a board forgets a concurrent write": Fault(
-        "buffers/sql/database.py",
-        "change = sa.update(_boards).where(mine, _boards.c.revision == revision)",
-        "change = sa.update(_boards).where(mine)",
-        True,
     ),
     "the end does not wait for a checkpoint": Fault(
         "checkpoint/background.py", "await asyncio.wait({self.writing})", "await asyncio.sleep(0)", False
