@@ -139,7 +139,7 @@ class Policy:
         self._sampling, self._key, self._max_context = sampling, key, max_context
         self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
-        """Metrics of the workflow; their means are logged under `workflow/`. those that Trivium
+        """Metrics of the workflow; their means are logged under `workflow/`. Those that Trivium
         measures itself, such as `perf/environments`, are logged under their own names."""
         self._participant = ""
         """The name of the fork that this policy belongs to."""
