@@ -64,9 +64,9 @@ class Spec:
     faults: tuple[Fault, ...]
 
     @classmethod
-    def of(cls, seed: int, *, shared: bool | None = None) -> Spec:
+    def of(cls, seed: int) -> Spec:
         draw = random.Random(f"world {seed}")
-        shared = draw.random() < 0.1 if shared is None else shared
+        shared = draw.random() < 0.1
         explorers = draw.choice((1, 2, 3)) if shared else 0
         staleness = draw.choice((0, 0, 1, 2, 4))
         interval = draw.choice((1, 1, 1, 2)) if staleness else 1
