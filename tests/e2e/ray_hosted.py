@@ -133,6 +133,18 @@ def scripted_that_begins_at_once(delay_s: float) -> FirstAtOnce:
     return FirstAtOnce(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
 
 
+class ArrivesLate(ScriptedEngine):
+    """Its completions arrive after calls that were made later: Ray does not guarantee their order."""
+
+    async def generate(self, request: Request) -> Completion:
+        await asyncio.sleep(0.2)
+        return await super().generate(request)
+
+
+def scripted_that_arrives_late(delay_s: float) -> ArrivesLate:
+    return ArrivesLate(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
+
+
 class Whole:
     """It reports no tokens while it samples."""
 

@@ -26,6 +26,7 @@ from tests.e2e.ray_hosted import (
     CountingHost,
     raise_in_a_group,
     scripted,
+    scripted_that_arrives_late,
     scripted_that_begins_at_once,
     scripted_that_does_not_stream,
     scripted_that_fails,
@@ -258,6 +259,17 @@ async def test_a_replicated_engine_keeps_the_contract_of_engines(tmp_path: Path,
     await check_engine(
         spare.pop, PROMPTS, eos_token_ids=EOS, weights=lambda: iter([("weight", torch.ones(2))]), max_new_tokens=12
     )
+
+
+async def test_a_load_that_overtakes_completions_does_not_change_their_version(tmp_path: Path, namespace: str) -> None:
+    engine = await replicated(tmp_path, namespace, 2, make=scripted_that_arrives_late)
+    early = [asyncio.ensure_future(engine.generate(request)) for request in requests(4)]
+    await asyncio.sleep(0)
+    await engine.load(3, [("weight", torch.ones(2))])
+    late = await asyncio.gather(*map(engine.generate, requests(4)))
+    assert {int(version) for done in await asyncio.gather(*early) for version in done.policy_version} == {0}
+    assert {int(version) for done in late for version in done.policy_version} == {3}
+    await engine.close()
 
 
 async def test_replicas_stream_only_if_their_engine_does(tmp_path: Path, namespace: str) -> None:

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import ray
 
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
 from trivium.cluster.weights import store
+from trivium.engines.load_gate import LoadGate
 from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.engines.reporting import TokenReport
 from trivium.errors import RoleFailed
@@ -124,6 +125,8 @@ class ActorReplica(Replica):
         """The weights that a new process starts with; none before the first load."""
         self._version: int | None = None
         """The loaded version; None before the first load."""
+        self._gate = LoadGate()
+        """Sends a load after the completions in progress have ended: Ray may deliver calls in another order."""
         self._num_deaths = 0
         self._restart: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -155,39 +158,43 @@ class ActorReplica(Replica):
 
     async def _sampled(self, call: Callable[[Any], Awaitable[Completion]]) -> Completion:
         """The result of a call to the engine, again in a new process if its process dies."""
-        while True:
-            engine = self._engine
-            try:
-                return await call(engine)
-            except ActorDied as died:
-                await self.start(engine, died)
-            except EngineFailure as failed:
-                raise self._named(failed) from failed
-            except RoleFailed as failed:
-                raise EngineFailure(
-                    f"a completion from {self.name}", failed.cause, "see the engine's error in the log"
-                ) from failed
+        async with self._gate.completion():
+            while True:
+                engine = self._engine
+                try:
+                    return await call(engine)
+                except ActorDied as died:
+                    await self.start(engine, died)
+                except EngineFailure as failed:
+                    raise self._named(failed) from failed
+                except RoleFailed as failed:
+                    raise EngineFailure(
+                        f"a completion from {self.name}", failed.cause, "see the engine's error in the log"
+                    ) from failed
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
         """Loads weights, if necessary into a restarted process."""
-        self._weights = weights
-        while self._version != weights.version:  # `_start` may have loaded them into a new process
-            engine = self._engine
-            try:
-                await self._load_in_time(engine, weights, in_flight)
-            except ActorDied as died:
-                await self.start(engine, died)
+        async with AsyncExitStack() as order:
+            if in_flight == "finish":
+                await self._in_time(order.enter_async_context(self._gate.load()), weights)
+            self._weights = weights
+            while self._version != weights.version:  # `_start` may have loaded them into a new process
+                engine = self._engine
+                try:
+                    await self._in_time(engine.load(weights, in_flight), weights)
+                except ActorDied as died:
+                    await self.start(engine, died)
+                else:
+                    self._version = weights.version
 
-    async def _load_in_time(self, engine: Any, weights: WeightHandle, in_flight: str) -> None:
-        """Loads weights. After the deadline, kills the process and raises EngineFailure."""
+    async def _in_time(self, loading: Awaitable[None], weights: WeightHandle) -> None:
+        """Waits for a part of the load. After the deadline, kills the process and raises EngineFailure."""
         try:
-            loading, deadline_s = engine.load(weights, in_flight), self._spec.deadline_s
-            await load_in_time(loading, lambda: self.name, weights.version, deadline_s)
+            await load_in_time(loading, lambda: self.name, weights.version, self._spec.deadline_s)
         except EngineFailure as failed:
             self._is_closed = True
             ray.kill(self._actor)
             raise self._named(failed) from failed
-        self._version = weights.version
 
     def _named(self, failed: EngineFailure) -> EngineFailure:
         """The error of the engine, with the name of this replica added."""
@@ -224,7 +231,8 @@ class ActorReplica(Replica):
                 try:
                     engine = await self._start_process()
                     if (weights := self._weights) is not None:
-                        await self._load_in_time(engine, weights, "finish")
+                        await self._in_time(engine.load(weights, "finish"), weights)
+                        self._version = weights.version
                     self._engine = engine
                     return
                 except ActorDied as again:
