@@ -136,6 +136,9 @@ def check(
             show_default=False,
         ),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print what is chosen by the machine, and by which rule.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here, or on
@@ -144,7 +147,7 @@ def check(
         loaded = load(config, overrides or ())
         from trivium.concurrency import usable_cores
         from trivium.config.machine_file import read_machine
-        from trivium.config.plan import plan_run, refuse_too_large
+        from trivium.config.plan import choices_of, plan_run, refuse_too_large
         from trivium.runtime.launch import ready
         from trivium.training.device import machine, training_ranks
 
@@ -153,6 +156,8 @@ def check(
             print(f"warning: {warning}", file=sys.stderr)
         ranks = training_ranks(loaded, here)
         print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")
+        if verbose:
+            print(choices_of(loaded, usable_cores(), here, ranks), end="")
         refuse_too_large(loaded, here, ranks)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trivium.models.heads import log_prob_head
+from trivium.config import choices
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 
 N, H, V = 13, 5, 11
@@ -12,9 +12,9 @@ N, H, V = 13, 5, 11
 @pytest.fixture(autouse=True, params=[1, 4, 100], ids=lambda rows: f"chunk{rows}")
 def rows_per_chunk(request, monkeypatch):
     """Chunks of one row, of several with a remainder, and one chunk for all."""
-    monkeypatch.setattr(log_prob_head, "_MIN_ROWS", 1)
-    monkeypatch.setattr(log_prob_head, "_CACHE_BYTES", request.param * V * 8)
-    monkeypatch.setattr(log_prob_head, "_CHUNK_BYTES", request.param * V * 8)
+    monkeypatch.setattr(choices, "LOGITS_ROWS", 1)
+    monkeypatch.setattr(choices, "LOGITS_CACHE_BYTES", request.param * V * 8)
+    monkeypatch.setattr(choices, "LOGITS_BYTES", request.param * V * 8)
 
 
 def tensors(bias=True):

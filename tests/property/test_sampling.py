@@ -121,7 +121,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_rows_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms = random_logits(7, 300, 5, 2.0), np.linspace(0, 0.99, 7)
     whole = sample(logits.clone(), uniforms, how(7, 0.7))
-    monkeypatch.setattr("trivium.engines.torch.sampling._ELEMENTS", 900)
+    monkeypatch.setattr("trivium.engines.torch.sampling.SAMPLED_TOGETHER", 900)
     assert all(map(torch.equal, sample(logits.clone(), uniforms, how(7, 0.7)), whole))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_check_prints_the_plan(config: Path) -> None:
     plan = yaml.safe_load(result.stdout)
     assert (plan["total_steps"], plan["threads"]) == (5, 2)
     assert plan["stages"][0]["trajectories_per_step"] == 8
+
+
+def test_check_prints_what_is_chosen_by_the_machine_and_the_benchmark_of_each_rule() -> None:
+    root = Path(__file__).parents[2]
+    result = trivium("check", root / "recipes/arithmetic.yaml", "--verbose")
+    first, second = yaml.safe_load(result.stdout[result.stdout.index("choices:") :])["choices"]
+    assert first["decode steps"].startswith("2 threads")
+    assert second["decode steps"].startswith("all rows together, 1 thread")  # the trainer has the other core
+    named = {found for each in first.values() for found in re.findall(r"benchmarks/\w+\.py", each)}
+    assert len(named) > 2
+    assert all((root / name).is_file() for name in named)
 
 
 @pytest.mark.parametrize("command", ["run", "check", "eval"])

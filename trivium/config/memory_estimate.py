@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trivium.config.choices import MIB
 from trivium.config.machine import Machine
-from trivium.config.model_memory import MIB, engine_memory, memory_plan
+from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
@@ -232,7 +233,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
     if shape is None or batch.tokens_per_micro_batch is None or not hasattr(train, "gradient_checkpointing"):
         return None
     device, dtype = planned(train.device, train.dtype, machine)
-    engine_device, engine_dtype = _planned_engine(config, batch, machine)
+    engine_device, engine_dtype = planned_engine(config, batch, machine)
     longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
     tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
     seen = tokens * (batch.ranks // batch.data_ranks)  # ranks that share a sequence run the tower over all its images
@@ -322,7 +323,7 @@ def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:
     return "cuda" if on_gpu else "cpu", dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
 
 
-def _planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tuple[str, str]:
+def planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tuple[str, str]:
     """The same for an engine. On Ray, `auto` is a GPU if the machine has one for each process."""
     device, cluster = str(getattr(config.engine, "device", "cpu")), config.cluster
     if device == "auto" and cluster.kind == "ray" and cluster.address is None:
@@ -344,7 +345,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
     tokens = batch.tokens_per_sequence
-    device, dtype = _planned_engine(config, batch, machine)
+    device, dtype = planned_engine(config, batch, machine)
     # Engines that sample with other numbers than ours (vLLM) divide their memory themselves.
     own = capabilities_of(resolve("engines", engine.kind)).exact_sampling
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0

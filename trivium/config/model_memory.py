@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from trivium.config.choices import PACKED_BYTES, PROMPT_CHUNK, SAMPLED_TOGETHER, logits_rows
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
 from trivium.config.vision_shape import VisionShape
 
-MIB = 2**20
-PACKED_BYTES = 256 * MIB
-"""An engine on a CPU keeps weights of up to this size a second time, in the order in which products read them."""
-_HEAD_BYTES = 64 * MIB
-"""Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
-_HEAD_PART_OF_GPU = 128
-_PIECE = 512
-"""Tokens of a prompt that an engine on a CPU reads at once."""
-_SAMPLED = 2**22
-"""The largest number of logits that are sampled from together."""
 _SAMPLING = 32
 """Bytes for each of them beside itself: copies, sums and, for `top_p`, sorted values."""
 
@@ -103,9 +94,7 @@ def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointi
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
     whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
-    chunk = max(_HEAD_BYTES, gpu // _HEAD_PART_OF_GPU)
-    chunk = chunk if gpu else min(chunk, max(4 * MIB, 256 * shape.vocabulary * wide))
-    logits = min(chunk, tokens * shape.vocabulary * wide)
+    logits = min(logits_rows(shape.vocabulary * wide, gpu), tokens) * shape.vocabulary * wide
     return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
 
 
@@ -136,7 +125,7 @@ def engine_memory(
 def _prompt_pass(shape: ModelShape, read: int, prompt: int, width: int, device: str) -> int:
     """Bytes that reading `read` tokens, in prompts of `prompt` tokens, needs at its peak: in a feed-forward layer, with
     the states sorted by expert, or in attention, whose scores are kept on a CPU only."""
-    at_once = read if device != "cpu" else read // prompt * min(prompt, _PIECE)
+    at_once = read if device != "cpu" else read // prompt * min(prompt, PROMPT_CHUNK)
     sorted_states = 2 * shape.active_experts if shape.experts > 1 else 0
     feed_forward = (3 * shape.mlp * shape.active_experts + (3 + sorted_states) * shape.hidden) * width
     scores = 2 * 4 * shape.heads * prompt if device == "cpu" else 0  # float32, before the softmax and after it
@@ -149,4 +138,4 @@ def _decode_step(shape: ModelShape, rows: int, tokens: int, width: int) -> int:
     makes of them."""
     logits = rows * shape.vocabulary
     scores = rows * shape.heads * tokens * (2 * 4 + width)
-    return max(scores, logits * (4 + width), logits * 4 + min(logits, _SAMPLED) * _SAMPLING)
+    return max(scores, logits * (4 + width), logits * 4 + min(logits, SAMPLED_TOGETHER) * _SAMPLING)

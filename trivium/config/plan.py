@@ -6,8 +6,18 @@ from typing import Any
 
 import yaml
 
+from trivium.config.choices import choices, threads_of
 from trivium.config.machine import Machine
-from trivium.config.memory_estimate import BatchPlan, plan_batch, plan_memory, refuse_what_cannot_fit, vision_in
+from trivium.config.memory_estimate import (
+    BatchPlan,
+    plan_batch,
+    plan_memory,
+    planned,
+    planned_engine,
+    refuse_what_cannot_fit,
+    shape_in,
+    vision_in,
+)
 from trivium.config.recording import recorded_in
 from trivium.config.schema import Config, RunConfig
 
@@ -80,6 +90,22 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
         )
         step += schedule.steps
     return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
+
+
+def choices_of(config: RunConfig, cores: int, machine: Machine, ranks: int = 1) -> str:
+    """What Trivium chooses by the machine, for each stage whose model has a known size, as YAML."""
+    shown: list[dict[str, str]] = []
+    for stage in config.stage_configs():
+        shape, train = shape_in(stage), stage.train
+        if shape is None or not hasattr(train, "device"):
+            continue
+        own = stage.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
+        threads = threads_of(stage, cores, ranks, own_process=own)
+        engine = planned_engine(stage, plan_batch(stage, ranks), machine)
+        trainer = planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), machine)
+        made = choices(stage, shape.parameters, threads, engine, trainer)
+        shown.append({name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()})
+    return yaml.safe_dump({"choices": shown}, sort_keys=False, width=1000)
 
 
 def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from trivium.checkpoint.store import Checkpoint
 from trivium.concurrency import ProcessLife, usable_cores
 from trivium.config import RunConfig
+from trivium.config.choices import threads_of
 from trivium.protocols import Renderer
 from trivium.registry import resolve
 from trivium.runtime.run_dir import hold_with
@@ -45,9 +46,7 @@ class Stage:
 
     @property
     def threads(self) -> int:
-        # An engine and a train engine in two processes compute at the same time; in one process they mostly take turns.
-        at_once = 2 if self.own_process and self.config.max_staleness else 1
-        return self.config.cluster.threads or max(1, usable_cores() // (ranks_here() * at_once))
+        return threads_of(self.config, usable_cores(), ranks_here(), own_process=self.own_process)
 
     @property
     def own_process(self) -> bool:

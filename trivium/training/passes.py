@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from trivium.config.choices import UPDATE_TOKENS, updating_threads
 from trivium.errors import DataError
 from trivium.models.backbone.load import max_positions
 from trivium.models.backbone.packed import pack
@@ -34,12 +35,6 @@ from trivium.training.distributed.ranks import Ranks
 from trivium.types import AnyArray, Batch
 
 Result = TypeVar("Result")
-
-_PARALLEL_TOKENS = 2048
-"""Approximate number of tokens of a parallel micro-batch. The activations of a larger one do not stay in the cache."""
-_PARALLEL_BYTES = 256 * 2**20
-"""Largest size of the weights, in bytes, for parallel micro-batches: each worker holds gradients of that size. The
-matrix products of larger models already use all threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +92,7 @@ class Passes:
         alone = self._ranks.size == 1 and self._model.device.type == "cpu" and batching.max_sequences is None
         if not (alone and backbone.packs and backbone.vision is None):
             return 1
-        by_tokens = batching.max_tokens // (2 * _PARALLEL_TOKENS)
-        by_bytes = _PARALLEL_BYTES // max(1, size_of(self._model))
-        return min(batching.threads, by_tokens, by_bytes)
+        return updating_threads(size_of(self._model), batching.threads, batching.max_tokens)
 
     @property
     def share_prefixes(self) -> bool:
@@ -164,7 +157,7 @@ class Passes:
             if self.workers is None and max_sequences is None and tree.num_tokens <= limit:
                 return [Part(rows, tree)]
         if self.workers is not None:
-            even = cutting(_PARALLEL_TOKENS, workers=self.workers.number)
+            even = cutting(UPDATE_TOKENS, workers=self.workers.number)
             parallel = [Part(rows, tree_of(rows), parallel=True) for rows in even]
             if self._fits(batch, parallel, self.workers.number):
                 return parallel

@@ -28,9 +28,10 @@ from typer.testing import CliRunner
 from tests.processes import Forked
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, load_config
+from trivium.config.choices import MIB
 from trivium.config.machine import Machine, host_memory
 from trivium.config.machine_file import read_machine
-from trivium.config.model_memory import MIB, engine_memory, memory_plan
+from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
 from trivium.engines.torch.decoder import Decoder

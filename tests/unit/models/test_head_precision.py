@@ -11,9 +11,9 @@ from configs import configured, tiny_model
 from failing import refused
 from training_parts import make_engine, write_model
 
+from trivium.config import choices
 from trivium.config.machine import Machine
 from trivium.errors import ConfigError
-from trivium.models.heads import log_prob_head
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
 from trivium.runtime.preflight import preflight
@@ -52,8 +52,8 @@ def test_three_products_are_within_the_bound() -> None:
 
 @pytest.mark.parametrize("entropy_grad", [True, False])
 def test_log_probs_and_gradients_of_the_head(entropy_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_prob_head, "_MIN_ROWS", 16)
-    monkeypatch.setattr(log_prob_head, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(choices, "LOGITS_ROWS", 16)
+    monkeypatch.setattr(choices, "LOGITS_CACHE_BYTES", 1)
     hidden, weight, bias = (draw(*shape, seed=2, spread=0.5) for shape in ((N, H), (V, H), (V,)))
     weight = weight / H**0.5
     targets = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from trivium.config.choices import DECODE_ROWS, PROMPT_CHUNK, decoding_threads
 from trivium.engines.torch.attention import registered
 from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
 from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
-
-_CHUNK = 512
-"""On the CPU, prompts are computed in chunks that start at multiples of this, so that the shape of a chunk depends on
-its prompt alone."""
-_WORKER_ROWS = 16
-"""Smallest number of rows per thread."""
-_PARALLEL_BYTES = 64 * 2**20
-"""Largest model, in bytes, whose rows are split over threads: every thread reads all weights, which must fit the
-cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Prefix:
 def padded_length(length: int) -> int:
     """The padded length of a prompt: a function of its own length, coarse enough that prompts share batches."""
     step = max(16, 1 << max(0, length.bit_length() - 4))
-    return -(-length // min(step, _CHUNK)) * min(step, _CHUNK)
+    return -(-length // min(step, PROMPT_CHUNK)) * min(step, PROMPT_CHUNK)
 
 
 def padded_count(prompts: int) -> int:
@@ -121,8 +113,8 @@ class Decoder:
         self._head.register_forward_pre_hook(self._only_last)
         self.layers = Layers(model, fast=not exact) if supports(model) else None
         """The optimized layers; None: the model's own forward pass."""
-        threads = torch.get_num_threads()
-        side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not changing_rotation(model)
+        threads = decoding_threads(size_of(model), torch.get_num_threads())
+        side_by_side = self.layers is not None and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """Threads that compute the rows of a step in parallel; None: one thread."""
         self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if cuda_graphs else None
@@ -160,7 +152,7 @@ class Decoder:
         cache, logits, routing = PromptCache(length), None, list[AnyArray]()
         if self.layers is not None:
             self.layers.prepare(length)
-        chunk = length if self.reads_whole else _CHUNK
+        chunk = length if self.reads_whole else PROMPT_CHUNK
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             cache.start = start
@@ -238,7 +230,7 @@ class Decoder:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:
             return [use(self._step(ids, embedded, rows, width), slice(0, len(ids)))]
-        workers = max(1, min(self.workers.number, len(ids) // _WORKER_ROWS))
+        workers = max(1, min(self.workers.number, len(ids) // DECODE_ROWS))
         size = -(-len(ids) // workers)
         parts = [slice(first, min(first + size, len(ids))) for first in range(0, len(ids), size)]
 

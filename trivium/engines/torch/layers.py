@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trivium.config.model_memory import PACKED_BYTES
+from trivium.config.choices import PACKED_BYTES
 from trivium.engines.torch.attention import attend
 from trivium.engines.torch.kv_cache import PromptCache, StepRows
 from trivium.models.cpu.fused import rotated, signed_sines

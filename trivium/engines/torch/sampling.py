@@ -13,12 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.config.choices import SAMPLED_TOGETHER
 from trivium.models.placement import sent
 
 _BLOCK = 128
 """The cumulative sum runs over blocks of this many tokens first, then inside one block."""
-_ELEMENTS = 2**22
-"""Number of logits that are processed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,9 @@ def sample(
     The log-probability is that of the sampling distribution: softmax(logits / temperature), truncated and renormalised.
     Temperature 0 takes the most probable token with log-probability 0. A row with NaN logits gets NaN, which the caller
     must refuse. The candidates of each row are added to `kept`; for greedy rows, the whole vocabulary. Overwrites the
-    logits, and needs memory for a few times `_ELEMENTS` numbers.
+    logits, and needs memory for a few times `SAMPLED_TOGETHER` numbers.
     """
-    rows = max(1, _ELEMENTS // logits.shape[-1])
+    rows = max(1, SAMPLED_TOGETHER // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
     done = [_sample(logits[part], sent(uniforms[part], logits.device), how[part], kept) for part in parts]
     if len(done) == 1:

@@ -15,18 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-MIN_SAVED = 16
-"""A shared run of tokens must save at least this many tokens."""
-BELOW_PER_SAVED = 64
-"""At most this many tokens may follow a shared run for each token that it saves. Beyond, the gain is within the
-variation of a step's time."""
+from trivium.config.choices import FOLLOWING_PER_SHARED, MIN_SHARED
 
 
 def is_gain(length: int, branches: int, below: int) -> bool:
     """Whether it pays to compute `length` tokens once instead of once for each of `branches` continuations, which have
     `below` tokens in total."""
     saved = (branches - 1) * length
-    return saved >= MIN_SAVED and saved * BELOW_PER_SAVED >= below
+    return saved >= MIN_SHARED and saved * FOLLOWING_PER_SHARED >= below
 
 
 class Segment(NamedTuple):

@@ -14,19 +14,10 @@ from typing import Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from trivium.config.choices import logits_rows
 from trivium.models.cpu.linear import AutogradContext
 from trivium.models.heads.kept import KeptSets
 from trivium.models.precision import Parts, parts_of, product, product_of
-
-_CHUNK_BYTES = 64 * 2**20
-"""The largest memory for the logits of one chunk."""
-_PART_OF_GPU = 128
-"""On a GPU, the logits of a chunk take 1/128 of the total memory. The free memory does not count: the chunk size
-changes the last bits of results, which must not depend on what else the GPU holds."""
-_CACHE_BYTES = 4 * 2**20
-"""The preferred memory for the logits of one chunk: it fits a core's cache."""
-_MIN_ROWS = 256
-"""The smallest number of rows with efficient matrix products. It overrides `_CACHE_BYTES`, not `_CHUNK_BYTES`."""
 
 
 def log_prob_and_entropy(
@@ -120,11 +111,8 @@ def top_k_log_probs(
 
 def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
     row_bytes = weight.shape[0] * weight.element_size()
-    if weight.is_cuda:
-        memory = torch.cuda.get_device_properties(weight.device).total_memory
-        size = max(1, max(memory // _PART_OF_GPU, _CHUNK_BYTES) // row_bytes)
-    else:
-        size = max(1, min(max(_CACHE_BYTES // row_bytes, _MIN_ROWS), _CHUNK_BYTES // row_bytes))
+    gpu = torch.cuda.get_device_properties(weight.device).total_memory if weight.is_cuda else 0
+    size = logits_rows(row_bytes, gpu)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
