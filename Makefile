@@ -12,6 +12,10 @@ HOUSE_ARGS ?=
 # For example: make words WORDS_ARGS="--places trivium/engines".
 WORDS_ARGS ?=
 
+# `make gpu` runs in the environment that has the machine's torch. For example: make gpu GPU_ARGS="--parts train decode".
+DEVICE ?= cuda
+GPU_ARGS ?=
+
 # Every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -34,7 +38,7 @@ OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-vllm test-verifiers simulate lint format types docs site house words clean
+.PHONY: help demo test test-all test-vllm test-verifiers simulate gpu lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
@@ -43,6 +47,7 @@ help:
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
 	@echo "make test-verifiers    the tests of workflow.kind verifiers, with verifiers"
+	@echo "make gpu    all measurements of a machine with a GPU and no network, into gpu.json; DEVICE=cpu tries it"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
@@ -66,6 +71,9 @@ test-verifiers: $(FOR_VERIFIERS)
 
 simulate: $(FOR_DEV)
 	$(BIN)/python tools/simulate.py --seeds $(or $(SEEDS),0-999)
+
+gpu:
+	$(PYTHON) benchmarks/gpu.py --device $(DEVICE) $(GPU_ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
@@ -109,6 +110,8 @@ def measure(args: argparse.Namespace, sides: dict[str, Side], shape: ModelShape,
             f"{rows * (args.new - 1) / steps:9.0f} tokens/s  {100 * read / steps / copied:5.1f} % of the bandwidth",
             flush=True,
         )
+        figure = {"side": name, "rows": rows, "prompts_s": first, "tokens_per_s": rows * (args.new - 1) / steps}
+        print(json.dumps({"figure": figure | {"bandwidth_share": read / steps / copied}}), flush=True)
 
 
 def main() -> int:

@@ -1,10 +1,12 @@
-"""One training step of a 1.5-billion-parameter Qwen shape on one GPU, next to transformers' own.
+"""One training step of a Qwen shape on one GPU, beside transformers' own.
 
     python benchmarks/gpu_train.py [--tokens 2048 8192] [--batch 16384] [--shape qwen-1.5b] [--device cuda]
+    python benchmarks/gpu_train.py --shape qwen-8b --lora 16
 
 Random weights in float32, arithmetic in bfloat16, gradient checkpointing on both sides, the same sequences, AdamW. The
 engine packs and never holds a [tokens, vocabulary] matrix; transformers' step is its model's own loss (`labels=`) under
-autocast, micro-batches of as many tokens. Each side is warmed up, then they take turns; medians are printed, and MFU is
+autocast, micro-batches of as many tokens. With `--lora` the frozen weights are in bfloat16 on both sides, and the other
+side is peft's. Each side is warmed up, then they take turns; medians are printed, and MFU is
 against the bfloat16 matmul peak that is measured in the same run. A side that runs out of memory says so.
 """
 
@@ -12,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +41,14 @@ SHAPES = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
+    "qwen-8b": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "tiny": {
         "vocab_size": 4096,
         "hidden_size": 128,
@@ -51,11 +63,11 @@ RATE = 1e-6
 Update = Callable[[Batch], float]
 
 
-def write_model(directory: Path, shape: str, longest: int) -> None:
+def write_model(directory: Path, shape: str, longest: int, dtype: torch.dtype = torch.float32) -> None:
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
 
 
@@ -70,13 +82,15 @@ def make_batch(tokens: int, sequences: int, vocabulary: int) -> Batch:
 
 def trivium_step(model_dir: Path, said: argparse.Namespace) -> Update:
     algorithm = build_algorithm(SFT.configure({"kind": "sft"}))
-    config = {
+    config: dict[str, Any] = {
         "device": said.device,
         "dtype": "bfloat16",
         "optimizer": {"lr": RATE},
         "gradient_checkpointing": True,
         "max_tokens_per_micro_batch": said.micro_batch,
     }
+    if said.lora:
+        config |= {"lora": {"rank": said.lora}, "frozen_dtype": "bfloat16"}
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate(config),
         model_dir=model_dir,
@@ -93,9 +107,15 @@ def trivium_step(model_dir: Path, said: argparse.Namespace) -> Update:
 
 
 def transformers_step(model_dir: Path, said: argparse.Namespace) -> Update:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(said.device).train()
+    dtype = torch.bfloat16 if said.lora else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(said.device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    if said.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=said.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
 
     def update(batch: Batch) -> float:
         rows = torch.from_numpy(np.stack([e.tokens for e in batch.experiences]).astype(np.int64)).to(said.device)
@@ -106,7 +126,7 @@ def transformers_step(model_dir: Path, said: argparse.Namespace) -> Update:
                 part = model(input_ids=micro, labels=micro, use_cache=False).loss * len(micro) / len(rows)
             part.backward()
             loss += float(part.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
@@ -136,15 +156,15 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def flops_per_token(shape: str, tokens: int) -> float:
-    """Forward and backward, without what gradient checkpointing computes twice: 6 per matrix weight, the head's
-    included, and causal attention over half the sequence on average."""
+def flops_per_token(shape: str, tokens: int, frozen: bool) -> float:
+    """Forward and backward, without what gradient checkpointing computes twice: 6 per matrix weight (4 if it is
+    frozen), the head's included, and causal attention over half the sequence on average."""
     said = SHAPES[shape]
     hidden, heads, kv = said["hidden_size"], said["num_attention_heads"], said["num_key_value_heads"]
     attention = 2 * hidden * hidden * (1 + kv / heads)
     weights = said["num_hidden_layers"] * (attention + 3 * hidden * said["intermediate_size"])
     weights += hidden * said["vocab_size"]
-    return 6 * weights + 6 * said["num_hidden_layers"] * hidden * tokens
+    return (4 if frozen else 6) * weights + 6 * said["num_hidden_layers"] * hidden * tokens
 
 
 def measure(said: argparse.Namespace, model_dir: Path, tokens: int, peak: float) -> dict[str, float]:
@@ -174,12 +194,14 @@ def measure(said: argparse.Namespace, model_dir: Path, tokens: int, peak: float)
             memory = torch.cuda.max_memory_allocated() / 2**30 if said.device == "cuda" else 0.0
             if turn == said.turns - 1:
                 found[side] = batch.num_tokens / statistics.median(seconds[side])
-                used = found[side] * flops_per_token(said.shape, tokens) / peak
+                used = found[side] * flops_per_token(said.shape, tokens, said.lora > 0) / peak
                 print(
                     f"{side:12} {tokens:6d} tokens  {found[side]:9.0f} tokens/s  MFU {100 * used:5.1f} %  "
                     f"peak {memory:6.1f} GiB  loss {loss:.4f}",
                     flush=True,
                 )
+                figure = {"side": side, "tokens": tokens, "tokens_per_s": found[side], "mfu": used, "peak_gib": memory}
+                print(json.dumps({"figure": figure | {"loss": loss}}), flush=True)
             del update
     return found
 
@@ -190,6 +212,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=65_536, help="tokens per step")
     parser.add_argument("--micro-batch", type=int, default=16_384, help="tokens per forward and backward pass")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen-1.5b")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0: all weights"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn, after one that is not")
@@ -197,7 +222,7 @@ def main() -> int:
     peak = matmul_peak(said.device)
     print(f"bfloat16 matmul peak {peak / 1e12:.1f} TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), said.shape, max(said.tokens))
+        write_model(Path(folder), said.shape, max(said.tokens), torch.bfloat16 if said.lora else torch.float32)
         for tokens in said.tokens:
             found = measure(said, Path(folder), tokens, peak)
             if len(found) == 2:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import os
 import shutil
@@ -48,11 +49,11 @@ Named = list[tuple[str, torch.Tensor]]
 _KEY = b"weights"
 
 
-def layers(size: float, dtype: torch.dtype) -> Named:
+def layers(size: float, dtype: torch.dtype, device: str) -> Named:
     """Tensors of about so many bytes."""
     named: Named = []
     shapes = {"q": (2048, 1024), "k": (1024, 1024), "gate": (3072, 1024), "down": (1024, 3072), "norm": (1024,)}
-    layer = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    layer = {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
     while sum(tensor.nbytes for _, tensor in named) < size:
         named += [(f"{len(named)}.{name}", tensor.clone()) for name, tensor in layer.items()]
     return named
@@ -78,6 +79,8 @@ def host(answer: Connection) -> None:
 def seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
@@ -145,7 +148,7 @@ def broadcast(named: Named) -> Callable[[], object]:
 
 def file(folder: Path, named: Named) -> Callable[[], object]:
     """The same bytes into one file, to the disk, and out of it."""
-    raw = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in named]).numpy().data
+    raw = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in named]).cpu().numpy().data
     into, path = bytearray(len(raw)), folder / "floor"
 
     def run() -> None:
@@ -160,8 +163,8 @@ def file(folder: Path, named: Named) -> Callable[[], object]:
     return run
 
 
-def measure(folder: Path, gigabytes: float, repeats: int, dtype: torch.dtype) -> None:
-    named = layers(gigabytes * 1e9, dtype)
+def measure(folder: Path, gigabytes: float, repeats: int, dtype: torch.dtype, device: str) -> None:
+    named = layers(gigabytes * 1e9, dtype, device)
     total = sum(tensor.nbytes for _, tensor in named) / 1e9
     copies = [torch.empty_like(tensor) for _, tensor in named]
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=60.0)
@@ -197,6 +200,7 @@ def measure(folder: Path, gigabytes: float, repeats: int, dtype: torch.dtype) ->
         hashing = 0.0 if name == "processes" else 2 * best["hash"] / best[name]
         share = f", hashing {hashing:.0%} of the time" if hashing else ", not hashed"
         print(f"{name:14} {best[name]:6.3f}  {best[name] / best[floor]:.1f} x {floor}{share}")
+        print(json.dumps({"figure": {"method": name, "s_per_gb": best[name], "floor_s_per_gb": best[floor]}}))
 
 
 def hashed(size: int) -> float:
@@ -210,11 +214,12 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cpu", help="where the sender's weights are")
     asked = parser.parse_args()
     torch.set_num_threads(usable_cores())
     folder = Path(tempfile.mkdtemp(prefix="weights-"))
     try:
-        measure(folder, asked.gigabytes, asked.repeats, getattr(torch, asked.dtype))
+        measure(folder, asked.gigabytes, asked.repeats, getattr(torch, asked.dtype), asked.device)
         torch.set_num_threads(1)
         for size in (2**10, 2**16, 2**22, 2**28):
             print(f"a hash of {size:11,} bytes: {hashed(size) * 1e6:9,.0f} us")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trivium import __version__
 from trivium.config import RunConfig
 from trivium.config.machine import Machine, host_memory
 from trivium.models.placement import device_of
@@ -40,7 +41,7 @@ def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
     sees = device.type == "cuda" and torch.cuda.is_available()
     gpu = {"gpu": torch.cuda.get_device_name(device)} if sees else {}
     return {
-        "trivium": version("trivium"),
+        "trivium": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
