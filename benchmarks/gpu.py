@@ -18,6 +18,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+import trivium
 from trivium.config.machine import host_memory
 from trivium.training.device import processor_name
 
@@ -87,9 +89,19 @@ def described() -> dict[str, Any]:
     }
 
 
-def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs one part: its exit code (None: it took longer than the limit), seconds, figures and last lines."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+def described_package(folder: Path) -> Path:
+    """A folder with Trivium's name and version, as pip writes them: it is not installed on a machine without pip."""
+    written = folder / f"trivium-{trivium.__version__}.dist-info" / "METADATA"
+    written.parent.mkdir()
+    written.write_text(f"Metadata-Version: 2.1\nName: trivium\nVersion: {trivium.__version__}\n")
+    return folder
+
+
+def run(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Runs one part: its exit code (None: it took longer than the limit), seconds, figures and last lines. `folder` is
+    on the path of its modules."""
+    path = [str(ROOT), os.environ.get("PYTHONPATH", ""), str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     began, code = time.monotonic(), None
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -159,10 +171,12 @@ def main() -> int:
     machine = described()
     done = json.loads(args.json.read_text()) if args.json.is_file() else {}
     parts = done["parts"] if done.get("machine") == machine else {}  # figures of another machine or commit are dropped
-    for name in args.parts:
-        print(f"--- {name}", flush=True)
-        parts[name] = run(PARTS[name][args.device])
-        args.json.write_text(json.dumps({"machine": machine, "device": args.device, "parts": parts}, indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        package = described_package(Path(folder))
+        for name in args.parts:
+            print(f"--- {name}", flush=True)
+            parts[name] = run(PARTS[name][args.device], package)
+            args.json.write_text(json.dumps({"machine": machine, "device": args.device, "parts": parts}, indent=1))
     failed = {name: part["exit_code"] for name, part in parts.items() if part["exit_code"] != 0}
     for name, code in failed.items():
         print(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from trivium import __version__
 from trivium.config import RunConfig
 from trivium.config.machine import Machine, host_memory
 from trivium.models.placement import device_of
@@ -41,7 +40,7 @@ def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
     sees = device.type == "cuda" and torch.cuda.is_available()
     gpu = {"gpu": torch.cuda.get_device_name(device)} if sees else {}
     return {
-        "trivium": __version__,
+        "trivium": version("trivium"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
