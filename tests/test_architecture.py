@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import import_graph
@@ -390,7 +391,7 @@ def frozen_sentences(modules: list[Module]) -> list[str]:
         f"{module.name}:{node.lineno}: compares the sentence {text!r}"
         for module in modules
         for node in module.nodes
-        if isinstance(node, ast.Call) and {_name(kind) for arg in node.args for kind in _parts(arg)} & TRIVIUM_ERRORS
+        if isinstance(node, ast.Call) and {_name(kind) for arg in node.args for kind in _parts(arg)} & trivium_errors()
         if _name(node.func) in ("raises", "refused", "check_error", "group_contains")
         for text in map(_literal, [*node.args, *(each.value for each in node.keywords if each.arg == "match")])
         if re.search(r"(?:^|\s)([A-Za-z']+:? ){2}[A-Za-z']+(?![^\s:,.)])", text)
@@ -408,18 +409,16 @@ def _literal(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def _errors_of(modules: list[Module]) -> set[str]:
+@cache
+def trivium_errors() -> set[str]:
     """The names of `TriviumError` and of the classes that derive from it."""
     bases = {
-        node.name: {*map(_name, node.bases)} for m in modules for node in m.nodes if isinstance(node, ast.ClassDef)
+        node.name: {*map(_name, node.bases)} for m in PRODUCT for node in m.nodes if isinstance(node, ast.ClassDef)
     }
     errors: set[str] = set()
     while more := {name for name, above in bases.items() if name == "TriviumError" or above & errors} - errors:
         errors |= more
     return errors
-
-
-TRIVIUM_ERRORS = _errors_of(PRODUCT)
 
 
 def incomplete_errors(modules: list[Module]) -> list[str]:
@@ -436,7 +435,7 @@ def incomplete_errors(modules: list[Module]) -> list[str]:
         f"{module.name}:{node.lineno}: {ast.unparse(node)[:80]}"
         for module in modules
         for node in module.nodes
-        if isinstance(node, ast.Call) and _name(node.func) in TRIVIUM_ERRORS and takes_parts(_name(node.func))
+        if isinstance(node, ast.Call) and _name(node.func) in trivium_errors() and takes_parts(_name(node.func))
         if not any(isinstance(arg, ast.Starred) for arg in node.args)
         if len(node.args) + len(node.keywords) < 3 or any(map(_is_empty, node.args[:3]))
     ]
@@ -447,7 +446,7 @@ def _name_of(node: ast.stmt) -> str:
 
 
 def _error_bases(node: ast.ClassDef | None) -> list[str]:
-    return [name for name in map(_name, node.bases if node else ()) if name in TRIVIUM_ERRORS]
+    return [name for name in map(_name, node.bases if node else ()) if name in trivium_errors()]
 
 
 def _is_empty(node: ast.expr) -> bool:
@@ -482,7 +481,7 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 
 
 def test_tests_of_errors_compare_no_sentences() -> None:
-    assert len(TRIVIUM_ERRORS) > 20
+    assert len(trivium_errors()) > 20
     assert frozen_sentences(package(Path(__file__).parent)) == []
 
 

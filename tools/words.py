@@ -120,33 +120,34 @@ def uses(path: Path, root: Path = ROOT) -> Iterator[Use]:
     names, texts = parts(source) if path.suffix == ".py" else ([], [(1, source)])
     of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, IN_TEXT + RIDDLES))
     for line, name in names:
-        for word in of_names:
-            if name not in FIELDS and in_name(word, name):
-                yield Use(short, line, name, word)
+        if name not in FIELDS:
+            yield from (Use(short, line, name, word) for word in of_names if in_name(word.pattern, name))
+    any_word = any_of(of_texts)
     for line, text in texts:
-        for word in of_texts:
-            for match in pattern_of(word).finditer(text):
+        for word in of_texts if any_word.search(text) else ():
+            for match in any_of((word,)).finditer(text):
                 if text not in KEYS | FIELDS:
                     yield Use(short, line + text.count("\n", 0, match.start()), match.group(), word)
 
 
-def words_for(path: Path, words: Iterable[Word]) -> list[Word]:
-    return [word for word in words if not word.except_in or word.except_in not in path.parts]
+def words_for(path: Path, words: Iterable[Word]) -> tuple[Word, ...]:
+    return tuple(word for word in words if not word.except_in or word.except_in not in path.parts)
 
 
 @cache
-def pattern_of(word: Word) -> re.Pattern[str]:
-    """What finds the word in a text."""
-    return re.compile(rf"(?<![\w/.`])(?<!make )({word.pattern})(?![\w/])", re.IGNORECASE)
+def any_of(words: tuple[Word, ...]) -> re.Pattern[str]:
+    """What finds the first of the words in a text."""
+    patterns = "|".join(word.pattern for word in words)
+    return re.compile(rf"(?<![\w/.`])(?<!make )({patterns})(?![\w/])", re.IGNORECASE)
 
 
 @cache
-def in_name(word: Word, name: str) -> bool:
+def in_name(pattern: str, name: str) -> bool:
     """Whether a name is, or contains, the word."""
-    if word.pattern.startswith("="):
-        return re.fullmatch(word.pattern[1:], name.strip("_")) is not None
+    if pattern.startswith("="):
+        return re.fullmatch(pattern[1:], name.strip("_")) is not None
     pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
-    return any(re.fullmatch(word.pattern, piece, re.IGNORECASE) for piece in pieces)
+    return any(re.fullmatch(pattern, piece, re.IGNORECASE) for piece in pieces)
 
 
 def parts(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:

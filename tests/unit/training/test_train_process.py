@@ -47,7 +47,9 @@ def started(deadline_s: float = 60.0, **spec: str) -> TrainProcess:
 
 @pytest.fixture(scope="module")
 def process() -> Generator[TrainProcess]:
-    process = started(name="one")
+    """It outlives the thread that starts it, whose end is a signal to its children with PR_SET_PDEATHSIG."""
+    with ThreadPoolExecutor(1) as threads:
+        process = threads.submit(started, name="one").result()
     yield process
     process.close()
 
@@ -166,9 +168,9 @@ def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
 
 
 def test_a_process_that_hangs_is_ended_at_the_deadline_and_a_slow_one_is_not() -> None:
-    process = started(deadline_s=1.5)
-    assert process.run_on_all_ranks("compute", 4.0) == 4.0
-    time.sleep(2.0)  # an idle process that no call waits for
+    process = started(deadline_s=1.0)
+    assert process.run_on_all_ranks("compute", 2.5) == 2.5
+    time.sleep(1.5)  # an idle process that no call waits for
     with refused(RoleFailed, "trainer's process", "'rest'"):
         process.run_on_all_ranks("rest", 600.0)
     process.close()
@@ -185,14 +187,5 @@ def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pyte
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         process.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # `_CLOSE_S` is 60
         assert call is None or isinstance(call.exception(10), RoleFailed | OSError)
-
-
-def test_a_process_outlives_the_thread_that_made_it() -> None:
-    """A signal at the end of a parent (PR_SET_PDEATHSIG) comes at the end of the thread that started the child."""
-    with ThreadPoolExecutor(1) as threads:
-        process = threads.submit(started).result()
-    time.sleep(0.2)
-    assert process.run_on_all_ranks("divide", 2) == 0.5
-    process.close()

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
 from trivium.errors import RoleFailed
@@ -25,7 +25,9 @@ from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import Disconnected, Link
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
-from trivium.training.distributed.data_parallel import RankVerbs
+
+if TYPE_CHECKING:
+    from trivium.training.distributed.data_parallel import RankVerbs
 
 T = TypeVar("T")
 
