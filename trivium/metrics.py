@@ -213,7 +213,8 @@ declare("train/changed_fields", "config fields that were changed before this ste
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare(
     "train/loss_term/*",
-    "one term of the policy's loss without its coefficient, if there are several: policy_gradient, entropy, kl",
+    "one term of the policy's loss without its coefficient, if there are several: policy_gradient, entropy, kl, "
+    "observation",
 )
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")
@@ -250,6 +251,12 @@ declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens"
 declare("train/teacher_kl", "estimate of KL(current, teacher) over trained tokens", unit="nats", better="down")
 declare(
     "train/teacher_mass", "mean total probability of the teacher's top_k tokens under the teacher, over trained tokens"
+)
+declare(
+    "train/observation_loss",
+    "mean cross-entropy of the environment's tokens, before the first update that of unseen rollouts",
+    unit="nats",
+    better="down",
 )
 declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
 declare("train/preference_accuracy", "fraction of pairs whose preferred completion has the higher score", better="up")

@@ -104,6 +104,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "vespo": "trivium.algorithms.presets:VESPO",
         "cpgd": "trivium.algorithms.presets:CPGD",
         "prime": "trivium.algorithms.presets:PRIME",
+        "echo": "trivium.algorithms.presets:ECHO",
         "decoupled_ppo": "trivium.algorithms.presets:DECOUPLED_PPO",
         "reinforce": "trivium.algorithms.presets:REINFORCE",
         "gpg": "trivium.algorithms.presets:GPG",

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce": {"schedule": {"groups_per_step": 32, "group_size": 1}},
     "gigpo": TURNS,
     "step_wise_grpo": TURNS,
+    "echo": TURNS,
     "sft": EXPERT,
     # Ten tokens of a hundred have to be many enough for a choice among the few of a test.
     "clip_cov": {"algorithm": {"policy_loss": {"ratio": 0.1, "cov_low": 0.0}, "mini_batches": 2}},

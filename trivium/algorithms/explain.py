@@ -10,7 +10,7 @@ from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.formulas import describe_function, with_values
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
-from trivium.algorithms.objective import PolicyObjective, Term
+from trivium.algorithms.objective import OBSERVATION, OBSERVATION_SOURCE, PolicyObjective, Term
 from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import SOURCE as RESAMPLING
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
@@ -105,6 +105,8 @@ def about(objective: object) -> Iterator[Line]:
 def _(objective: PolicyObjective) -> Iterator[Line]:
     weights = "w " if objective.weighted or objective.token_weights or objective.correction is not None else ""
     terms = f"{_signed(objective.entropy, '-', 'H')}{_signed(objective.kl, '+', 'KL')}"
+    if objective.observation_coef:
+        terms += f" + {format_value(objective.observation_coef)} O"
     yield Line("minimise", f"mean of {weights}l{terms}, over the tokens of the policy")
     chosen = () if objective.select_tokens is None else (objective.select_tokens,)
     yield Line("l", describe_function(objective.policy_loss, objective.metadata, *chosen), objective.metadata.source)
@@ -120,6 +122,8 @@ def _(objective: PolicyObjective) -> Iterator[Line]:
     for name, term in (("H", objective.entropy), ("KL", objective.kl)):
         if term is not None:
             yield Line(name, describe_function(term.function, term.metadata), term.metadata.source)
+    if objective.observation_coef:
+        yield Line("O", OBSERVATION, OBSERVATION_SOURCE)
     yield _mean(objective.aggregate)
 
 

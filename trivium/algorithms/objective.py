@@ -39,6 +39,9 @@ FORWARD_COLUMNS = frozenset({"log_prob", "entropy"})
 SCORED_AHEAD = FORWARD_COLUMNS | {"mean_discriminant"}
 """Columns that selections and token weights may read, computed with the weights before an update."""
 
+OBSERVATION = "mean over sequences of -(sum of log_prob over the tokens between turns) / their number"
+OBSERVATION_SOURCE = "ECHO, Shrivastava et al. 2026 (arXiv 2605.24517), eq. 3"
+
 TermMetadataT = TypeVar("TermMetadataT", EntropyMetadata, KlMetadata)
 
 
@@ -72,10 +75,11 @@ class TokenWeight:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss with an optional entropy bonus and an optional KL penalty.
+    """A policy loss with an optional entropy bonus, KL penalty and cross-entropy of observations.
 
-    Minimises `aggregate(weights * policy_loss) - entropy.coef * aggregate(entropy) + kl.coef * aggregate(kl)`, where
-    `weights` are the token weights times the importance weights of an off-policy correction.
+    Minimises `aggregate(weights * policy_loss) - entropy.coef * aggregate(entropy) + kl.coef * aggregate(kl)
+    + observation_coef * observations`, where `weights` are the token weights times the importance weights of an
+    off-policy correction.
     """
 
     policy_loss: Callable[[PolicyInputs], PerToken]
@@ -90,6 +94,8 @@ class PolicyObjective:
     """Whether the column `rollout_is_weights`, computed before the step, multiplies the policy loss."""
     correction: Correction | None = None
     """An off-policy correction against the current policy, computed at every update."""
+    observation_coef: float = 0.0
+    """Weight of the cross-entropy of observations (`OBSERVATION`); 0: observations are context only."""
     seed: int = 0
     """The run's seed, for random selections."""
 
@@ -142,13 +148,22 @@ class PolicyObjective:
             terms["kl"] = aggregated(reference_kl["train/ref_kl"], x.response_mask, self.aggregate, denominators)
             loss = loss + self.kl.coef * terms["kl"]
 
+        observed: dict[str, Tensor] = {}
+        if self.observation_coef:
+            seen = inputs.columns["observed"] != 0
+            surprise = -zero_outside(required(inputs.log_prob, "log_prob"), seen)
+            terms["observation"] = aggregated(surprise, seen, "seq-mean-token-mean", denominators.observed)
+            loss = loss + self.observation_coef * terms["observation"]
+            scale = denominators.tokens / max(denominators.observed_tokens, 1)  # the learner divides by trained tokens
+            observed["train/observation_loss"] = surprise.detach().sum() * scale
+
         sums = metric_sums(
             correction_metrics | closed | dict(loss_metrics) | reference_kl | self._logged(x), x.response_mask
         )
         if len(terms) > 1:  # the learner divides sums by the token count; these are means already
             sums |= {f"train/loss_term/{name}": term.detach() * denominators.tokens for name, term in terms.items()}
         mismatch_sums, maxima = _mismatch(x, denominators)
-        return LossOutputs(loss, sums | mismatch_sums, maxima, _seen(x, loss_metrics))
+        return LossOutputs(loss, sums | observed | mismatch_sums, maxima, _seen(x, loss_metrics))
 
     def _token_losses(self, x: PolicyInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(the policy loss of each token, its metrics), (B, L) each; raises DataError for anything else."""
@@ -185,6 +200,7 @@ class PolicyObjective:
             "token_weight": any(weight.ahead for weight in self.token_weights),
             "counted": any(weight.narrow for weight in self.token_weights),
             "selected": self.select_tokens is not None,
+            "observed": self.observation_coef > 0,
         }
         return frozenset(columns) | {name for name, is_added in added.items() if is_added}
 
@@ -201,8 +217,8 @@ class PolicyObjective:
         return self.correction is not None and not self.correction.live
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with the columns `selected`, `token_weight`, `counted` (0 where a narrow token weight is 0)
-        and `rollout_is_weights`.
+        """The mini-batch with the columns `selected`, `token_weight`, `counted` (0 where a narrow token weight is 0),
+        `observed` and `rollout_is_weights`.
 
         Removes the tokens that the correction rejects from the mask. Measures the mismatch of engine and trainer before
         that, if the current log-probabilities are known.
@@ -213,6 +229,8 @@ class PolicyObjective:
             if self.correction is not None and self._corrects_ahead:
                 batch, kept = corrected(batch, current, self.correction)
                 batch = batch.masked(kept)
+        if self.observation_coef:
+            batch = batch.with_columns(observed=[e.observed for e in batch.experiences])
         ahead = [weight for weight in self.token_weights if weight.ahead]
         if not ahead and self.select_tokens is None:
             return batch

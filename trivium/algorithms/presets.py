@@ -127,6 +127,8 @@ DECOUPLED_PPO = GRPO.replace(
     correction={"kind": "decoupled_token_is"},
 )
 
+ECHO = GRPO.replace("ECHO, Shrivastava et al. 2026: GRPO, and the prediction of observations", observation_coef=0.05)
+
 # --------------------------------------------------------------------------- without PPO's ratio
 
 REINFORCE = GRPO.replace("Williams 1992", advantage={"kind": "reinforce"}, policy_loss={"kind": "reinforce"})

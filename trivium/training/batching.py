@@ -39,6 +39,9 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
         int(row[e.response_mask].sum())
         for row, e in zip(batch.columns.get("counted", ()), batch.experiences, strict=False)
     ]
+    observed = [
+        int(row.sum()) if number else 0 for row, number in zip(batch.columns.get("observed", ()), counts, strict=False)
+    ]
     return LossDenominators(
         int(counts.sum()),
         int((counts > 0).sum()),
@@ -47,6 +50,8 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
         expert_sequences=int(experts.sum()),
         counted_tokens=sum(counted) if counted else None,
         counted_sequences=sum(n > 0 for n in counted) if counted else None,
+        observed_tokens=sum(observed),
+        observed_sequences=sum(n > 0 for n in observed),
         pairs=int(((chosen > 0) & (rejected > 0)).sum()),
     )
 
@@ -246,9 +251,10 @@ class MicroBatch:
 
     pack: Pack
     rows: torch.Tensor
-    """(N,) int64: the rows of the pack that hold the trained tokens. A shared token has an entry for each sequence."""
+    """(N,) int64: the rows of the pack that hold the trained tokens and those of the column `observed`. A shared token
+    has an entry for each sequence."""
     cells: torch.Tensor
-    """(N,) int64: the cells of the row-major grid that hold the trained tokens."""
+    """(N,) int64: the cells of the row-major grid that hold these tokens."""
     response_mask: torch.Tensor
     """(B, L) bool."""
     policy_version: torch.Tensor
@@ -256,16 +262,16 @@ class MicroBatch:
     columns: dict[str, torch.Tensor]
     """(B, L) each, or (B, L, ...)."""
     kept: KeptSets | None = None
-    """The candidates that each trained token was sampled from; None: the whole vocabulary."""
+    """The candidates that each of these tokens was sampled from; None: the whole vocabulary."""
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
-        """Scatters values of the trained tokens, (N, ...), to the grid (B, L, ...), zero elsewhere. Differentiable."""
+        """Scatters values of these tokens, (N, ...), to the grid (B, L, ...), zero elsewhere. Differentiable."""
         flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
         whole = flat.index_copy(0, self.cells, values)
         return whole.view(*self.response_mask.shape, *values.shape[1:])
 
     def trained(self, grid: torch.Tensor) -> torch.Tensor:
-        """The inverse of `grid`: gathers the values of the trained tokens, (N, ...), from (B, L, ...)."""
+        """The inverse of `grid`: gathers the values of these tokens, (N, ...), from (B, L, ...)."""
         return grid.flatten(0, 1)[self.cells]
 
 
@@ -347,7 +353,10 @@ def collate(
     if routers is not None:
         routing = routers.packed([e.extra.get("routing") for e in chosen], packed.segments)
         packed = replace(packed, routing=None if routing is None else sent(routing, device))
-    trained = sent(np.flatnonzero(np.concatenate([e.response_mask for e in chosen])), device)
+    masks = [e.response_mask for e in chosen]
+    if "observed" in wanted:
+        masks = [mask | (batch.columns["observed"][row] != 0) for mask, row in zip(masks, rows, strict=True)]
+    trained = sent(np.flatnonzero(np.concatenate(masks)), device)
     return MicroBatch(
         pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),
         rows=packed.rows[trained],
@@ -358,5 +367,5 @@ def collate(
             "rollout_log_prob": grid([e.rollout_log_prob for e in chosen], dtype),
             **{name: grid([batch.columns[name][row] for row in rows], dtype) for name in wanted},
         },
-        kept=kept_sets(chosen, device),
+        kept=kept_sets(chosen, device, masks),
     )

@@ -201,8 +201,11 @@ class Learner:
         needs = mini.objective.needs
         micro = self.passes.collate(mini.batch, part, sorted(needs - {"entropy"}))
         inputs = loss_inputs(self.model, micro, mini.step, entropy_grad="entropy" in needs)
+        entropy = inputs.entropy
+        if entropy is not None and "observed" in needs:
+            entropy = entropy.masked_fill(~inputs.response_mask, 0.0)
         with self._loss_lock:  # a user's loss may keep a reference to the graph
-            return mini.objective.loss(inputs, mini.totals), inputs.entropy
+            return mini.objective.loss(inputs, mini.totals), entropy
 
     def _backward(self, mini: MiniBatch, *, share_prefixes: bool = True) -> Tally:
         """Clears the gradient of the parameters and computes that of the loss over the whole batch."""

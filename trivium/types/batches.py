@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import starmap
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,14 @@ class Experience:
     @property
     def num_response_tokens(self) -> int:
         return int(np.count_nonzero(self.response_mask))
+
+    @property
+    def observed(self) -> BoolArray:
+        """(L,): the tokens between two turns: what the environment answered, with the template's tokens around it."""
+        mask = np.zeros(len(self), np.bool_)
+        for before, after in pairwise(self.turns):
+            mask[before.stop : after.start] = True
+        return mask
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -35,6 +35,8 @@ class Capabilities:
     # workflows
     gives_rewards: bool = True
     """It may return rewards itself. False: reward functions are required."""
+    observes: bool = True
+    """The policy may read further messages after its first turn."""
     # weight channels
     local: bool = False
     """Both ends are in one process."""

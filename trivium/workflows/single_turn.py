@@ -10,7 +10,7 @@ from trivium.types import Capabilities, Message, Task, with_system
 class SingleTurn:
     """The policy completes the task's prompt once."""
 
-    capabilities = Capabilities(gives_rewards=False)
+    capabilities = Capabilities(gives_rewards=False, observes=False)
 
     class Config(WorkflowConfig):
         """How a task is asked."""

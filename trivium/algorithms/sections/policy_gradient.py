@@ -47,7 +47,7 @@ from trivium.algorithms.sections.parts import (
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.algorithms.shaping import Moments, Shaping
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
-from trivium.config import Plugin, RunConfig
+from trivium.config import Plugin, RunConfig, changeable
 from trivium.config.checks import WITH_FIXED_VERSIONS
 from trivium.errors import Problem
 from trivium.registry import resolve
@@ -97,6 +97,9 @@ class PolicyGradientConfig(UpdateConfig):
     gates: tuple[TokenWeightPlugin, ...] = ()
     """Factors of each token's policy loss: names, or functions of yours."""
     kl: KlConfig = KlConfig()
+    observation_coef: float = changeable(0.0, ge=0)
+    """Weight of the cross-entropy of what the environment answered between the policy's turns; 0 reads these tokens as
+    context only."""
     critic: CriticConfig = CriticConfig()
     critic_warmup: int = Field(default=0, ge=0)
     """Train steps at the start of the stage that update the critic alone: the policy stays as it is, and its version
@@ -214,6 +217,13 @@ class PolicyGradientConfig(UpdateConfig):
             yield from teacher_problems(self.teacher, loss.needs | estimator.needs, f"{where}.teacher")
 
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if self.observation_coef and not capabilities_of(resolve("workflows", run.workflow.kind)).observes:
+            yield Problem(
+                f"{where}.observation_coef",
+                f"the cross-entropy of observations with workflow.kind {run.workflow.kind!r}",
+                "its rollouts have one turn, and nothing follows it",
+                "use a workflow with an environment or tools, or set it to 0",
+            )
         preset = resolve("algorithms", self.kind)
         named = self.model_copy(update={"advantage": preset.configure({"kind": self.kind}).advantage})
         if named.has_critic and not self.has_critic:
@@ -427,6 +437,7 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         correction=correction if correction.active and not correction.decoupled else None,
         entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyMetadata),
         kl=_term(kl.coef if kl.place == "loss" else 0.0, "kl_estimators", kl.estimator, KlMetadata),
+        observation_coef=config.observation_coef,
         token_weights=tuple(
             TokenWeight(*resolve_function("gates", gate, TokenWeightMetadata), narrow=gate.narrow)
             for gate in config.gates

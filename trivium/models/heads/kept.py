@@ -17,7 +17,7 @@ import torch
 
 from trivium.errors import DataError
 from trivium.models.placement import sent
-from trivium.types import Experience
+from trivium.types import BoolArray, Experience
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,11 @@ class KeptSets:
         return hidden
 
 
-def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> KeptSets | None:
-    """The sets of the trained tokens of experiences, one after another. Returns None if no set was recorded.
+def kept_sets(
+    experiences: Sequence[Experience], device: torch.device | str, masks: Sequence[BoolArray] | None = None
+) -> KeptSets | None:
+    """The sets of the trained tokens of experiences (or of those in `masks`), one after another. Returns None if no set
+    was recorded.
 
     Raises DataError for a token that is not in its own set.
     """
@@ -65,20 +68,20 @@ def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> 
         return None
     counts: list[npt.NDArray[np.int64]] = []
     ids: list[npt.NDArray[np.int64]] = []
-    for e in experiences:
+    for e, mask in zip(experiences, masks or [e.response_mask for e in experiences], strict=True):
         every = e.extra.get("kept_count", np.zeros(len(e))).astype(np.int64)
         numbers = e.extra.get("kept", np.zeros(0)).astype(np.int64)
-        here = np.repeat(e.response_mask, np.abs(every))
+        here = np.repeat(mask, np.abs(every))
         own = np.repeat(e.tokens, np.abs(every)) == numbers
         listed = np.bincount(np.repeat(np.arange(len(e)), np.abs(every))[own], minlength=len(e))
-        wrong = e.response_mask & (listed != (every > 0))
+        wrong = mask & (listed != (every > 0))
         if wrong.any():
             raise DataError(
                 "sampled tokens that are among the kept ones",
                 f"{int(wrong.sum())} tokens of group {e.group_id!r} are not in the kept set of their position",
                 "record, for each sampled token, the ids that its own position kept",
             )
-        counts.append(every[e.response_mask])
+        counts.append(every[mask])
         ids.append(numbers[here])
     signed, device = np.concatenate(counts), torch.device(device)
     stops = torch.from_numpy(np.abs(signed).cumsum())

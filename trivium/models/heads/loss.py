@@ -26,7 +26,7 @@ class LossInputs:
     `rollout_log_prob`."""
     log_prob: torch.Tensor | None = None
     """(B, L) with gradient: log p(tokens[t] | tokens[:t]) under the current weights; None for a value head.
-    Zero outside the mask."""
+    Zero outside the mask, apart from the tokens of the column `observed`."""
     entropy: torch.Tensor | None = None
     """(B, L): entropy in nats of the distribution that token t was drawn from; None for a value head.
     Has a gradient only if `"entropy"` is in `objective.needs`. Zero outside the mask."""
@@ -69,6 +69,10 @@ class LossDenominators:
     """The number of `tokens` that the policy loss is divided by, if a selection left fewer (the column `counted`)."""
     counted_sequences: int | None = None
     """The number of sequences with at least one of these tokens."""
+    observed_tokens: int = 0
+    """Tokens of observations (the column `observed`) in these sequences."""
+    observed_sequences: int = 0
+    """The number of `sequences` with at least one such token."""
     pairs: int = 0
     """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
     dp_size: int = 1
@@ -85,6 +89,11 @@ class LossDenominators:
     def expert(self) -> LossDenominators:
         """The denominators of tokens that no policy of this run sampled."""
         return replace(self, tokens=self.expert_tokens, sequences=self.expert_sequences)
+
+    @property
+    def observed(self) -> LossDenominators:
+        """The denominators of the tokens of observations."""
+        return replace(self, tokens=self.observed_tokens, sequences=self.observed_sequences)
 
     @property
     def sampled(self) -> LossDenominators:
