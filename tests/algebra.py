@@ -292,7 +292,7 @@ def _candidates(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.randn((*shape, K + 1), generator=generator).log_softmax(-1)[..., :K]
 
 
-@column("teacher_top")
+@column("teacher_top", "student_top")
 def _teacher(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.stack([torch.arange(K).expand(*shape, K).float(), _candidates(shape, generator)], -1)
 

@@ -286,7 +286,8 @@ class Explorer:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
             rewards = {} if earned is None else named_numbers("reward", earned)
             metrics = named_numbers("metric", policy.metrics, largest=MAX_METRIC)
-            return Trajectory(key.index, policy.turns, rewards, metrics={**metrics, ENGINE_S: policy.engine_s})
+            metrics |= {ENGINE_S: policy.engine_s}
+            return Trajectory(key.index, policy.turns, rewards, metrics=metrics, feedback=text_of(policy.feedback))
         except EngineFailure:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: failures become data

@@ -213,8 +213,8 @@ declare("train/changed_fields", "config fields that were changed before this ste
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare(
     "train/loss_term/*",
-    "one term of the policy's loss without its coefficient, if there are several: policy_gradient, entropy, kl, "
-    "observation",
+    "one term of the policy's loss without its coefficient, if there are several: policy_gradient, distillation, "
+    "entropy, kl, observation",
 )
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")

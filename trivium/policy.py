@@ -141,6 +141,9 @@ class Policy:
         self.metrics: dict[str, float] = {}
         """Metrics of the workflow; their means are logged under `workflow/`. Those that Trivium
         measures itself, such as `perf/environments`, are logged under their own names."""
+        self.feedback = ""
+        """What the environment says about the rollout after its end, for a teacher that reads more than the policy
+        (`algorithm.teacher.context`)."""
         self._participant = ""
         """The name of the fork that this policy belongs to."""
         self._numbers = itertools.count()

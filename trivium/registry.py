@@ -105,6 +105,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "cpgd": "trivium.algorithms.presets:CPGD",
         "prime": "trivium.algorithms.presets:PRIME",
         "echo": "trivium.algorithms.presets:ECHO",
+        "sdpo": "trivium.algorithms.presets:SDPO",
         "decoupled_ppo": "trivium.algorithms.presets:DECOUPLED_PPO",
         "reinforce": "trivium.algorithms.presets:REINFORCE",
         "gpg": "trivium.algorithms.presets:GPG",
@@ -121,6 +122,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "reward_model": "trivium.algorithms.presets:REWARD_MODEL",
         "distill": "trivium.algorithms.presets:DISTILL",
         "distill_top_k": "trivium.algorithms.presets:DISTILL_TOP_K",
+        "distill_student_top_k": "trivium.algorithms.presets:DISTILL_STUDENT_TOP_K",
+        "opsd": "trivium.algorithms.presets:OPSD",
+        "sdft": "trivium.algorithms.presets:SDFT",
     },
     "advantages": {
         "accept": "trivium.algorithms.advantages.baselines:accept",
@@ -181,6 +185,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "sft_phi": "trivium.algorithms.policy_losses.supervised:sft_phi",
         "distill": "trivium.algorithms.policy_losses.distillation:distill",
         "distill_top_k": "trivium.algorithms.policy_losses.distillation:distill_top_k",
+        "distill_student_top_k": "trivium.algorithms.policy_losses.distillation:distill_student_top_k",
     },
     "gates": {
         "clip_b": "trivium.algorithms.token_weights:clip_b",

@@ -55,8 +55,12 @@ CASES: dict[str, dict[str, Any]] = {
     "kl_cov": {"algorithm": {"policy_loss": {"ratio": 0.1}, "mini_batches": 2}},
     "m2po": {"algorithm": {"epochs": 2}},
     "decoupled_ppo": {"schedule": {"max_staleness": 1}},
+    # The alphabet has no capitals.
+    "sdpo": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
+    "opsd": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
+    "sdft": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
 }
-UNJUDGED = ("distill", "distill_top_k", "sft", "reward_model")
+UNJUDGED = ("distill", "distill_top_k", "distill_student_top_k", "opsd", "sdft", "sft", "reward_model")
 PAIRS = ("dpo", "ipo", "kto")  # whole sequences against a reference: nothing is compared with the engine
 
 

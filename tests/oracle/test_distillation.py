@@ -9,12 +9,12 @@ from torch import Tensor
 
 from trivium.algorithms import gpt_lm_loss, kd_loss, logprobs_from_logits, policy_inputs, sum_pi_squared_from_logits
 from trivium.algorithms.policy_losses.base import PolicyInputs
-from trivium.algorithms.policy_losses.distillation import distill, distill_top_k
+from trivium.algorithms.policy_losses.distillation import distill, distill_student_top_k, distill_top_k
 from trivium.errors import DataError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, top_k_log_probs
 
 V = 7
-DIRECTIONS = ("forward", "reverse")
+DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 def logits(seed: int, *shape: int, scale: float = 1.5) -> Tensor:
@@ -33,6 +33,25 @@ def top_k(policy: Tensor, teacher: Tensor, k: int) -> PolicyInputs:
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def divergence(policy: Tensor, teacher: Tensor, direction: str) -> Tensor:
+    if direction == "jsd":
+        mixture = ((policy.exp() + teacher.exp()) / 2).log()
+        return (kl(policy, mixture) + kl(teacher, mixture)) / 2
+    return kl(teacher, policy) if direction == "forward" else kl(policy, teacher)
+
+
+def slow_divergence(p: list[float], q: list[float], direction: str, clip: float = math.inf) -> float:
+    """Bucket by bucket, from the probabilities of the policy and of the teacher."""
+
+    def terms(a: list[float], b: list[float]) -> float:
+        return sum(min(x * math.log(x / y), clip) for x, y in zip(a, b, strict=True))
+
+    if direction == "jsd":
+        mixture = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+        return (terms(p, mixture) + terms(q, mixture)) / 2
+    return terms(q, p) if direction == "forward" else terms(p, q)
 
 
 # --------------------------------------------------------------------------- from the sampled token
@@ -66,7 +85,7 @@ def test_with_all_tokens_it_is_the_kl_in_value_and_gradient(direction: str) -> N
     at, teacher = logits(0, 2, 3).requires_grad_(True), logits(1, 2, 3).log_softmax(-1)
     policy = at.log_softmax(-1)
     done = distill_top_k(top_k(policy, teacher, V), direction=direction)
-    exact = kl(teacher, policy) if direction == "forward" else kl(policy, teacher)
+    exact = divergence(policy, teacher, direction)
     torch.testing.assert_close(done.loss, exact, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(done.loss.sum(), at, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(exact.sum(), at), rtol=1e-12, atol=1e-12)
@@ -84,13 +103,47 @@ def test_with_some_tokens_it_is_the_kl_of_these_and_a_bucket_for_the_others(dire
             likely = sorted(range(V), key=lambda token, q=q: -q[token])[:k]
             buckets = [([p[i] for i in likely] + [1 - sum(p[i] for i in likely)])]
             buckets.append([q[i] for i in likely] + [1 - sum(q[i] for i in likely)])
-            first, second = buckets if direction == "reverse" else buckets[::-1]
-            slow = sum(a * math.log(a / b) for a, b in zip(first, second, strict=True))
+            slow = slow_divergence(*buckets, direction)
             assert float(done.loss[row, column]) == pytest.approx(slow, rel=1e-10)
             assert float(done.metrics["train/teacher_mass"][row, column]) == pytest.approx(sum(q[i] for i in likely))
-    exact = kl(teacher, policy) if direction == "forward" else kl(policy, teacher)
+    exact = divergence(policy, teacher, direction)
     assert (done.loss <= exact + 1e-12).all(), "buckets can only hide differences"
     assert (done.loss >= 0).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", ["bucket", "left_out"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_policys_own_tokens_with_and_without_the_rest(direction: str, tail: str, clip: float | None) -> None:
+    """Loss and gradient of every token against an enumeration of its vocabulary."""
+    k, at, teacher = 3, logits(4, 2, 3).requires_grad_(True), logits(5, 2, 3).log_softmax(-1)
+    policy = at.log_softmax(-1)
+    own = policy.detach().topk(k).indices
+    column = torch.stack([own.double(), teacher.gather(-1, own)], -1)
+    x = policy_inputs(policy[..., 0].detach(), torch.ones(2, 3), student_top=column)
+    x = PolicyInputs(x.log_prob, x.response_mask, x.columns, x.expert, candidate_log_prob=policy.gather(-1, own))
+    done = distill_student_top_k(x, direction=direction, tail=tail, clip=clip)
+    found = torch.autograd.grad(done.loss.sum(), at)[0]
+
+    def slow(row: int, column: int, values: Tensor) -> float:
+        p, q = values.softmax(-1).tolist(), teacher[row, column].exp().tolist()
+        chosen = own[row, column].tolist()
+        kept = [[side[i] for i in chosen] for side in (p, q)]
+        rest = [1 - sum(side) for side in kept]
+        if tail == "bucket":
+            kept = [[*side, left] for side, left in zip(kept, rest, strict=True)]
+        else:
+            kept = [[value / sum(side) for value in side] for side in kept]
+        return slow_divergence(*kept, direction, math.inf if clip is None else clip)
+
+    for row in range(2):
+        for place in range(3):
+            values = at[row, place].detach()
+            assert float(done.loss[row, place].detach()) == pytest.approx(slow(row, place, values), rel=1e-10)
+            for token in range(V):
+                nudge = 1e-6 * torch.eye(V, dtype=torch.float64)[token]
+                slope = (slow(row, place, values + nudge) - slow(row, place, values - nudge)) / 2e-6
+                assert float(found[row, place, token]) == pytest.approx(slope, abs=1e-8)
 
 
 @pytest.mark.parametrize("k", [3, V])
@@ -119,7 +172,7 @@ def test_who_agrees_with_the_teacher_stays_exactly_where_it_is(direction: str, k
         assert gradient.eq(0).all()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_policy_that_is_sure_of_the_teachers_tokens_can_still_learn_that_others_are_likely(direction: str) -> None:
     teacher = torch.tensor([[[0.1, 0.1, 0.1, 0, 0, 0, 0]]]).log_softmax(-1)
     sure = torch.tensor([[[30.0, 30.0, 30.0, 0, 0, 0, 0]]]).log_softmax(-1)  # in float32, 1 - sum is rounding

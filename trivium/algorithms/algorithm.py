@@ -33,6 +33,7 @@ from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
+from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.errors import DataError
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
@@ -120,6 +121,8 @@ class GroupAlgorithm:
     """The longest completion that sampling allows, for shapings that depend on length; 0 if it is not set."""
     teacher: Teacher | None = None
     """The model that the policy learns from, if a function needs a teacher."""
+    teacher_prompts: TeacherPrompts | None = None
+    """Renders the context of the teacher. Only a trainer has it (`runtime.build.build_trainer`)."""
     critic_warmup: int = 0
     """The number of train steps at the start that update only the critic."""
     first_version: int = 0
@@ -201,6 +204,8 @@ class GroupAlgorithm:
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The experiences of the groups' successful members, in order. The better member of a pair comes first."""
         batch = batch_of_pairs(groups, self.label, mismatched=self.mismatched) if self.pairs else batch_of(groups)
+        if self.teacher_prompts is not None:
+            batch = self.teacher_prompts.added(batch, groups)
         return with_labels(batch, groups, self.heads) if self.heads else batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:

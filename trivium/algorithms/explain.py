@@ -64,8 +64,13 @@ def _groups(algorithm: GroupAlgorithm) -> Iterator[Line]:
         yield Line("R becomes", describe_function(step.function, step.metadata), step.metadata.source)
     if any("L_max" in step.metadata.formula for step in algorithm.shapings) and algorithm.max_new_tokens:
         yield Line("L_max", f"{algorithm.max_new_tokens} tokens, the longest completion, unless `limit` is set")
-    if algorithm.teacher is not None:
-        yield Line("teacher", f"{algorithm.teacher.path}, its top {algorithm.teacher.top_k} tokens where they are read")
+    if (teacher := algorithm.teacher) is not None:
+        weights = f"the policy's {teacher.weights} weights"
+        if teacher.weights == "average":
+            weights += f", {teacher.rate:g} of the current ones after each update"
+        yield Line("teacher", f"{teacher.path or weights}, the top {teacher.top_k} tokens where they are read")
+        for template in teacher.context:
+            yield Line("it reads", repr(template))
 
 
 def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
@@ -104,10 +109,13 @@ def about(objective: object) -> Iterator[Line]:
 @about.register
 def _(objective: PolicyObjective) -> Iterator[Line]:
     weights = "w " if objective.weighted or objective.token_weights or objective.correction is not None else ""
+    mean = f"mean of {weights}l"
+    if (distill := objective.distill) is not None:
+        mean = f"{1 - distill.coef:g} mean of {weights}l + {distill.coef:g} mean of d"
     terms = f"{_signed(objective.entropy, '-', 'H')}{_signed(objective.kl, '+', 'KL')}"
     if objective.observation_coef:
         terms += f" + {format_value(objective.observation_coef)} O"
-    yield Line("minimise", f"mean of {weights}l{terms}, over the tokens of the policy")
+    yield Line("minimise", f"{mean}{terms}, over the tokens of the policy")
     chosen = () if objective.select_tokens is None else (objective.select_tokens,)
     yield Line("l", describe_function(objective.policy_loss, objective.metadata, *chosen), objective.metadata.source)
     if objective.select_tokens is not None and (selection := objective.metadata.selection) is not None:
@@ -122,6 +130,8 @@ def _(objective: PolicyObjective) -> Iterator[Line]:
     for name, term in (("H", objective.entropy), ("KL", objective.kl)):
         if term is not None:
             yield Line(name, describe_function(term.function, term.metadata), term.metadata.source)
+    if distill is not None:
+        yield Line("d", describe_function(distill.function, distill.metadata), distill.metadata.source)
     if objective.observation_coef:
         yield Line("O", OBSERVATION, OBSERVATION_SOURCE)
     yield _mean(objective.aggregate)

@@ -39,18 +39,20 @@ FORWARD_COLUMNS = frozenset({"log_prob", "entropy"})
 SCORED_AHEAD = FORWARD_COLUMNS | {"mean_discriminant"}
 """Columns that selections and token weights may read, computed with the weights before an update."""
 
+TEACHER_COLUMNS = frozenset({"teacher_log_prob", "teacher_top", "student_top"})
+"""The columns that a teacher computes."""
 OBSERVATION = "mean over sequences of -(sum of log_prob over the tokens between turns) / their number"
 OBSERVATION_SOURCE = "ECHO, Shrivastava et al. 2026 (arXiv 2605.24517), eq. 3"
 
-TermMetadataT = TypeVar("TermMetadataT", EntropyMetadata, KlMetadata)
+TermMetadataT = TypeVar("TermMetadataT", EntropyMetadata, KlMetadata, PolicyLossMetadata)
 
 
 @dataclass(frozen=True)
 class Term(Generic[TermMetadataT]):
-    """An addition to the policy loss: entropy bonus or KL penalty."""
+    """An addition to the policy loss: entropy bonus, KL penalty or distillation."""
 
     coef: float
-    function: Callable[[PolicyInputs], Tensor]
+    function: Callable[[PolicyInputs], Any]
     metadata: TermMetadataT
 
 
@@ -75,11 +77,12 @@ class TokenWeight:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss with an optional entropy bonus, KL penalty and cross-entropy of observations.
+    """A policy loss with an optional teacher, entropy bonus, KL penalty and cross-entropy of observations.
 
     Minimises `aggregate(weights * policy_loss) - entropy.coef * aggregate(entropy) + kl.coef * aggregate(kl)
     + observation_coef * observations`, where `weights` are the token weights times the importance weights of an
-    off-policy correction.
+    off-policy correction. With `distill`, the first term has the share `1 - distill.coef`, and the aggregated
+    distillation the rest.
     """
 
     policy_loss: Callable[[PolicyInputs], PerToken]
@@ -94,6 +97,10 @@ class PolicyObjective:
     """Whether the column `rollout_is_weights`, computed before the step, multiplies the policy loss."""
     correction: Correction | None = None
     """An off-policy correction against the current policy, computed at every update."""
+    distill: Term[PolicyLossMetadata] | None = None
+    """A loss that follows a teacher; its coefficient is its share, and the policy loss has the rest."""
+    taught: bool = False
+    """Whether the column `taught` says which tokens a teacher with privileged context teaches."""
     observation_coef: float = 0.0
     """Weight of the cross-entropy of observations (`OBSERVATION`); 0: observations are context only."""
     seed: int = 0
@@ -108,7 +115,7 @@ class PolicyObjective:
         x = _policy_inputs(inputs)
 
         # The policy loss of each token (B, L).
-        losses, loss_metrics = self._token_losses(x)
+        losses, loss_metrics = self._token_losses(x, self.policy_loss, self.metadata)
 
         # Token weights: those of a single sequence, and the column that `select` computed over the mini-batch.
         weights = [each.weights(x.detached()) for each in self.token_weights if not each.ahead]
@@ -136,8 +143,13 @@ class PolicyObjective:
             mask = x.response_mask & (x.columns["counted"] != 0) if "counted" in x.columns else x.response_mask
             loss = aggregated(losses, mask, self.aggregate, denominators.counted)
 
-        # Entropy bonus and KL penalty.
+        # Distillation, entropy bonus and KL penalty.
         terms = {"policy_gradient": loss}
+        if (distill := self.distill) is not None:
+            followed, followed_metrics = self._token_losses(x, distill.function, distill.metadata)
+            loss_metrics = {**loss_metrics, **followed_metrics}
+            terms["distillation"] = aggregated(followed, x.response_mask, self.aggregate, denominators)
+            loss = (1 - distill.coef) * loss + distill.coef * terms["distillation"]
         if (entropy := self.entropy) is not None:
             mask, counts = (x.sampled, denominators.sampled) if entropy.metadata.sampled else (x.response_mask, None)
             terms["entropy"] = aggregated(entropy.function(x), mask, self.aggregate, counts or denominators)
@@ -165,13 +177,18 @@ class PolicyObjective:
         mismatch_sums, maxima = _mismatch(x, denominators)
         return LossOutputs(loss, sums | observed | mismatch_sums, maxima, _seen(x, loss_metrics))
 
-    def _token_losses(self, x: PolicyInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(the policy loss of each token, its metrics), (B, L) each; raises DataError for anything else."""
-        result = cast(object, self.policy_loss(x))
-        name = _name(self.policy_loss)
+    def _token_losses(
+        self, x: PolicyInputs, function: Callable[[PolicyInputs], Any], metadata: PolicyLossMetadata
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(a policy loss of each token, its metrics), (B, L) each; raises DataError for anything else."""
+        result = cast(object, function(x))
+        name = _name(function)
         if not isinstance(result, PerToken):
             raise DataError(f"PerToken(loss, metrics) from {name}", f"a {type(result).__name__}", "wrap it")
-        return check_per_token(result.loss, x.log_prob, name), result.metrics
+        losses = check_per_token(result.loss, x.log_prob, name)
+        if self.taught and metadata.needs & TEACHER_COLUMNS:
+            losses = losses * x.columns["taught"]
+        return losses, result.metrics
 
     def _logged(self, x: PolicyInputs) -> dict[str, Tensor]:
         """Metrics of the columns that the loss reads."""
@@ -190,7 +207,7 @@ class PolicyObjective:
     def needs(self) -> frozenset[str]:
         """Columns of the loss, its terms and token weights, those that `select` adds included."""
         columns = set(self.metadata.needs)
-        for term in (self.entropy, self.kl):
+        for term in (self.entropy, self.kl, self.distill):
             columns |= term.metadata.needs if term is not None else set()
         for each in (*(weight.metadata for weight in self.token_weights), self.metadata.selection):
             columns |= each.needs - SCORED_AHEAD - {"uniform"} if each is not None else set()
@@ -201,6 +218,7 @@ class PolicyObjective:
             "counted": any(weight.narrow for weight in self.token_weights),
             "selected": self.select_tokens is not None,
             "observed": self.observation_coef > 0,
+            "taught": self.taught and bool(columns & TEACHER_COLUMNS),
         }
         return frozenset(columns) | {name for name, is_added in added.items() if is_added}
 

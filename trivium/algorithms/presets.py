@@ -129,6 +129,21 @@ DECOUPLED_PPO = GRPO.replace(
 
 ECHO = GRPO.replace("ECHO, Shrivastava et al. 2026: GRPO, and the prediction of observations", observation_coef=0.05)
 
+SDPO = GRPO.replace(
+    "SDPO, Huebotter et al. 2026 (arXiv 2601.20802): towards the policy that has read feedback or a success; "
+    "distill.coef below 1 adds the rewards",
+    distill={"coef": 1.0, "loss": {"kind": "distill_student_top_k"}},
+    teacher={
+        "top_k": 100,
+        "weights": "average",
+        "context": (
+            "{prompt}\n\nA correct answer:\n{success}\n\nFeedback on an earlier attempt:\n{feedback}",
+            "{prompt}\n\nA correct answer:\n{success}",
+            "{prompt}\n\nFeedback on an earlier attempt:\n{feedback}",
+        ),
+    },
+)
+
 # --------------------------------------------------------------------------- without PPO's ratio
 
 REINFORCE = GRPO.replace("Williams 1992", advantage={"kind": "reinforce"}, policy_loss={"kind": "reinforce"})
@@ -168,6 +183,22 @@ DISTILL = Preset(
 
 DISTILL_TOP_K = DISTILL.replace(
     "Agarwal et al. 2024, over the teacher's top_k tokens", policy_loss={"kind": "distill_top_k"}
+)
+
+DISTILL_STUDENT_TOP_K = DISTILL.replace(
+    "Li et al. 2026 (arXiv 2604.13016), over the policy's top_k tokens", policy_loss={"kind": "distill_student_top_k"}
+)
+
+OPSD = DISTILL.replace(
+    "OPSD, Zhao et al. 2026 (arXiv 2601.18734): towards the initial policy that has read the answer",
+    policy_loss={"kind": "distill_top_k", "direction": "forward", "clip": 0.05},
+    teacher={"weights": "initial", "context": ("{prompt}\n\nA reference solution:\n{answer}",)},
+)
+
+SDFT = DISTILL.replace(
+    "SDFT, Shenfeld et al. 2026 (arXiv 2601.19897): towards the averaged policy that has read a demonstration",
+    policy_loss={"kind": "distill_student_top_k"},
+    teacher={"weights": "average", "context": ("{prompt}\n\nAn example of a good answer:\n{answer}",)},
 )
 
 DPO = Preset(

@@ -305,13 +305,14 @@ def _pack_trajectory(trajectory: Trajectory, pack_media: _PackMedia) -> dict[str
         "failure": None if failure is None else [failure.side, failure.kind, failure.message],
         "metrics": dict(trajectory.metrics),
         **({"cause": failure.cause} if failure is not None and failure.cause else {}),
+        **({"feedback": trajectory.feedback} if trajectory.feedback else {}),
     }
 
 
 def _unpack_trajectory(data: dict[str, Any], unpack_media: _UnpackMedia) -> Trajectory:
     failure = None if data["failure"] is None else Failure(*data["failure"], cause=data.get("cause", ""))
     turns = tuple(_unpack_turn(turn, unpack_media) for turn in data["turns"])
-    return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"])
+    return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"], data.get("feedback", ""))
 
 
 def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:

@@ -23,7 +23,13 @@ PROMPT_TOKENS = 1024
 images, all of these tokens are assumed to stand for them."""
 RUNTIME = 512 * MIB
 """Bytes of a process with torch that holds no model yet."""
-_ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
+_ROLE_OF = {
+    "ref": "reference",
+    "teacher": "teacher",
+    "teacher_top": "teacher",
+    "student_top": "teacher",
+    "values": "critic",
+}
 _FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
 _KNOBS = {
     "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
@@ -371,8 +377,10 @@ def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str
     frozen = {} if "policy" in trained else {"policy": shape}
     shared = {"critic"} if any(objective.head == "lm+value" for objective in algorithm.objectives) else set[str]()
     for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained) - shared):
-        teacher = algorithm.teacher.path if role == "teacher" and algorithm.teacher is not None else None
-        frozen[role] = read_shape(teacher) if teacher is not None else shape
+        teacher = algorithm.teacher if role == "teacher" else None
+        if teacher is not None and teacher.path is None and teacher.weights == "current":
+            continue  # it is the policy's model
+        frozen[role] = read_shape(teacher.path) if teacher is not None and teacher.path is not None else shape
     return trained, frozen
 
 

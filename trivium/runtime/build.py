@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
+from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.step_log import StepLog
@@ -43,7 +44,7 @@ from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
-from trivium.types import SERVED, TRAINER, capabilities_of
+from trivium.types import SERVED, TRAINER, Message, Task, Teacher, capabilities_of, with_system
 
 disable_progress_bar()  # transformers' progress bars would break into the console's table
 
@@ -160,6 +161,16 @@ def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
     return HeldOut(taskset, build_buffer(stage, in_order), len(tasks))
 
 
+def _teacher_prompts(stage: Stage, teacher: Teacher) -> TeacherPrompts:
+    """Builds the renderer of a teacher's context. The policy reads the prompt of a task after `workflow.system`."""
+    system = getattr(stage.config.workflow, "system", None)
+
+    def prompt(task: Task) -> Sequence[Message]:
+        return task.prompt if system is None else with_system(task.prompt, system)
+
+    return TeacherPrompts(stage.renderer, teacher.context, prompt)
+
+
 BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
 
 
@@ -177,6 +188,8 @@ def build_trainer(
     `make` is the Trainer, or a user's subclass of it."""
     config, buffer = stage.config, endpoints.buffer
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
+    if algorithm.teacher is not None and algorithm.teacher.context:
+        algorithm = replace(algorithm, teacher_prompts=_teacher_prompts(stage, algorithm.teacher))
     schedule = build_schedule(stage)
     strategy = build(
         "sample_strategies",

@@ -271,7 +271,7 @@ def settings(stage: _StageHere) -> Iterator[Problem]:
     for where, section in sections_of(config):
         yield from section.machine_problems(config, where)
         yield from (Caution(*problem) for problem in section.warnings(config, where))
-    if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
+    if teacher is not None and teacher.path is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
         yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
 

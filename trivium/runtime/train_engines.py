@@ -73,7 +73,7 @@ def build_rank_engine(
     """Builds the train engine of one process, which joins the other ranks if there are any. Only rank 0 needs a
     channel. `further`: see `TorchTrainEngine`."""
     config = stage.config
-    if algorithm.teacher is not None:
+    if algorithm.teacher is not None and algorithm.teacher.path is not None:
         check_vocabulary(algorithm.teacher.path, stage.model_dir)
     if launched_ranks() > 1:
         if not capabilities_of(resolve("train", config.train.kind)).multiple_ranks:

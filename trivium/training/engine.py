@@ -122,9 +122,12 @@ class TorchTrainEngine(TrainEngine):
         if what not in SCORED_BY:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(SCORED_BY)}")
         role, kind = SCORED_BY[what]
-        scores = (learner := self._learner(role)).score(batch, kind)
+        if what == "student_top":
+            batch = batch.with_columns(student_top=self._learner("policy").score(batch, "top"))
+        read = batch.under_teacher() if role == "teacher" else batch
+        scores = (learner := self._learner(role)).score(read, kind)
         self._work.add(self.version, f"score/{what}", learner.work)
-        return scores
+        return batch.from_teacher(scores) if role == "teacher" else scores
 
     def update(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step. `batch` is this
@@ -151,6 +154,8 @@ class TorchTrainEngine(TrainEngine):
                 totals=totals,
             )
             self._work.add(self.version, f"update/{role}", learner.work)
+            if role == "policy" and (teacher := self._learners.get("teacher")) is not None and teacher.role.rate:
+                teacher.follow(learner)
             if learner.seen:
                 self._updates.append(Batch(batch.experiences).with_columns(**learner.seen))
             return metrics
@@ -202,12 +207,13 @@ class TorchTrainEngine(TrainEngine):
 
     def _read_shapes(self) -> dict[str, ModelShape]:
         """The shapes by role; empty if a config.json lacks the sizes."""
-        others = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
+        teacher = None if self.algorithm.teacher is None else self.algorithm.teacher.path
+        others = {} if teacher is None else {"teacher": teacher}
         if self.config.critic_path is not None:
             others["critic"] = Path(self.config.critic_path)
         try:
             own = read_shape(self._models.model_dir)
-            roles = dict.fromkeys(("policy", "critic", "reward", "reference"), own)
+            roles = dict.fromkeys(("policy", "critic", "reward", "reference", "teacher"), own)
             return {**roles, **{role: read_shape(path) for role, path in others.items()}}
         except DataError:
             return {}
@@ -240,9 +246,9 @@ class TorchTrainEngine(TrainEngine):
         return Described(full_specs(self._policy, dtype), narrow)
 
     def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
-        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
-        large ones are split into numbered files. For a critic on the policy's trunk, `critic/` has only the head. With
-        LoRA, `policy/` has the merged weights, and `policy-adapter/` has the adapter in peft's format.
+        """`policy/`, `critic/`, `reward/`, `teacher/` (Hugging Face directories), `<role>-optimizer.safetensors`,
+        `engine.json`; large ones are split into numbered files. For a critic on the policy's trunk, `critic/` has only
+        the head. With LoRA, `policy/` has the merged weights, and `policy-adapter/` has the adapter in peft's format.
 
         The files are the same on any number of ranks. Each rank writes some of them, in the turn that
         `checkpoint.save_strategy` gives it.
@@ -260,7 +266,7 @@ class TorchTrainEngine(TrainEngine):
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
-        folders = (directory / name for name in ("policy", "critic", "reward", _ADAPTER))
+        folders = (directory / name for name in ("policy", "critic", "reward", _ADAPTER, "teacher"))
         self._open(ModelSources(*folders))
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
@@ -276,7 +282,7 @@ class TorchTrainEngine(TrainEngine):
         """What `save` writes. Without `copy`, it reads the state when it writes."""
         files: list[TensorFile] = []
         for role, learner in self._learners.items():
-            if role == "policy" or learner.optimizer is not None:
+            if role == "policy" or learner.optimizer is not None or learner.role.rate:
                 files += weight_files(learner.model, f"{role}/")
             if learner.optimizer is not None:
                 files.append(TensorFile(f"{role}-optimizer", learner.optimizer.state()))

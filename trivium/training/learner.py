@@ -49,6 +49,8 @@ class RoleModel:
     """None: the model is frozen."""
     top_k: int = 0
     """The number of tokens in the score `top`."""
+    rate: float = 0.0
+    """The share of the policy's weights in this model after each of the policy's updates; 0: it stays as it is."""
     score_context: Callable[[], AbstractContextManager[None]] = nullcontext
     """Scores are computed in it. It may change the model (`adapter_off`)."""
 
@@ -93,20 +95,21 @@ class Learner:
         """The work that the last score or update computed, and the work of all sequences of its batch (`work_done`)."""
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
-        model (`values`), or both of a policy with a value head.
+        """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`,
+        `candidates`) or a value model (`values`), or both of a policy with a value head.
 
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the top-k token ids, and their log-probability.
+        `candidates` is the same for the ids in the column `student_top`.
         Raises DataError for a sequence that is longer than the model's context.
         """
 
         def compute(part: Part) -> tuple[Part, AnyArray]:
             with torch.no_grad():  # thread-local in torch
-                micro = self.passes.collate(batch, part, ())
+                micro = self.passes.collate(batch, part, ("student_top",) if what == "candidates" else ())
                 return part, micro.grid(token_scores(self.model, micro, what, self.role.top_k)).cpu().numpy()
 
         self._check(batch)
-        trailing = (self.role.top_k, 2) if what == "top" else ()
+        trailing = (self.role.top_k, 2) if what in ("top", "candidates") else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self.role.score_context():
             for part, grid in self.passes.map(compute, self._parts(batch, "sequence")):
@@ -154,6 +157,13 @@ class Learner:
             f"train/lr/{self.name}": rate,
             **tokens,
         }
+
+    def follow(self, policy: Learner) -> None:
+        """Moves the weights towards those of the policy, by the role's rate."""
+        pairs = zip(self.model.module.parameters(), policy.model.module.parameters(), strict=True)
+        with torch.no_grad():
+            for own, current in pairs:
+                own.mul_(1 - self.role.rate).add_(current.detach(), alpha=self.role.rate)
 
     def measure(
         self,
@@ -260,6 +270,10 @@ def token_scores(model: LanguageModel | ValueModel, micro: MicroBatch, what: str
         return model(micro.pack, micro.rows)
     if what == "entropy":
         return model(micro.pack, micro.rows, kept=micro.kept)[1]
+    if what == "candidates":
+        ids = micro.trained(micro.columns["student_top"])[..., 0]
+        log_prob = model(micro.pack, micro.rows, candidates=ids.long())[0]
+        return torch.stack([ids.to(log_prob.dtype), log_prob[:, 1:]], -1)
     numbers = model(micro.pack, micro.rows, what, top_k=top_k, kept=micro.kept)
     return torch.stack([numbers[0].to(numbers[1].dtype), numbers[1]], -1) if what == "top" else numbers[0]
 
@@ -272,7 +286,7 @@ def loss_inputs(
     if isinstance(model, ValueModel):
         outputs["values"] = micro.grid(model(micro.pack, micro.rows))
     else:
-        top = micro.columns.get("teacher_top")
+        top = micro.columns.get("teacher_top", micro.columns.get("student_top"))
         candidates = None if top is None else micro.trained(top[..., 0]).long()
         if candidates is not None and micro.kept is not None:
             raise DataError(

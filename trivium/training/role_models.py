@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ SCORED_BY = {
     "ref": ("reference", "log_prob"),
     "teacher": ("teacher", "log_prob"),
     "teacher_top": ("teacher", "top"),
+    "student_top": ("teacher", "candidates"),
     "values": ("critic", "values"),
 }
 """Score -> (role whose model computes it, name of the score in `Learner.score`)."""
@@ -69,6 +71,8 @@ class ModelSources:
     reward: Path
     adapter: Path | None = None
     """The policy's adapter; None: a new one, or that of `train.lora.path`."""
+    average: Path | None = None
+    """The average of the policy's weights that is its teacher; None: the initial model."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class RoleModels:
         if "reference" in roles:
             learners["reference"] = self._reference(learners.get("policy"))
         if "teacher" in roles:
-            learners["teacher"] = self._teacher(algorithm, learners["policy"])
+            learners["teacher"] = self._teacher(algorithm, learners["policy"], sources)
         return learners
 
     def initial(self) -> ModelSources:
@@ -191,21 +195,22 @@ class RoleModels:
             model.adapt(lora, seed=self.seed, adapter=sources.adapter)
         if self.config.router_replay != "off":
             model.replay_routing()
-        return self._prepared("policy", model, trained=trained)
+        own = algorithm.teacher.top_k if "student_top" in algorithm.needs and algorithm.teacher is not None else 0
+        return self._prepared("policy", model, trained=trained, top_k=min(own, model.vocabulary))
 
-    def _reference(self, policy: Learner | None) -> Learner:
+    def _reference(self, policy: Learner | None, role: str = "reference", top_k: int = 0) -> Learner:
         """The initial policy of the stage. With LoRA, this is the policy with its adapter disabled, if this process
         holds the policy and the adapter started at zero."""
         lora = self.config.lora
         if lora is not None and lora.path is None and policy is not None:
             off = partial(adapter_off, policy.model.module)
-            return self._learner(RoleModel(_METRIC_NAME["reference"], policy.model, score_context=off))
+            return self._learner(RoleModel(_METRIC_NAME[role], policy.model, top_k=top_k, score_context=off))
         reference = LanguageModel(self.model_dir, **self._frozen_options)
         if lora is not None:
             reference.adapt(lora, seed=self.seed)
-        return self._prepared("reference", reference, trained=False)
+        return self._prepared(role, reference, trained=False, top_k=top_k)
 
-    def _teacher(self, algorithm: Algorithm, policy: Learner) -> Learner:
+    def _teacher(self, algorithm: Algorithm, policy: Learner, sources: ModelSources) -> Learner:
         """The teacher. Its distribution has the same temperature and the same vocabulary as the policy's."""
         teacher: Teacher | None = algorithm.teacher
         if teacher is None:
@@ -214,6 +219,8 @@ class RoleModels:
                 "it needs one, and algorithm.teacher is not set",
                 "set algorithm.teacher.path",
             )
+        if teacher.path is None:
+            return self._self_teacher(teacher, policy, sources)
         model = LanguageModel(Path(teacher.path), **self._frozen_options)
         assert isinstance(policy.model, LanguageModel)
         if model.vocabulary != policy.model.vocabulary:
@@ -222,7 +229,7 @@ class RoleModels:
                 f"the teacher has {model.vocabulary} tokens, the policy {policy.model.vocabulary}",
                 "use a teacher with the policy's tokenizer and an output layer of the same size",
             )
-        if "teacher_top" in algorithm.needs and model.vocabulary > _EXACT_IDS:
+        if {"teacher_top", "student_top"} & algorithm.needs and model.vocabulary > _EXACT_IDS:
             raise TriviumError(
                 f"the top-k tokens of the teacher {teacher.path}",
                 f"its vocabulary has {model.vocabulary} tokens",
@@ -230,7 +237,21 @@ class RoleModels:
             )
         return self._prepared("teacher", model, trained=False, top_k=min(teacher.top_k, model.vocabulary))
 
-    def _prepared(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> Learner:
+    def _self_teacher(self, teacher: Teacher, policy: Learner, sources: ModelSources) -> Learner:
+        """The policy as its own teacher: the same model, the one that the stage began with, or an average."""
+        assert isinstance(policy.model, LanguageModel)
+        top_k = min(teacher.top_k, policy.model.vocabulary)
+        if teacher.weights == "initial":
+            return self._reference(policy, "teacher", top_k)
+        if teacher.weights == "current":
+            return self._learner(RoleModel(_METRIC_NAME["teacher"], policy.model, top_k=top_k))
+        options = self._frozen_options | {"weights": None, "quantized": ""}  # it is averaged in the policy's dtype
+        average = LanguageModel(sources.average or self.model_dir, **cast(LanguageOptions, options))
+        return self._prepared("teacher", average, trained=False, top_k=top_k, rate=teacher.rate)
+
+    def _prepared(
+        self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0, rate: float = 0.0
+    ) -> Learner:
         """Freezes or shards a loaded model, reads its weights if they are still missing, and adds its optimizer."""
         if isinstance(model, LanguageModel):
             model.head_precision = self.head_precision
@@ -252,7 +273,7 @@ class RoleModels:
         if trained:
             network = model if isinstance(model, ValueModel | ActorCritic) else model.module
             optimizer = Optimizer(network, self.optimizer_config(role))
-        return self._learner(RoleModel(_METRIC_NAME[role], model, optimizer, top_k), routed=role == "policy")
+        return self._learner(RoleModel(_METRIC_NAME[role], model, optimizer, top_k, rate), routed=role == "policy")
 
     def _learner(self, role: RoleModel, *, routed: bool = False) -> Learner:
         """`routed`: tokens go through the experts that were recorded for them."""

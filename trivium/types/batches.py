@@ -19,7 +19,7 @@ from trivium.errors import DataError
 from trivium.types.arrays import AnyArray, BoolArray, FloatArray, IntArray, frozen
 from trivium.types.enums import StopReason
 from trivium.types.sequences import sequences_of
-from trivium.types.trajectories import EXPERT_VERSION, Group, Media, Trajectory, Turn
+from trivium.types.trajectories import EXPERT_VERSION, Group, Media, Prompt, Trajectory, Turn
 
 SCORES: Mapping[str, str] = {
     "old": "old_log_prob",
@@ -30,11 +30,13 @@ SCORES: Mapping[str, str] = {
     "ref": "ref_log_prob",
     "teacher": "teacher_log_prob",
     "teacher_top": "teacher_top",
+    "student_top": "student_top",
     "values": "values",
 }
 """Score of a train engine -> the column that holds it. `old` and `log_prob` are the policy's log-probability before a
 train step, and before one of its updates. `mean_discriminant` is the policy's expectation of p (H + log p), the change
 of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's K most probable tokens and their
+log-probabilities. `student_top` is the same for the policy's K most probable tokens, with the teacher's
 log-probabilities."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
 """Columns of the first pass of a train step's updates: log-probability and entropy with the weights before each update,
@@ -43,12 +45,19 @@ and 1 where the loss clips the ratio."""
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model that the policy is distilled from."""
+    """The model that the policy is distilled from: a frozen one, or the policy itself."""
 
-    path: Path
-    """A plain Hugging Face directory."""
+    path: Path | None
+    """A plain Hugging Face directory; None: the policy itself."""
     top_k: int
-    """The number of its most probable tokens in the score `teacher_top`."""
+    """The number of most probable tokens in the scores `teacher_top` and `student_top`."""
+    weights: str = "current"
+    """Without a path: the policy's `current` weights, its `initial` ones, or their moving `average`."""
+    rate: float = 0.05
+    """The share of the current weights in the average after each update."""
+    context: tuple[str, ...] = ()
+    """Templates of what the teacher reads in place of the task's last message (`trivium.algorithms.teacher_prompts`);
+    empty: what the policy reads."""
 
 
 def _frozen_column(array: npt.ArrayLike) -> AnyArray:
@@ -122,6 +131,8 @@ class Experience:
     participant: str = ""
     """The participant that sampled it, if its trajectory has rewards for each participant (`Policy.fork`). Its rewards
     are then compared with those of the same participant in other trajectories."""
+    teacher_prompt: Prompt | None = None
+    """What a teacher reads in place of the tokens before the first completion; None: those tokens."""
 
     def __post_init__(self) -> None:
         for name, dtype in _TOKEN_ARRAYS.items():
@@ -165,6 +176,33 @@ class Experience:
         for before, after in pairwise(self.turns):
             mask[before.stop : after.start] = True
         return mask
+
+    @property
+    def first(self) -> int:
+        """The position of the first completion's first token; the length if there is no completion."""
+        return self.turns[0].start if self.turns else int(np.append(self.response_mask, True).argmax())
+
+    def under(self, prompt: Prompt) -> Experience:
+        """The same tokens from the first completion on, after another prompt."""
+        first, longer = self.first, len(prompt) - self.first
+
+        def moved(array: AnyArray, before: AnyArray | None = None) -> AnyArray:
+            blank = np.zeros((len(prompt), *array.shape[1:]), array.dtype) if before is None else before
+            return np.concatenate([blank, array[first:]])
+
+        later = (item.at(item.span[0] + longer, item.span[1] + longer) for item in self.media if item.span)
+        flat = {name for name in self.extra if f"{name}_count" in self.extra}
+        return replace(
+            self,
+            tokens=moved(self.tokens, prompt.tokens),
+            response_mask=moved(self.response_mask),
+            rollout_log_prob=moved(self.rollout_log_prob),
+            policy_version=moved(self.policy_version),
+            media=(*prompt.media, *(item for item in later if item.span and item.span[0] >= len(prompt))),
+            turns=tuple(replace(span, start=span.start + longer, stop=span.stop + longer) for span in self.turns),
+            extra={name: array if name in flat else moved(array) for name, array in self.extra.items()},
+            teacher_prompt=None,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -250,6 +288,22 @@ class Batch:
         )
         return replace(self, experiences=kept)
 
+    def under_teacher(self) -> Batch:
+        """The same completions as a teacher reads them (`Experience.teacher_prompt`), with their columns."""
+        read = [e if e.teacher_prompt is None else e.under(e.teacher_prompt) for e in self.experiences]
+        columns = {
+            name: [
+                _last(array, len(new), e.first) for array, e, new in zip(arrays, self.experiences, read, strict=True)
+            ]
+            for name, arrays in self.columns.items()
+        }
+        return Batch(tuple(read)).with_columns(**columns)
+
+    def from_teacher(self, scores: Sequence[AnyArray]) -> list[AnyArray]:
+        """The scores of `under_teacher` at the positions of this batch."""
+        read = (0 if e.teacher_prompt is None else len(e.teacher_prompt) - e.first for e in self.experiences)
+        return [_last(a, len(e), e.first + longer) for a, e, longer in zip(scores, self.experiences, read, strict=True)]
+
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """The experiences at these rows, in this order, with their columns."""
         chosen = [int(row) for row in rows]
@@ -257,6 +311,12 @@ class Batch:
             tuple(self.experiences[row] for row in chosen),
             {name: _Column([arrays[row] for row in chosen]) for name, arrays in self.columns.items()},
         )
+
+
+def _last(array: AnyArray, length: int, first: int) -> AnyArray:
+    """The array from `first` on, at the end of one of this length that begins with zeros."""
+    blank = length - (len(array) - first)
+    return np.concatenate([np.zeros((blank, *array.shape[1:]), array.dtype), array[first:]])
 
 
 def _unpickled(

@@ -238,6 +238,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of the workflow; their means are logged under `workflow/`, except those that
     Trivium measures itself, such as `perf/environments`."""
+    feedback: str = ""
+    """What the environment said about the rollout after its end (`Policy.feedback`), which the policy has not read."""
 
     @property
     def reward(self) -> float:

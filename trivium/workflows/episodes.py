@@ -70,6 +70,8 @@ class Episodes(ABC):
     Methods of the environment that are not `async` run in threads of their own, so a slow one holds up neither the
     other rollouts nor the models. A deadline ends the waiting for such a thread, not the thread.
 
+    The messages of the last step, which the policy does not read, are the feedback of the rollout.
+
     An environment that fails or misses a deadline fails its trajectory: it is recorded and counted, never scored as 0.
     The environment is closed on every path. An error of `close` is logged, since the trajectory is complete without it.
     """
@@ -147,6 +149,7 @@ class Episodes(ABC):
             if done:
                 break
         policy.metrics["env_done"] = float(done)
+        policy.feedback = "\n".join(message.content for message in seen) if done else ""
         if isinstance(environment, FinishedEnvironment):
             finish = await self._ask(f"{self._name}.finish", task, environment.finish, self._end_s)
             reward, metrics = self._finish(finish, task)

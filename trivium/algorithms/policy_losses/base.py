@@ -28,7 +28,7 @@ class PolicyInputs:
     response_mask: Tensor
     """Bool."""
     columns: Mapping[str, Tensor]
-    """Every column that the function declares: (B, L), `teacher_top` (B, L, K, 2)."""
+    """Every column that the function declares: (B, L), `teacher_top` and `student_top` (B, L, K, 2)."""
     expert: Tensor
     """Bool: trained tokens that no policy of this run sampled."""
     entropy: Tensor | None = None
@@ -36,7 +36,8 @@ class PolicyInputs:
     step: int = 0
     """The train step being taken, counted from 0 within the stage."""
     candidate_log_prob: Tensor | None = None
-    """(B, L, K) with gradient: log-probabilities of the candidates in `teacher_top`; None if not needed."""
+    """(B, L, K) with gradient: log-probabilities of the candidates in `teacher_top` or `student_top`; None if not
+    needed."""
 
     @property
     def advantages(self) -> Tensor:

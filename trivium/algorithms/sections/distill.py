@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PolicyLossMetadata
-from trivium.algorithms.sections.parts import UpdateConfig, is_explored, is_mixed, metadata_or_problem, ratio_problems
+from trivium.algorithms.sections.parts import (
+    UpdateConfig,
+    candidate_problems,
+    is_explored,
+    is_mixed,
+    metadata_or_problem,
+    ratio_problems,
+)
 from trivium.algorithms.sections.policy_gradient import supervised
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.config import RunConfig
@@ -17,11 +24,11 @@ from trivium.errors import Problem
 class DistillConfig(UpdateConfig):
     """Distillation: a policy loss that reads a teacher's log-probabilities, and no reward."""
 
-    teacher: TeacherConfig
+    teacher: TeacherConfig = TeacherConfig()
 
     @property
     def reads_rewards(self) -> bool:
-        return False
+        return self.teacher.reads_rewards
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
@@ -35,14 +42,8 @@ class DistillConfig(UpdateConfig):
         loss = metadata_or_problem(self.policy_loss, "policy_losses", PolicyLossMetadata, where)
         if isinstance(loss, Problem):
             return  # reported already
-        yield from teacher_problems(self.teacher, loss.needs, f"{where}.teacher")
-        for name in run.engine.sampling.changes_distribution() if "teacher_top" in loss.needs else ():
-            yield Problem(
-                f"engine.sampling.{name}",
-                f"{name} with the loss {self.policy_loss.kind!r}",
-                "tokens that sampling left out have no log-probability, and they may include tokens of the teacher",
-                "leave it out, or use policy_loss.kind distill",
-            )
+        yield from teacher_problems(self.teacher, loss.needs, f"{where}.teacher", run)
+        yield from candidate_problems(loss, self.policy_loss.kind, run)
         if "advantages" in loss.needs:
             yield Problem(
                 f"{where}.policy_loss",
@@ -64,4 +65,6 @@ class DistillConfig(UpdateConfig):
 
 def distillation(config: DistillConfig, seed: int) -> GroupAlgorithm:
     """Builds the algorithm of a distillation section."""
-    return replace(supervised(config, seed), teacher=config.teacher.teacher())
+    algorithm = supervised(config, seed)
+    objectives = tuple(replace(each, taught=bool(config.teacher.context)) for each in algorithm.objectives)
+    return replace(algorithm, objectives=objectives, teacher=config.teacher.teacher())

@@ -19,6 +19,7 @@ from trivium.algorithms.metadata import (
     metadata_of,
     option_problems,
 )
+from trivium.algorithms.objective import TEACHER_COLUMNS
 from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, changeable, plugin, plugin_path
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
@@ -125,6 +126,42 @@ class KlConfig(Config):
                 "the + changes the gradient, and a reward has none",
                 f"use {self.estimator.kind[:-1]!r}",
             )
+
+
+class DistillTermConfig(Config):
+    """A teacher beside the rewards."""
+
+    coef: float = changeable(0.0, ge=0, le=1)
+    """The share of the distillation in the loss; the policy loss has the rest."""
+    loss: PolicyLossPlugin = Field(default={"kind": "distill_student_top_k"})  # pyright: ignore[reportAssignmentType]
+    """The loss of a token that follows the teacher: a name, or a function of yours."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """Keys that have no effect, and losses that follow no teacher."""
+        if self.coef == 0 and self.loss.kind != type(self)().loss.kind:
+            yield Problem(f"{where}.loss", "a loss that follows a teacher", "its share is 0", f"set {where}.coef")
+        yield from section_problems(self.loss, "policy_losses", PolicyLossMetadata, f"{where}.loss")
+        metadata = metadata_or_problem(self.loss, "policy_losses", PolicyLossMetadata, where)
+        if isinstance(metadata, PolicyLossMetadata) and not metadata.needs & TEACHER_COLUMNS:
+            yield Problem(
+                f"{where}.loss",
+                f"the loss {self.loss.kind!r} as distillation",
+                "it reads no teacher",
+                "use distill, distill_top_k or distill_student_top_k",
+            )
+        if self.coef and isinstance(metadata, PolicyLossMetadata):
+            yield from candidate_problems(metadata, self.loss.kind, run)
+
+
+def candidate_problems(loss: PolicyLossMetadata, kind: str, run: RunConfig) -> Iterator[Problem]:
+    """Problems of a loss over candidates with a sampling that leaves tokens out."""
+    for name in run.engine.sampling.changes_distribution() if loss.needs & {"teacher_top", "student_top"} else ():
+        yield Problem(
+            f"engine.sampling.{name}",
+            f"{name} with the loss {kind!r}",
+            "tokens that sampling left out have no log-probability, and they may include tokens of the teacher",
+            "leave it out, or use policy_loss.kind distill",
+        )
 
 
 def mini_batch_problems(mini_batches: int, run: RunConfig, where: str) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 from pydantic import Field
@@ -31,6 +32,7 @@ from trivium.algorithms.sections.parts import (
     AdvantagePlugin,
     CorrectionPlugin,
     CriticConfig,
+    DistillTermConfig,
     EntropyConfig,
     FilterPlugin,
     KlConfig,
@@ -127,7 +129,8 @@ class PolicyGradientConfig(UpdateConfig):
     """Draws the trajectories of a step anew, by their rewards, once their advantages are known; null trains on each
     once."""
     teacher: TeacherConfig | None = None
-    """The teacher model, if the estimator or the loss needs one."""
+    """The teacher, if the estimator or a loss needs one."""
+    distill: DistillTermConfig = DistillTermConfig()
 
     @property
     def reads_rewards(self) -> bool:
@@ -196,6 +199,7 @@ class PolicyGradientConfig(UpdateConfig):
         yield from self.critic.own_problems(run, self.critic_warmup, f"{where}.critic")
         yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
+        yield from self.distill.problems(run, f"{where}.distill")
         for number, gate in enumerate(self.gates):
             yield from section_problems(gate, "gates", TokenWeightMetadata, f"{where}.gates[{number}]")
         for number, step in enumerate(self.shaping):
@@ -214,7 +218,8 @@ class PolicyGradientConfig(UpdateConfig):
         if isinstance(estimator, EstimatorMetadata):
             yield from self._estimator_problems(estimator, run, where)
         if isinstance(loss, PolicyLossMetadata) and isinstance(estimator, EstimatorMetadata):
-            yield from teacher_problems(self.teacher, loss.needs | estimator.needs, f"{where}.teacher")
+            needs = loss.needs | estimator.needs | self._distilled
+            yield from teacher_problems(self.teacher, needs, f"{where}.teacher", run)
 
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
         if self.observation_coef and not capabilities_of(resolve("workflows", run.workflow.kind)).observes:
@@ -324,6 +329,12 @@ class PolicyGradientConfig(UpdateConfig):
                 f"the ratio of the loss {self.policy_loss.kind!r} is one already: it would count twice",
                 f"set {where}.correction.against: old, or leave the weights out",
             )
+
+    @property
+    def _distilled(self) -> AbstractSet[str]:
+        """The columns that the distillation reads."""
+        metadata = metadata_or_problem(self.distill.loss, "policy_losses", PolicyLossMetadata, "distill")
+        return metadata.needs if self.distill.coef and isinstance(metadata, PolicyLossMetadata) else frozenset()
 
     def _reads_old(self, loss: PolicyLossMetadata) -> bool:
         """Whether anything reads the log-probabilities from before the step."""
@@ -438,6 +449,8 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyMetadata),
         kl=_term(kl.coef if kl.place == "loss" else 0.0, "kl_estimators", kl.estimator, KlMetadata),
         observation_coef=config.observation_coef,
+        distill=_term(config.distill.coef, "policy_losses", config.distill.loss, PolicyLossMetadata),
+        taught=config.teacher is not None and bool(config.teacher.context),
         token_weights=tuple(
             TokenWeight(*resolve_function("gates", gate, TokenWeightMetadata), narrow=gate.narrow)
             for gate in config.gates

@@ -22,8 +22,8 @@ class LossInputs:
     policy_version: torch.Tensor
     """(B, L) int32: which weights sampled each token."""
     columns: Mapping[str, torch.Tensor]
-    """(B, L) each (`teacher_top` (B, L, K, 2)), without gradient: every column of `objective.needs`, always
-    `rollout_log_prob`."""
+    """(B, L) each (`teacher_top` and `student_top` (B, L, K, 2)), without gradient: every column of
+    `objective.needs`, always `rollout_log_prob`."""
     log_prob: torch.Tensor | None = None
     """(B, L) with gradient: log p(tokens[t] | tokens[:t]) under the current weights; None for a value head.
     Zero outside the mask, apart from the tokens of the column `observed`."""
@@ -34,8 +34,8 @@ class LossInputs:
     """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of the sequence up to and
     including it (score head; (B, L, K) for K > 1 outputs); None for a language-model head."""
     candidate_log_prob: torch.Tensor | None = None
-    """(B, L, K) with gradient: log-probabilities of the tokens in the column `teacher_top`; None if the objective
-    does not need it."""
+    """(B, L, K) with gradient: log-probabilities of the tokens in the column `teacher_top` or `student_top`; None if
+    the objective needs neither."""
     step: int = 0
     """The number of train steps of this stage so far."""
 

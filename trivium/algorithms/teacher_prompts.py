@@ -1,0 +1,86 @@
+"""What a teacher reads in place of the policy's prompt: the task with privileged context.
+
+The completion keeps its token ids: only the tokens before it are others (`Experience.under`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+
+import numpy as np
+
+from trivium.errors import DataError
+from trivium.protocols import Renderer
+from trivium.types import Batch, Experience, Group, Message, Task, Trajectory
+
+FIELDS = ("prompt", "feedback", "success")
+"""What a template may name beside the task's columns: the text of the last message of the prompt, the environment's
+feedback on the rollout, and the completion of another member of the group that succeeded."""
+SUCCESS = 1.0
+"""The least reward of a completion that is shown as `{success}`."""
+
+
+def fields_of(template: str) -> list[str]:
+    """The names in a template. Raises ValueError for a template that `str.format` cannot read."""
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """Renders the prompts of a teacher."""
+
+    renderer: Renderer
+    templates: Sequence[str]
+    """The first one whose fields are all known for a rollout is used. A rollout that has none is not taught."""
+    prompt: Callable[[Task], Sequence[Message]]
+    """The conversation that the policy read."""
+
+    def added(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """The batch with `teacher_prompt` of every sequence, and the column `taught`: 0 for those without one."""
+        of = {group.group_id: group for group in groups}
+        rows = tuple(self._with_prompt(e, of[e.group_id]) for e in batch.experiences)
+        taught = [np.full(len(e), e.teacher_prompt is not None, np.float32) for e in rows]
+        return replace(batch, experiences=rows).with_columns(taught=taught)
+
+    def _with_prompt(self, e: Experience, group: Group) -> Experience:
+        member = next(each for each in group.trajectories if each.index == e.index)
+        known = dict(_known(group, member))
+        text = next((t for t in (_filled(template, known, group.task) for template in self.templates) if t), None)
+        if text is None:
+            return e
+        *earlier, last = self.prompt(group.task)
+        shown = self.renderer.render([*earlier, last]).tokens
+        if not np.array_equal(shown, e.tokens[: e.first]):
+            raise DataError(
+                f"the prompt of task {group.task.task_id!r}, which the teacher's context replaces",
+                f"the policy read {e.first} tokens before its completion, and the task's prompt is {len(shown)} others",
+                "use a workflow that shows the task's prompt as it is, whose turns extend one another",
+            )
+        return replace(e, teacher_prompt=self.renderer.render([*earlier, replace(last, content=text)]))
+
+
+def _known(group: Group, member: Trajectory) -> Iterator[tuple[str, str]]:
+    """The fields of a rollout that are not empty."""
+    for name, value in group.task.columns.items():
+        if value not in (None, ""):
+            yield name, value if isinstance(value, str) else str(value)
+    others = (t for t in group.alive if t.index != member.index and t.rewards and t.reward >= SUCCESS)
+    success = next((t.completion for t in others), "")
+    prompt = group.task.prompt[-1].content if group.task.prompt else ""
+    yield from ((name, text) for name, text in zip(FIELDS, (prompt, member.feedback, success), strict=True) if text)
+
+
+def _filled(template: str, known: Mapping[str, str], task: Task) -> str | None:
+    """The text of a template; None if a field is empty for this rollout. Raises DataError for a field that no rollout
+    of the task can have."""
+    names = fields_of(template)
+    unknown = [name for name in names if name not in known and name not in (*FIELDS, *task.columns)]
+    if unknown:
+        raise DataError(
+            f"the field {unknown[0]!r} of the teacher's context for task {task.task_id!r}",
+            f"its columns are {sorted(task.columns)}",
+            f"name one of these, or {', '.join(FIELDS)}",
+        )
+    return template.format(**known) if all(name in known for name in names) else None
