@@ -153,6 +153,14 @@ class RunRole:
         """Marks the stage as finished by the trainer, so that explorers may leave."""
         self._write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
 
+    def finish_run(self, stage: int) -> None:
+        """Marks the last stage as finished, as the trainer of a complete run, if an earlier trainer died after its last
+        checkpoint."""
+        values = self.board.read()
+        if not (values.get("finished") and values.get("last")):
+            self.open(stage)
+            self.finish()
+
     async def wait_finished(self, name: str) -> None:
         """Waits until the trainer has finished the stage, for as long as it lives."""
 

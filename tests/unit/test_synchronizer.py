@@ -411,6 +411,10 @@ async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None
         assert not await soon(a.join("a"))  # its engine took so long to load that its stage is over
         assert await soon(a.wait_for_trainer("a")) is None
     assert await soon(late.wait_for_trainer("b")) is None
+    trainer.open(stage=1, last=True)  # it dies after its last checkpoint
+    restarted = role(heartbeat_s=HEARTBEAT_S, settings={"tasks": "these"})
+    restarted.finish_run(stage=1)
+    assert await soon(a.wait_for_trainer("a")) is None
     longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings={"tasks": "these", "schedule.steps": "more"})
     with refused(SyncError, "explorer 'c'", "run.mode=train"):  # that trainer is yet to come
         await longer.wait_for_trainer("c")

@@ -38,6 +38,8 @@ class Journal:
         self.directory = directory
         self._media = MediaFiles.beside(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        for unfinished in directory.glob(".*.writing"):  # of a process that was killed
+            unfinished.unlink()
 
     def append(self, step: int, group: Group) -> None:
         """Writes the group to the operating system, so that it survives the death of this process."""

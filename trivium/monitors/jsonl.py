@@ -79,7 +79,8 @@ class _RowFile:
 
     def position(self) -> int:
         """Returns the length in bytes, after syncing the file to disk."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
     def truncate(self, position: int) -> None:

@@ -195,6 +195,7 @@ def _local_session(
 
     try:
         yield train_stage
+        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)
         if report is not None:
             report(monitor, run_dir)
     finally:

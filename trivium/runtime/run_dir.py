@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import yaml
 
 from trivium.buffers.step_log import STEPS
-from trivium.checkpoint.atomic import atomic_write, made_directory, writing
+from trivium.checkpoint.atomic import atomic_write, fsync, made_directory, writing
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
@@ -216,6 +216,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     if rows:
         atomic_write(run_dir / _ROWS, json.dumps(rows, indent=1))
     atomic_write(path, to_yaml(config))
+    fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
     atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
 
 

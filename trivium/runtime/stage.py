@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Stage:
         local = self.config.cluster.kind == "local" and launched_ranks() == 1
         return local and getattr(self.config.train, "own_process", False)
 
-    @property
+    @cached_property
     def renderer(self) -> Renderer:
         pixels = self.config.workflow.max_image_pixels
         tool_calls = getattr(self.config.model, "tool_calls", "auto")

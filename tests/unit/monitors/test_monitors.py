@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import struct
 import sys
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from tests.sessions import Kept
 from trivium.config import RunConfig
-from trivium.errors import DataError, MissingPackage, RunDirError
+from trivium.errors import DataError, MissingPackage, RunDirError, StorageError
 from trivium.monitors.console import ConsoleMonitor
 from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
@@ -102,6 +104,18 @@ def test_a_checkpoint_from_before_the_first_row_is_restored_too(tmp_path: Path) 
     monitor.log(1, {"reward/mean": 1.0})
     monitor.restore(state)
     assert rows(tmp_path / "metrics.jsonl") == []
+    monitor.close()
+
+
+def test_a_full_disk_at_a_sync_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monitor = jsonl(tmp_path)
+    monitor.log(1, {"reward/mean": 1.0})
+    monkeypatch.setattr(os, "fsync", full)
+    with refused(StorageError, tmp_path / "metrics.jsonl"):
+        monitor.state()
     monitor.close()
 
 

@@ -24,7 +24,7 @@ from trivium.buffers.sql.database import Database, SqlTable, located, pause
 from trivium.buffers.sql.media_rows import MediaRows
 from trivium.buffers.sql.slot_rows import SqlRows, forget
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, RUNS, TABLES
-from trivium.checkpoint.atomic import atomic_write, fsync
+from trivium.checkpoint.atomic import atomic_write, fsync, writing
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig, RunConfig, config_path, free
 from trivium.errors import ConfigError, DataError, Problem, RoleFailed, SyncError
@@ -329,6 +329,7 @@ def _run_id(rollouts: Path) -> str:
     if not path.is_file():
         rollouts.mkdir(parents=True, exist_ok=True)
         atomic_write(path, uuid.uuid4().hex)
-    for folder in (rollouts, rollouts.parent):  # before the database has the id: a loss of power must not remove it
-        fsync(folder)
+    with writing(path):
+        for folder in (rollouts, rollouts.parent):  # before the database has the id: a loss of power must not remove it
+            fsync(folder)
     return path.read_text(encoding="utf-8")
