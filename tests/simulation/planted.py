@@ -12,14 +12,13 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from io import StringIO
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import trivium
-from trivium.simulation.seeds import prepare, run_spec
-from trivium.simulation.world import Spec
+from trivium.simulation.seeds import prepare, run_seeds
+from trivium.simulation.spec import Spec
 
 MOST = 2000
 
@@ -149,14 +148,9 @@ def find(name: str, model: Path) -> str:
     empty if none does."""
     fault = PLANTED[name]
     plant(fault)
-    sys.stderr = StringIO()  # the logs of the worlds
-    for seed in range(MOST):
-        spec = Spec.of(seed)
-        if fault.shared in (None, spec.shared):
-            outcome = run_spec(spec, model)
-            if outcome.problems:
-                return f"seed {seed}: {outcome.problems[0]}"
-    return ""
+    seeds = (seed for seed in range(MOST) if fault.shared in (None, Spec.of(seed).shared))
+    broken = (outcome for outcome in run_seeds(seeds, 1, model) if outcome.problems)
+    return next((f"seed {outcome.spec.seed}: {outcome.problems[0]}" for outcome in broken), "")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,31 @@ from __future__ import annotations
 import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("greenlet")
 
+from tests.failing import refused
 from tests.simulation.planted import PLANTED, find
+from trivium.errors import ConfigError
 from trivium.simulation.seeds import prepare, run_seeds, run_spec
-from trivium.simulation.world import Spec
+from trivium.simulation.spec import FAMILY, Fault, Spec
 
-SEEDS = range(30)
+SEEDS = range(40)
+FOUND = {
+    "the error of a full disk at a sync of metrics.jsonl had no advice": (21, "full_disk@0.7294:trainer:0.1"),
+    "a loss of power removed config.yaml and kept a checkpoint": (36, "power@0.4513:trainer:1"),
+    "explorers of a complete run waited for a trainer": (144, "kill@0.0214:explorer-1:1 power@0.9373:explorer-1:8"),
+    "the error of a full disk at a sync of buffer.id had no advice": (
+        323,
+        "kill@0.0702:trainer:0.1 full_disk@0.1159:explorer-0:8",
+    ),
+    "an unfinished file of a killed process stayed": (326, "kill@0.1674:trainer:8 power@0.57:trainer:0.1"),
+}
+"""Defects of the product that worlds have found, each with its seed and faults."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_worlds_keep_their_promises(model: Path) -> None:
     faults, broken = Counter[str](), dict[int, list[str]]()
-    for outcome, _ in run_seeds(SEEDS, 1, model):
+    for outcome in run_seeds(SEEDS, 1, model):
         faults += outcome.faults
         if outcome.problems:
             broken[outcome.spec.seed] = outcome.problems
@@ -33,17 +47,33 @@ def test_worlds_keep_their_promises(model: Path) -> None:
     assert {"kill", "power", "pause", "clock", "slow_disk", "twin"} <= set(faults)
 
 
+@pytest.mark.parametrize("what", FOUND)
+def test_a_defect_stays_fixed(what: str, model: Path) -> None:
+    seed, faults = FOUND[what]
+    assert not run_spec(replace(Spec.of(seed), faults=tuple(map(Fault.parsed, faults.split()))), model).problems
+
+
 @pytest.mark.slow
 def test_further_worlds_keep_their_promises(model: Path) -> None:
-    assert not [outcome for outcome, _ in run_seeds(range(30, 200), 2, model) if outcome.problems]
+    assert not [outcome for outcome in run_seeds(range(40, 1000), 2, model) if outcome.problems]
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_seed_repeats_its_history(shared: bool, model: Path) -> None:
-    seed = next(seed for seed in range(1000) if (spec := Spec.of(seed)).shared == shared and len(spec.faults) > 1)
-    first, second = (run_spec(Spec.of(seed), model) for _ in range(2))
-    assert first.events == second.events
-    assert (first.digest, first.seconds, first.starts) == (second.digest, second.seconds, second.starts)
+def test_a_seed_alone_decides_about_its_world(shared: bool, model: Path) -> None:
+    """The worlds that ran before in the same process have no influence."""
+    last = next(seed for seed in range(FAMILY - 1, 1000, FAMILY) if Spec.of(seed).shared == shared)
+    *_, after_others = run_seeds(range(last - FAMILY + 1, last + 1), 1, model)
+    alone = run_spec(Spec.of(last), model)
+    assert alone.events > 100
+    assert replace(alone, spec=after_others.spec) == after_others
+
+
+def test_a_fault_is_read_as_it_is_printed() -> None:
+    faults = Spec.of(4).faults
+    assert faults
+    assert [Fault.parsed(str(fault)) for fault in faults] == [*faults]
+    with refused(ConfigError, "kill@soon"):
+        Fault.parsed("kill@soon:trainer:1")
 
 
 @pytest.mark.slow

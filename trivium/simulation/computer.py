@@ -79,6 +79,11 @@ class Computer:
         self.watchers: list[Callable[[], object]] = []
         """Called before each resumption; may kill processes."""
         self.current: Thread | None = None
+        """The thread that runs; None outside of simulated threads."""
+        self.deaths = 0
+        """Processes that have ended."""
+        self.commits = 0
+        """Transactions that have changed a database."""
         self._queue: list[tuple[float, float, int, Thread, int]] = []
         self._numbers = itertools.count()
 
@@ -122,9 +127,8 @@ class Computer:
         self._switch(thread)
 
     def this(self) -> Thread:
-        thread = greenlet.getcurrent()
-        assert isinstance(thread, Thread), "not a simulated thread"
-        return thread
+        assert self.current is not None, "not a simulated thread"
+        return self.current
 
     # ------------------------------------------------------------------ the history
 
@@ -150,6 +154,7 @@ class Computer:
 
     def kill(self, process: Process) -> None:
         """Ends a process at once: none of its code runs any more."""
+        self.deaths += process.alive
         process.alive = False
         for close in process.on_death:
             close()

@@ -1,43 +1,74 @@
-"""The disk of a simulated computer that loses its power: a file keeps what was written before its last `fsync`."""
+"""The disk of a simulated computer that loses its power: a file keeps what was written before its last `fsync`, and a
+directory the renames and removals before its own.
+
+SQLite syncs its files itself: a database loses the transactions that it has not yet moved from its log.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-_OWN = (".db", ".db-journal", ".db-wal", ".db-shm")
-"""Files of SQLite, which syncs them itself."""
+_OF_SQLITE = (".db", ".db-journal", ".db-wal", ".db-shm")
+_JOURNAL_S = 5.0
+"""After this time the file system has written renames and removals to its journal."""
+
+AnyPath = str | os.PathLike[str]
+
+
+class _Change(NamedTuple):
+    """A rename or a removal that is not on the disk."""
+
+    directory: Path
+    at: float
+    undo: Callable[[], object]
 
 
 class Disk:
-    """Remembers the content of every file at its last `fsync`, and the entries of every directory."""
+    """Remembers the content of every file at its last `fsync`, and the changes of directories since theirs."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._files: dict[tuple[int, int], bytes] = {}
-        self._entries: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+        self._changes: list[_Change] = []
 
     def synced(self, descriptor: int) -> None:
         """A process has synced this file or directory."""
-        about, path = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        identity = about.st_dev, about.st_ino
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_dir():
-            self._entries[identity] = {entry.name: _identity(entry) for entry in os.scandir(path)}
+            self._changes = [change for change in self._changes if change.directory != path]
         elif path.is_file():
-            with path.open("rb", buffering=0) as file:
-                self._files[identity] = file.readall()
+            self._files[_identity(path)] = path.read_bytes()
 
-    def unlinked(self, path: str | os.PathLike[str], dir_fd: int | None = None) -> None:
-        """A process is about to remove this file, whose inode may be used again."""
-        about = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
-        self._files.pop((about.st_dev, about.st_ino), None)
+    def renamed(self, source: AnyPath, target: AnyPath, at: float) -> None:
+        """A process is about to rename a file or a directory."""
+        replaced = self._forget(Path(target))
 
-    def lose_power(self, draw: random.Random) -> None:
+        def undo() -> None:
+            os.rename(target, source)
+            self._write(Path(target), replaced)
+
+        self._changes.append(_Change(Path(target).parent, at, undo))
+
+    def unlinked(self, path: AnyPath, at: float, dir_fd: int | None = None) -> None:
+        """A process is about to remove this file."""
+        file = Path(path) if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}")) / path
+        content = self._forget(file)
+        self._changes.append(_Change(file.parent, at, lambda: self._write(file, content)))
+
+    def lose_power(self, draw: random.Random, now: float) -> None:
         """Changes the files under the root to a state that the disk may be in after a loss of power."""
+        changes = [change for change in self._changes if change.at > now - _JOURNAL_S]
+        for change in reversed(changes[draw.randint(0, len(changes)) :]):
+            with suppress(OSError):  # later changes, which are not undone, have removed or replaced it
+                change.undo()
+        self._changes.clear()
         for path in sorted(self._root.rglob("*")):
-            if not path.is_file() or path.name.endswith(_OWN):
+            if not path.is_file() or path.name.endswith(_OF_SQLITE):
                 continue
             content = path.read_bytes()
             kept = self._files.get(_identity(path), b"")
@@ -47,13 +78,36 @@ class Disk:
                 path.write_bytes(content[: draw.randint(len(kept), len(content))])
             else:
                 path.write_bytes(kept)
-        for path in sorted(self._root.rglob("*")):
-            # A rename that was not synced may be undone: the directory is not there under its new name.
-            known = self._entries.get(_identity(path.parent)) if path.is_dir() else None
-            if known is not None and known.get(path.name) != _identity(path) and draw.random() < 0.5:
-                shutil.rmtree(path)
+
+    def _forget(self, path: Path) -> bytes | None:
+        """Returns the content at the last sync of a file that is about to go: its inode may be used again."""
+        with suppress(FileNotFoundError):
+            return self._files.pop(_identity(path), None)
+        return None
+
+    def _write(self, path: Path, content: bytes | None) -> None:
+        if content is not None:
+            path.write_bytes(content)
+            self._files[_identity(path)] = content
 
 
-def _identity(path: Path | os.DirEntry[str]) -> tuple[int, int]:
+def lose_commits(database: Path, draw: random.Random, close: Callable[[], object]) -> None:
+    """Removes transactions that SQLite had not synced from the log of a database. `close` closes the last connection,
+    which would move the whole log into the database."""
+    log_file, index_file = database.with_name(f"{database.name}-wal"), database.with_name(f"{database.name}-shm")
+    if not log_file.is_file():
+        return
+    content, log, index = database.read_bytes(), log_file.read_bytes(), index_file.read_bytes()
+    close()
+    # https://www.sqlite.org/walformat.html: a header of 32 bytes, then frames of 24 bytes and one page. The index has
+    # the number of frames, and how many of them are in the database, which are synced.
+    frame = 24 + int.from_bytes(log[8:12], "big")
+    last, synced = (int.from_bytes(index[start : start + 4], "little") for start in (16, 96))
+    database.write_bytes(content)
+    log_file.write_bytes(log[: 32 + frame * draw.randint(synced, last)])
+    index_file.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int]:
     about = path.stat(follow_symlinks=False)
     return about.st_dev, about.st_ino

@@ -24,6 +24,7 @@ from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import TriviumError
 from trivium.protocols import Algorithm, Objective, TrainEngine, Weights
 from trivium.randomness import uniforms
+from trivium.rewards.functions import Exact
 from trivium.types import Batch, Completion, FloatArray, Metrics, Request
 
 _SECONDS = 2**40 + 3
@@ -31,8 +32,22 @@ _SECONDS = 2**40 + 3
 
 UNTRAINED = hashlib.sha256(b"untrained").digest()
 """The digest of the weights that a run starts with."""
+UNGRADED, UNGRADED_TEXT = 9, "9"
+"""The token, and its text, of completions that `Grade` cannot grade: their rollouts fail."""
 VERSION, DIGEST = "version", "digest"
 """The names of the weights."""
+
+
+class Grade(Exact):
+    """A reward that fails for some completions."""
+
+    class Config(Exact.Config):
+        kind: str = "trivium.simulation.hardware:Grade"
+
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
+        if UNGRADED_TEXT in completion:
+            raise ValueError(f"cannot grade {completion!r}")
+        return super().__call__(prompt, completion, answer)
 
 
 class SimulatedEngine(ScriptedEngine):

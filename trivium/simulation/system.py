@@ -1,24 +1,19 @@
-"""The operating system of a simulated computer: clock, threads, locks, event loops, files and random numbers of the
-standard library, for code that runs in simulated threads.
+"""The operating system of a simulated computer: clock, threads, locks, event loops and random numbers of the standard
+library, for code that runs in simulated threads.
 
 `installed` replaces functions of the standard library for its block, so the product runs unchanged. Blocking calls
-switch to another thread of the computer. Files are real files of a temporary directory; a killed process loses its
-descriptors, and with them its locks.
+switch to another thread of the computer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import builtins
-import errno
 import faulthandler
-import io
 import itertools
 import os
 import queue
 import random
 import selectors
-import sqlite3
 import sys
 import threading
 import time
@@ -26,15 +21,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import greenlet
 
-from trivium.simulation.computer import EPOCH, Computer, Process
+from trivium.simulation.computer import EPOCH, Computer
 from trivium.simulation.computer import Thread as ComputerThread
 from trivium.simulation.disk import Disk
+from trivium.simulation.storage import Conditions, Replaced, databases, files
 
 
 class Lock:
@@ -79,6 +74,50 @@ class Lock:
 
     def _at_fork_reinit(self) -> None:
         self._locked = False
+
+
+class RLock:
+    """`threading.RLock` of simulated threads."""
+
+    def __init__(self, computer: Computer) -> None:
+        self._computer, self._lock = computer, Lock(computer)
+        self._owner: ComputerThread | None = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._is_owned():
+            if not self._lock.acquire(blocking, timeout):
+                return False
+            self._owner = self._computer.current
+        self._count += 1
+        return True
+
+    def release(self) -> None:
+        if not self._is_owned():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # `threading.Condition` calls these.
+
+    def _is_owned(self) -> bool:
+        return self._count > 0 and self._owner is self._computer.current
+
+    def _release_save(self) -> int:
+        count, self._count = self._count, 0
+        self._lock.release()
+        return count
+
+    def _acquire_restore(self, count: int) -> None:
+        self._lock.acquire()
+        self._owner, self._count = self._computer.current, count
 
 
 class Thread:
@@ -204,168 +243,16 @@ def _computer() -> Computer:
     return _computers[-1]
 
 
-class Descriptors:
-    """The file descriptors of each process, to close when it is killed."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, tuple[Process, tuple[int, int]]] = {}
-        self._known: set[Process] = set()
-
-    def opened(self, descriptor: int) -> None:
-        thread = greenlet.getcurrent()
-        if not isinstance(thread, ComputerThread):
-            return
-        process, about = thread.process, os.fstat(descriptor)
-        self._open[descriptor] = process, (about.st_dev, about.st_ino)
-        if process not in self._known:
-            self._known.add(process)
-            process.on_death.append(lambda: self._close(process))
-
-    def _close(self, process: Process) -> None:
-        for descriptor, (owner, identity) in list(self._open.items()):
-            if owner is not process:
-                continue
-            del self._open[descriptor]
-            with suppress(OSError):
-                about = os.fstat(descriptor)
-                if (about.st_dev, about.st_ino) == identity:
-                    # The number stays in use, so that a Python object that closes it later closes no other file.
-                    null = os.open(os.devnull, os.O_RDWR)
-                    os.dup2(null, descriptor)
-                    os.close(null)
-
-
-@dataclass
-class Conditions:
-    """How fast the computer is, and how far its clock is wrong. A fault may change them."""
-
-    sync_s: float = 0.005
-    """The longest time that `fsync` takes."""
-    clock_error_s: float = 0.0
-    """What `time.time` is ahead."""
-    full_until: float = 0.0
-    """Until this time the disk is full: files cannot be opened for writing, and not be synced."""
-    cut_until: dict[str, float] = field(default_factory=dict[str, float])
-    """By the name of a process, the time until which it cannot reach the database."""
-
-
 @contextmanager
 def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generator[None]:
     """Replaces functions of the standard library by those of the simulated computer."""
-    numbers, descriptors = random.Random(computer.random.random()), Descriptors()
-    real_open, real_os_open, real_connect = builtins.open, os.open, sqlite3.connect
-
-    def simulated() -> bool:
-        return isinstance(greenlet.getcurrent(), ComputerThread)
-
-    def refuse_if_full(path: Any) -> None:
-        if simulated() and computer.now < conditions.full_until:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if {*mode} & {*"wax+"}:
-            refuse_if_full(path)
-        file = real_open(path, mode, *args, **kwargs)
-        with suppress(OSError, ValueError, AttributeError):
-            descriptors.opened(file.fileno())
-        return file
-
-    def os_opened(*args: Any, **kwargs: Any) -> int:
-        descriptor = real_os_open(*args, **kwargs)
-        descriptors.opened(descriptor)
-        return descriptor
-
-    def is_cut() -> bool:
-        return simulated() and computer.now < conditions.cut_until.get(computer.this().process.name, 0.0)
-
-    class Cursor(sqlite3.Cursor):
-        def execute(self, *args: Any) -> Any:
-            if is_cut():
-                error = sqlite3.OperationalError("the database cannot be reached")
-                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-                raise error
-            return super().execute(*args)
-
-    class Connection(sqlite3.Connection):
-        def cursor(self, factory: Any = Cursor) -> Any:
-            return super().cursor(factory)
-
-    def connected(*args: Any, **kwargs: Any) -> Any:
-        if not simulated():
-            return real_connect(*args, **kwargs)
-        connection = real_connect(*args, **{"factory": Connection, **kwargs})
-        computer.this().process.on_death.append(connection.close)
-        return connection
-
-    def blocking(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if simulated():
-                computer.sleep(computer.random.random() * seconds)
-            return function(*args, **kwargs)
-
-        return call
-
-    def unlinked(path: Any, *args: Any, **kwargs: Any) -> None:
-        if simulated():
-            computer.sleep(computer.random.random() * 0.001)
-            disk.unlinked(path, **kwargs)
-        real_unlink(path, *args, **kwargs)
-
-    def synced(descriptor: Any) -> None:
-        if simulated():
-            computer.sleep(computer.random.random() * conditions.sync_s)
-            refuse_if_full(None)
-            disk.synced(descriptor if isinstance(descriptor, int) else descriptor.fileno())
-        else:
-            real_fsync(descriptor)
-
-    def exit_process(code: int) -> None:
-        if simulated():
-            computer.exit(code)
-        real_exit(code)
-
-    def make_lock() -> Any:
-        return Lock(computer) if simulated() else real_lock()
-
-    def make_rlock(*_: Any) -> Any:
-        return threading._PyRLock() if simulated() else real_rlock()  # pyright: ignore
-
-    real_exit, real_lock, real_rlock, real_thread = os._exit, threading.Lock, threading.RLock, threading.Thread
-    real_ident, real_fsync, real_unlink = threading.get_ident, os.fsync, os.unlink
-
-    def make_thread(*args: Any, **kwargs: Any) -> Any:
-        return (Thread if simulated() else real_thread)(*args, **kwargs)
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (time, "monotonic", lambda: computer.now),
-        (time, "perf_counter", lambda: computer.now),
-        (time, "time", lambda: EPOCH + computer.now + conditions.clock_error_s),
-        (time, "sleep", lambda seconds: computer.sleep(seconds)),
-        (threading, "_time", lambda: computer.now),
-        (queue, "time", lambda: computer.now),
-        (threading, "Lock", make_lock),
-        (threading, "_allocate_lock", make_lock),
-        (threading, "RLock", make_rlock),
-        (threading, "Thread", make_thread),
-        (threading, "get_ident", lambda: computer.this().ident if simulated() else real_ident()),
-        (threading, "current_thread", lambda: _threads.get(greenlet.getcurrent()) or _outside),  # pyright: ignore
-        (queue, "SimpleQueue", queue._PySimpleQueue),  # pyright: ignore
-        (asyncio, "new_event_loop", Loop),
-        (asyncio.events, "new_event_loop", Loop),
-        (sys, "_current_frames", lambda: defaultdict(sys._getframe)),
-        (faulthandler, "dump_traceback_later", lambda *_, **__: None),
-        (faulthandler, "cancel_dump_traceback_later", lambda: None),
-        (os, "urandom", numbers.randbytes),
-        (os, "_exit", exit_process),
-        (builtins, "open", opened),
-        (io, "open", opened),
-        (os, "open", os_opened),
-        (os, "fsync", synced),
-        (os, "rename", blocking(os.rename, 0.001)),
-        (os, "replace", blocking(os.replace, 0.001)),
-        (os, "unlink", unlinked),
-        (sqlite3, "connect", connected),
-        (sqlite3.dbapi2, "connect", connected),  # pyright: ignore[reportAttributeAccessIssue]
+    replaced = [
+        *_clock(computer, conditions),
+        *_threading(computer),
+        *_process(computer),
+        *_event_loops(),
+        *files(computer, disk, conditions),
+        *databases(computer, conditions),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     _computers.append(computer)
@@ -377,6 +264,71 @@ def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generat
         for owner, name, value in before:
             setattr(owner, name, value)
         _computers.pop()
+
+
+def _clock(computer: Computer, conditions: Conditions) -> list[Replaced]:
+    def now() -> float:
+        return computer.now
+
+    return [
+        (time, "monotonic", now),
+        (time, "perf_counter", now),
+        (time, "time", lambda: EPOCH + computer.now + conditions.clock_error_s),
+        (time, "sleep", computer.sleep),
+        (threading, "_time", now),
+        (queue, "time", now),
+    ]
+
+
+def _threading(computer: Computer) -> list[Replaced]:
+    real_lock, real_rlock, real_thread = threading.Lock, threading.RLock, threading.Thread
+    real_ident = threading.get_ident
+
+    def make_lock() -> Any:
+        return real_lock() if computer.current is None else Lock(computer)
+
+    def make_rlock() -> Any:
+        return real_rlock() if computer.current is None else RLock(computer)
+
+    def make_thread(*args: Any, **kwargs: Any) -> Any:
+        return (real_thread if computer.current is None else Thread)(*args, **kwargs)
+
+    def ident() -> int:
+        return real_ident() if computer.current is None else computer.current.ident
+
+    return [
+        (threading, "Lock", make_lock),
+        (threading, "_allocate_lock", make_lock),
+        (threading, "RLock", make_rlock),
+        (threading, "Thread", make_thread),
+        (threading, "get_ident", ident),
+        (threading, "current_thread", lambda: _threads.get(greenlet.getcurrent()) or _outside),  # pyright: ignore
+        (queue, "SimpleQueue", queue._PySimpleQueue),  # pyright: ignore
+    ]
+
+
+def _process(computer: Computer) -> list[Replaced]:
+    numbers, real_exit = random.Random(computer.random.random()), os._exit
+
+    def exit_process(code: int) -> None:
+        if computer.current is None:
+            real_exit(code)
+        computer.exit(code)
+
+    return [
+        (os, "urandom", numbers.randbytes),
+        (os, "_exit", exit_process),
+        (sys, "_current_frames", lambda: defaultdict(sys._getframe)),
+        (faulthandler, "dump_traceback_later", lambda *_, **__: None),
+        (faulthandler, "cancel_dump_traceback_later", lambda: None),
+    ]
+
+
+def _event_loops() -> list[Replaced]:
+    return [
+        (asyncio, "new_event_loop", Loop),
+        (asyncio.events, "new_event_loop", Loop),
+    ]
 
 
 class _Outside:

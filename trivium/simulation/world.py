@@ -1,16 +1,14 @@
 """A world: the commands of one run, the faults that happen to them, and how it ends.
 
-Everything is drawn from the seed: the config of the run, the times of its hardware, the moments at which processes are
-killed or suspended. Killed commands are started again after a while, as an operator or a cluster does.
+Killed commands are started again after a while, as an operator or a cluster does.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,127 +16,28 @@ from trivium.config import RunConfig, load_config
 from trivium.errors import TriviumError, first_cause, one_line
 from trivium.runtime.launch import run as run_command
 from trivium.simulation.computer import Computer, Process
-from trivium.simulation.disk import Disk
+from trivium.simulation.disk import Disk, lose_commits
 from trivium.simulation.hardware import SimulatedTrainEngine
-from trivium.simulation.history import Update, check_end, check_update, is_complete
-from trivium.simulation.system import Conditions, installed
+from trivium.simulation.history import History, Tables, is_complete
+from trivium.simulation.spec import Fault, Outcome, Spec
+from trivium.simulation.storage import Conditions
+from trivium.simulation.system import installed
 from trivium.types import Batch
 
-LIMIT_S = 400.0
+LIMIT_S = 1000.0
 """Virtual seconds after which a world counts as hanging."""
 _STARTS = 40
 """The most times that a command is started."""
-_LASTS_S = 70.0
+_LASTS_S = 75.0
 """How long after a fault a command may end with an error: `sync.deadline_s` and the time to notice it."""
+_STALLS_S = 150.0
+"""How long a run may make no progress: twice that time, if a role fails and another one waits for its return."""
 
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens to a world."""
-
-    at: float
-    """When it happens, as a part of the events of the same world without faults."""
-    kind: str
-    """`kill` (a command), `power` (the computer, with what it had not synced), `pause` (a command, for `seconds`),
-    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`),
-    `full_disk` (for `seconds`), `cut` (a command cannot reach the database for `seconds`), `twin` (the trainer's
-    command is started a second time), `abandon` (the trainer is killed and never started again)."""
-    command: str = "trainer"
-    seconds: float = 0.0
-
-
-_KINDS = ("kill", "kill", "kill", "power", "pause", "clock", "slow_disk", "full_disk", "cut", "twin")
 _CHANGES: tuple[Mapping[str, Any], ...] = ({}, {}, {"workflow.max_concurrent": 3}, {"checkpoint.keep": 4})
 """Fields that an operator may change when a command is started again."""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a seed draws."""
-
-    seed: int
-    shared: bool
-    """Whether trainer and explorers are separate commands over a database; else one command does everything."""
-    explorers: int
-    overrides: Mapping[str, Any]
-    faults: tuple[Fault, ...]
-
-    @classmethod
-    def of(cls, seed: int) -> Spec:
-        draw = random.Random(f"world {seed}")
-        shared = draw.random() < 0.1
-        explorers = draw.choice((1, 2, 3)) if shared else 0
-        staleness = draw.choice((0, 0, 1, 2, 4))
-        interval = draw.choice((1, 1, 1, 2)) if staleness else 1
-        deterministic = draw.random() < 0.4
-        overrides = {
-            "schedule.steps": draw.choice((3, 4, 6)),
-            "schedule.groups_per_step": draw.choice((1, 2, 4)),
-            "schedule.group_size": draw.choice((2, 3)),
-            "schedule.max_staleness": staleness,
-            "schedule.deterministic": deterministic,
-            "sync.interval": interval,
-            "sync.in_flight": "finish" if deterministic else draw.choice(("finish", "update")),
-            "engine.mean_s": round(draw.uniform(0.02, 0.4), 2),
-            "engine.spread": draw.choice((0, 0.5, 1.5)),
-            "engine.fail_fraction": draw.choice((0, 0, 0.1)),
-            "train.token_s": draw.choice((0.0001, 0.002, 0.01)),
-            "train.save_s": draw.choice((0, 0.1, 1)),
-            "checkpoint.save_every": draw.choice((0, 1, 1, 2)),
-            "checkpoint.asynchronous": draw.random() < 0.5,
-        }
-        names = ("trainer", *(f"explorer-{number}" for number in range(explorers)))
-        faults = [
-            Fault(draw.random(), draw.choice(_KINDS), draw.choice(names), draw.choice((0.1, 1, 5)))
-            for _ in range(draw.choice((0, 1, 1, 2, 4)))
-        ]
-        if shared and draw.random() < 0.1:
-            faults.append(Fault(draw.random(), "abandon"))
-        return cls(seed, shared, explorers, overrides, tuple(sorted(faults, key=lambda fault: fault.at)))
-
-    @property
-    def deterministic(self) -> bool:
-        return bool(self.overrides["schedule.deterministic"])
-
-    @property
-    def synchronous(self) -> bool:
-        return self.overrides["schedule.max_staleness"] == 0
-
-
-@dataclass
-class Outcome:
-    """How a world ended."""
-
-    spec: Spec
-    problems: list[str] = field(default_factory=list[str])
-    """The promises that were broken."""
-    digest: str = ""
-    """The weights of the last checkpoint."""
-    trained: tuple[str, ...] = ()
-    """The groups that led to these weights, in order."""
-    events: int = 0
-    seconds: float = 0.0
-    """Virtual seconds."""
-    starts: int = 0
-    faults: Counter[str] = field(default_factory=Counter[str])
-
-
 BASE = Path(__file__).with_name("world.yaml")
-
-
-def config_of(
-    spec: Spec, directory: Path, model: Path, mode: str, explorer: str, changes: Mapping[str, Any]
-) -> RunConfig:
-    """The config of one command of a world. `explorer` is the name of an explorer; empty for the trainer."""
-    overrides = {"run.dir": directory / "run", "model": f"{{kind: hf, path: {model}}}", **spec.overrides, **changes}
-    if spec.shared:
-        database = f"{{kind: sql, url: 'sqlite:///{directory / 'buffer.db'}'}}"
-        overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 2, "run.mode": mode}
-    if explorer:
-        overrides["run.explorer"] = explorer
-    return load_config(
-        BASE, [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()]
-    )
 
 
 class World:
@@ -150,7 +49,6 @@ class World:
         self.computer, self.outcome = Computer(spec.seed), Outcome(spec)
         self._disk, self._conditions = Disk(directory), Conditions()
         self._draw = random.Random(f"faults {spec.seed}")
-        self._updates: list[Update] = []
         self._commands: dict[str, Callable[[], object]] = {"trainer": lambda: run_command(self._config("train"))}
         for number in range(spec.explorers):
             name = f"explorer-{number}"
@@ -160,11 +58,34 @@ class World:
         self._happened: list[tuple[float, Fault]] = []
         """(time, fault) of those that have happened."""
         self._changes: Mapping[str, Any] = {}
-        self._abandoned = False
-        self._staleness = self._config("train").max_staleness
+        self._abandoned_at: float | None = None
+        self._progress_at = 0.0
+        """When a train step, a fault or a start of a command happened last."""
+        self._deaths = 0
+        """Deaths of processes that `_over` has handled."""
+        self._configs: dict[tuple[str, ...], RunConfig] = {}
+        self._history = History(self._config("train"), self.outcome.problems)
+        self._tables = (
+            Tables(self.computer, self._database, directory / "run", self.outcome.problems) if spec.shared else None
+        )
+
+    @property
+    def _database(self) -> Path:
+        return self._directory / "buffer.db"
 
     def _config(self, mode: str, explorer: str = "") -> RunConfig:
-        return config_of(self.spec, self._directory, self._model, mode, explorer, self._changes)
+        """The config of a command. `explorer` is the name of an explorer; empty for the trainer."""
+        key = (mode, explorer, *self._changes)
+        if key not in self._configs:
+            model = f"{{kind: hf, path: {self._model}}}"
+            overrides = {"run.dir": self._directory / "run", "model": model, **self.spec.overrides, **self._changes}
+            if self.spec.shared:
+                database = f"{{kind: sql, url: 'sqlite:///{self._database}'}}"
+                overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 5, "run.mode": mode}
+            if explorer:
+                overrides["run.explorer"] = explorer
+            self._configs[key] = load_config(BASE, [f"{name}={_yaml(value)}" for name, value in overrides.items()])
+        return self._configs[key]
 
     def run(self) -> Outcome:
         """Runs the world to its end, and checks what it promises."""
@@ -177,15 +98,21 @@ class World:
                 for name in self._commands:
                     self._start(name, self.computer.random.uniform(0, 1))
                 self.computer.watchers.append(self._happen)
+                if self._tables is not None:
+                    self.computer.watchers.append(self._tables.check)
                 self.computer.run(self._over, LIMIT_S)
-        except Exception as error:
+        except TriviumError as error:
             outcome.problems.append(f"the world does not end: {one_line(error)}")
         finally:
             SimulatedTrainEngine.on_update = None
             logger.handlers[:] = handlers
         outcome.events, outcome.seconds = self.computer.events, self.computer.now
-        if not outcome.problems and not self._abandoned:
-            outcome.digest, outcome.trained = check_end(self._config("train"), self._updates, outcome.problems)
+        if not outcome.problems and self._abandoned_at is None:
+            outcome.digest, outcome.trained = self._history.check_end()
+            if self._tables is not None:
+                self._tables.check_end()
+        if self._tables is not None:
+            self._tables.close()
         return outcome
 
     # ------------------------------------------------------------------ commands
@@ -193,16 +120,20 @@ class World:
     def _start(self, name: str, delay_s: float) -> None:
         process = self.processes[name] = Process(name)
         self.outcome.starts += 1
+        self._progress_at = self.computer.now + delay_s
         self.computer.spawn(process, self._commands[name], "main", delay_s)
 
     def _over(self) -> bool:
         """Starts ended commands again. Whether all have ended well, or a promise was broken."""
+        if self.computer.deaths == self._deaths and self.processes:
+            return len(self.outcome.problems) > 0
+        self._deaths = self.computer.deaths
         ended = [(name, process) for name, process in self.processes.items() if not process.alive]
         for name, process in ended:
             for error in (process.error, *process.thread_errors):
                 if error is not None and not self._excused(name, error):
-                    self.outcome.problems.append(f"{name} ended without a reason: {one_line(first_cause(error))}")
-            if process.code == 0 or name.startswith("twin") or self._abandoned:
+                    self.outcome.problems.append(f"{name} ended without a reason: {_described(error)}")
+            if process.code == 0 or name.startswith("twin") or self._abandoned_at is not None:
                 continue
             if self.outcome.problems:
                 return True
@@ -212,7 +143,7 @@ class World:
                 self._changes = self._draw.choice(_CHANGES)
                 self._start(name, self.computer.random.uniform(0.1, 4))
         well = [name for name, process in ended if process.code == 0]
-        if self._abandoned and well and not is_complete(self._config("train")):
+        if self._abandoned_at is not None and well and not is_complete(self._config("train")):
             self.outcome.problems.append(f"{well} ended with 0 although the trainer was killed")
         return bool(self.outcome.problems) or not any(process.alive for process in self.processes.values())
 
@@ -223,15 +154,30 @@ class World:
         recent = [fault for at, fault in self._happened if self.computer.now - at < fault.seconds + _LASTS_S]
         if name == "trainer":
             everyone = {"twin", "full_disk"}
-            return any(f.kind in everyone or (f.kind in ("pause", "cut") and f.command == name) for f in recent)
+            alone = {"pause", "cut", "lost_answers"}
+            return any(f.kind in everyone or (f.kind in alone and f.command == name) for f in recent)
         return bool(recent)
+
+    def _updated(self, version: int, digest: tuple[bytes, bytes], batch: Batch) -> None:
+        self._progress_at = self.computer.now
+        self._history.updated(version, digest, batch)
+
+    def _check_waits(self) -> None:
+        """Every wait ends within its deadline: with progress, or with an error that ends its command."""
+        alive = [name for name, process in self.processes.items() if process.alive]
+        if self._abandoned_at is not None and self.computer.now > self._abandoned_at + _LASTS_S:
+            self.outcome.problems.append(f"{alive} still run {_LASTS_S} s after the trainer was killed")
+        if self.computer.now > self._progress_at + _STALLS_S:
+            self.outcome.problems.append(f"{alive} make no progress for {_STALLS_S} s")
 
     # ------------------------------------------------------------------ faults
 
     def _happen(self) -> None:
+        self._check_waits()
         while self._left and self.computer.events >= self._left[0][0]:
             _, fault = self._left.pop(0)
             self._happened.append((self.computer.now, fault))
+            self._progress_at = self.computer.now
             self.outcome.faults[fault.kind] += 1
             getattr(self, f"_{fault.kind}")(fault)
 
@@ -241,7 +187,9 @@ class World:
     def _power(self, fault: Fault) -> None:
         for process in self.processes.values():
             self.computer.kill(process)
-        self._disk.lose_power(self._draw)
+        if self._tables is not None:
+            lose_commits(self._database, self._draw, self._tables.close)
+        self._disk.lose_power(self._draw, self.computer.now)
 
     def _pause(self, fault: Fault) -> None:
         self.processes[fault.command].stopped_until = self.computer.now + fault.seconds
@@ -258,6 +206,9 @@ class World:
     def _cut(self, fault: Fault) -> None:
         self._conditions.cut_until[fault.command] = self.computer.now + fault.seconds
 
+    def _lost_answers(self, fault: Fault) -> None:
+        self._conditions.silent_until[fault.command] = self.computer.now + fault.seconds
+
     def _twin(self, fault: Fault) -> None:
         name = f"twin-{len(self._happened)}"
         process = self.processes[name] = Process(name)
@@ -265,22 +216,15 @@ class World:
 
     def _abandon(self, fault: Fault) -> None:
         if self.processes["trainer"].alive:
-            self._abandoned = True
+            self._abandoned_at = self.computer.now
             self.computer.kill(self.processes["trainer"])
 
-    def _updated(self, version: int, digest: tuple[bytes, bytes], batch: Batch) -> None:
-        update = Update.of(version, digest, batch)
-        self._updates.append(update)
-        check_update(self._staleness, update, self.outcome.problems)
+
+def _described(error: BaseException) -> str:
+    cause = first_cause(error)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(cause.__traceback__)]
+    return f"{one_line(cause)} ({' > '.join(places[-4:])})"
 
 
-def compare(calm: Outcome, outcome: Outcome) -> None:
-    """Adds a problem if the result of a world depends on its faults. `calm` is the same world without them."""
-    if outcome.spec.deterministic and calm.digest != outcome.digest:
-        outcome.problems.append(f"faults changed the weights: {_difference(calm, outcome)}")
-    elif outcome.spec.synchronous and sorted(calm.trained) != sorted(outcome.trained):
-        outcome.problems.append(f"faults changed the groups: {_difference(calm, outcome)}")
-
-
-def _difference(calm: Outcome, outcome: Outcome) -> str:
-    return f"{list(calm.trained)} without faults, {list(outcome.trained)} with them"
+def _yaml(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value

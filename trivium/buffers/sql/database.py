@@ -35,7 +35,8 @@ Work = Callable[[sa.Connection], T]
 _CONNECT_TIMEOUT_S = 4
 _BUSY_S = 5
 """How long SQLite waits for the transaction of another process."""
-_SLOWEST_POLL_S = 0.05
+SLOWEST_POLL_S = 0.05
+"""The longest pause between two reads of a table."""
 _GRACE_S = 1.0
 """How long to wait, after the statement timeout, for the server to report the timeout."""
 _LOCK = 0x747269
@@ -259,7 +260,7 @@ def _cause(error: SQLAlchemyError) -> str:
 
 async def pause(poll: int, left_s: float) -> None:
     """Sleeps between two reads of a table, longer with each poll."""
-    await asyncio.sleep(max(0.0, min(0.002 * 1.5 ** min(poll, 20), _SLOWEST_POLL_S, left_s)))
+    await asyncio.sleep(max(0.0, min(0.002 * 1.5 ** min(poll, 20), SLOWEST_POLL_S, left_s)))
 
 
 # --------------------------------------------------------------------------- the board
