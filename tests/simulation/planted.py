@@ -107,6 +107,46 @@ PLANTED = {
         "return version",
         False,
     ),
+    "a version is published before its weights": Fault(
+        "publisher.py",
+        "offer = self.engine.offer_weights()",
+        "self.synchronizer.publish(version); offer = self.engine.offer_weights()",
+        True,
+    ),
+    "a silent role is never declared dead": Fault(
+        "run_role.py",
+        'self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)',
+        "pass",
+        True,
+    ),
+    "a board forgets a concurrent write": Fault(
+        "buffers/sql/database.py", ".where(mine, _boards.c.revision == revision)", ".where(mine)", True
+    ),
+    "the leases of a dead explorer stay": Fault(
+        "buffers/slot_machine.py",
+        "        self._update(leased, state=SlotState.FREE, owner=None)\n        # It will not",
+        "        # It will not",
+        True,
+    ),
+    "the id of a run is not synced": Fault(
+        "buffers/sql/buffer.py", "            fsync(folder)\n", "            pass\n", True
+    ),
+    "a repeated call takes effect twice": Fault(
+        "buffers/sql/buffer.py", "if tried and (answered", "if not tried and (answered", True
+    ),
+    "failed rollouts are trained": Fault(
+        "types/trajectories.py",
+        "return tuple(t for t in self.trajectories if t.failure is None)",
+        "return tuple(t for t in self.trajectories if t.turns)",
+        False,
+    ),
+    "the config of a run is not synced": Fault("runtime/run_dir.py", "    fsync(run_dir)", "    pass", False),
+    "a complete run does not say so": Fault(
+        "runtime/launch.py",
+        "        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)\n",
+        "",
+        True,
+    ),
     "a failed role ends well": Fault(
         "run_role.py", "replaced=stopped)\n            raise\n", "replaced=stopped)\n", True
     ),

@@ -30,12 +30,11 @@ _STARTS = 40
 """The most times that a command is started."""
 _LASTS_S = 75.0
 """How long after a fault a command may end with an error: `sync.deadline_s` and the time to notice it."""
-_STALLS_S = 150.0
-"""How long a run may make no progress: twice that time, if a role fails and another one waits for its return."""
+_STALLS_S = 2 * _LASTS_S
+"""How long a run may make no progress: a role waits for another one, which then waits for the return of the first."""
 
 _CHANGES: tuple[Mapping[str, Any], ...] = ({}, {}, {"workflow.max_concurrent": 3}, {"checkpoint.keep": 4})
 """Fields that an operator may change when a command is started again."""
-
 
 BASE = Path(__file__).with_name("world.yaml")
 
@@ -62,7 +61,8 @@ class World:
         self._progress_at = 0.0
         """When a train step, a fault or a start of a command happened last."""
         self._deaths = 0
-        """Deaths of processes that `_over` has handled."""
+        self._ended = set[Process]()
+        """The deaths that `_over` has handled, and their processes."""
         self._configs: dict[tuple[str, ...], RunConfig] = {}
         self._history = History(self._config("train"), self.outcome.problems)
         self._tables = (
@@ -124,28 +124,31 @@ class World:
         self.computer.spawn(process, self._commands[name], "main", delay_s)
 
     def _over(self) -> bool:
-        """Starts ended commands again. Whether all have ended well, or a promise was broken."""
-        if self.computer.deaths == self._deaths and self.processes:
-            return len(self.outcome.problems) > 0
-        self._deaths = self.computer.deaths
-        ended = [(name, process) for name, process in self.processes.items() if not process.alive]
-        for name, process in ended:
-            for error in (process.error, *process.thread_errors):
-                if error is not None and not self._excused(name, error):
-                    self.outcome.problems.append(f"{name} ended without a reason: {_described(error)}")
-            if process.code == 0 or name.startswith("twin") or self._abandoned_at is not None:
-                continue
-            if self.outcome.problems:
+        """Handles the deaths of commands. Returns whether all have ended well, or a promise was broken."""
+        if self.computer.deaths > self._deaths:
+            self._deaths = self.computer.deaths
+            for name, process in [*self.processes.items()]:
+                if not process.alive and process not in self._ended:
+                    self._ended.add(process)
+                    self._handle_end(name, process)
+            if not any(process.alive for process in self.processes.values()):
                 return True
+        return len(self.outcome.problems) > 0
+
+    def _handle_end(self, name: str, process: Process) -> None:
+        """Checks how a command has ended. Starts it again, unless it has ended well."""
+        for error in (process.error, *process.thread_errors):
+            if error is not None and not self._excused(name, error):
+                self.outcome.problems.append(f"{name} ended without a reason: {_described(error)}")
+        if self._abandoned_at is not None:
+            if process.code == 0 and not is_complete(self._config("train")):
+                self.outcome.problems.append(f"{name} ended with 0 although the trainer was killed")
+        elif process.code != 0 and not name.startswith("twin") and not self.outcome.problems:
             if self.outcome.starts > _STARTS:
                 self.outcome.problems.append(f"{name} does not end well after {_STARTS} starts")
             else:
                 self._changes = self._draw.choice(_CHANGES)
                 self._start(name, self.computer.random.uniform(0.1, 4))
-        well = [name for name, process in ended if process.code == 0]
-        if self._abandoned_at is not None and well and not is_complete(self._config("train")):
-            self.outcome.problems.append(f"{well} ended with 0 although the trainer was killed")
-        return bool(self.outcome.problems) or not any(process.alive for process in self.processes.values())
 
     def _excused(self, name: str, error: BaseException) -> bool:
         """Whether a recent fault may end this command with this error. A dead explorer must not end the trainer."""
@@ -163,12 +166,14 @@ class World:
         self._history.updated(version, digest, batch)
 
     def _check_waits(self) -> None:
-        """Every wait ends within its deadline: with progress, or with an error that ends its command."""
-        alive = [name for name, process in self.processes.items() if process.alive]
+        """Checks that every wait ends within its deadline: with progress, or with an error that ends its command."""
         if self._abandoned_at is not None and self.computer.now > self._abandoned_at + _LASTS_S:
-            self.outcome.problems.append(f"{alive} still run {_LASTS_S} s after the trainer was killed")
+            self.outcome.problems.append(f"{self._running()} still run {_LASTS_S} s after the trainer was killed")
         if self.computer.now > self._progress_at + _STALLS_S:
-            self.outcome.problems.append(f"{alive} make no progress for {_STALLS_S} s")
+            self.outcome.problems.append(f"{self._running()} make no progress for {_STALLS_S} s")
+
+    def _running(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.alive]
 
     # ------------------------------------------------------------------ faults
 
@@ -185,11 +190,15 @@ class World:
         self.computer.kill(self.processes[fault.command])
 
     def _power(self, fault: Fault) -> None:
+        """All commands are started again afterwards, those that had ended well as well."""
+        ended = [name for name in self._commands if self.processes[name].code == 0]
         for process in self.processes.values():
             self.computer.kill(process)
         if self._tables is not None:
             lose_commits(self._database, self._draw, self._tables.close)
         self._disk.lose_power(self._draw, self.computer.now)
+        for name in ended if self._abandoned_at is None else ():
+            self._start(name, self.computer.random.uniform(0.1, 4))
 
     def _pause(self, fault: Fault) -> None:
         self.processes[fault.command].stopped_until = self.computer.now + fault.seconds
