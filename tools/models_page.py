@@ -74,15 +74,41 @@ text.
 - **Ranks**: if any rank has images in a micro-batch, all ranks run the vision tower. With `train.sequence_parallel`,
   each rank of a sequence runs the tower over all images of that sequence.
 
+## Recurrent states
+
+Layers with a state other than keys and values are supported if transformers computes them by the gated delta rule
+(Qwen 3 Next, Qwen 3.5), by Mamba 2 (Falcon-H1, Nemotron-H, Granite 4, Bamba, Zamba 2) or by a short convolution
+(LFM 2), alone or beside attention.
+
+- **Training**: each sequence of a pack starts with an empty state. A prefix that sequences share is computed once; its
+  last state is handed to each of them, and their gradients of it add up. `train.sequence_parallel` is refused.
+- **Sampling**: each row has a state of its own, beside its keys and values. A long prompt is read in chunks that
+  continue its state, and each completion of the prompt starts with a copy. The states of a row have the same size
+  whatever the length of its sequence: about 75 MB for Qwen3-Next-80B-A3B, as 3000 tokens of its keys and values.
+  `trivium check` does not count them; `engine.max_rows` bounds them.
+- In float64, a sequence alone, in a pack, with a shared prefix and in the engine has log-probabilities that agree
+  within 1e-9 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py).
+- **CUDA graphs** are not used (`engine.cuda_graphs` has no effect), and a step decodes one token of each row: a state
+  cannot be taken back.
+- The scans are those of transformers: kernels of `flash-linear-attention` or `mamba-ssm` on a GPU if these packages are
+  installed, else torch operations, which are much slower there.
+- **LoRA** adds adapters to the input and output projections. For the types `mamba2`, `falcon_h1` and `nemotron_h`, peft
+  refuses `out_proj`, so it has none.
+- **Models without `max_position_embeddings`** (Mamba 2) need `engine.max_context`.
+- Other recurrences, such as Mamba 1, RWKV and the delta attention of Kimi Linear, are trained padded at best and cannot
+  be sampled.
+
 ## What is refused
 
 - **Models without transformers' attention interface.** The engine replaces the model's attention by its own, with its
   own KV cache, and needs this interface. The model is refused by `trivium check` if its config shows it, else at the
   start of the run.
-- **Layer types** other than full and sliding attention (`conv`, `chunked_attention`, `linear_attention`, ...), and
-  models with a state other than keys and values: refused likewise.
+- **Layer types** other than full and sliding attention and those below (`chunked_attention`, ...): refused likewise.
 - **Soft-capping of the logits** (`final_logit_softcapping`, as in the published Gemma 2) is refused by the trainer.
-  Soft-capping inside attention and attention sinks are supported: sampling is slower, and training is padded.
+  Soft-capping inside attention and attention sinks (GPT-OSS) are supported: sampling is slower, and training is
+  padded, because the kernels of packed attention compute neither.
+- **StableLM, Falcon and BLOOM** cannot be sampled and are trained padded, because their layers in transformers call a
+  fixed attention function.
 - **Rotary embeddings of type `dynamic` or `longrope`** depend on the longest sequence in the batch. They need
   `engine.batch_invariant: false`.
 - **Video and audio.**
@@ -107,6 +133,14 @@ _SIZE = {
     "max_position_embeddings": 64,
 }
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 
 UNKNOWN = object()
 """Removes a key of `_SIZE` that configs of this family do not have."""
@@ -118,7 +152,9 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen 2, 2.5": ("qwen2", {}),
     "Qwen 3": ("qwen3", {}),
     "Qwen 3 MoE": ("qwen3_moe", _EXPERTS),
-    "Qwen 3 Next": ("qwen3_next", _EXPERTS),
+    "Qwen 3 Next": ("qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 24}),
+    "Qwen 3.5 (text)": ("qwen3_5_text", _DELTA),
+    "Qwen 3.5 MoE (text)": ("qwen3_5_moe_text", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 24}),
     "Gemma": ("gemma", {}),
     "Gemma 2 (soft-capping)": ("gemma2", {"query_pre_attn_scalar": 8}),
     "Gemma 3 (text)": ("gemma3_text", {"query_pre_attn_scalar": 8}),
@@ -139,6 +175,10 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {}),
     "Granite": ("granite", {}),
+    "Granite 4 (hybrid)": (
+        "granitemoehybrid",
+        {**_EXPERTS, **_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    ),
     "GLM 4": ("glm4", {}),
     "Cohere": ("cohere", {}),
     "GPT-OSS (sinks)": ("gpt_oss", _EXPERTS),
@@ -165,7 +205,34 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "BLOOM": ("bloom", {"n_layer": 2, "n_head": 4}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}),
+    "Falcon-H1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 64}),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "hybrid_override_pattern": "M*-",
+            "num_hidden_layers": 3,
+        },
+    ),
+    "Bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "Zamba 2": (
+        "zamba2",
+        {
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "hybrid"],
+            "use_mem_rope": True,
+        },
+    ),
     "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "LFM 2 MoE": ("lfm2_moe", {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
 }
 """Family -> (its `model_type`, the values of its tiny config beside the sizes)."""
 
@@ -241,7 +308,7 @@ async def sampled(model_dir: Path) -> tuple[Turn | None, str]:
     for exact, word in ((True, "exact"), (False, "batch-dependent")):
         try:
             engine = TorchEngine(
-                TorchEngine.Config(batch_invariant=exact),
+                TorchEngine.Config(batch_invariant=exact, max_context=64),
                 model_dir=model_dir,
                 eos_token_ids=frozenset(),
                 decode=renderer.decode,

@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from configs import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trivium.config import RunConfig, config_from_mapping
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
+from trivium.text.tiny import tiny_tokenizer
 
 SUPERVISED, REINFORCED = 12, 80
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"
 
 
-def config(run_dir: Path, reward: str) -> RunConfig:
+def config(run_dir: Path, reward: str, model: dict[str, Any]) -> RunConfig:
     """Sums up to 4+4: a moment of imitation, which leaves most of them wrong, then reinforcement."""
     stages: list[dict[str, Any]] = [
         {
@@ -40,7 +44,7 @@ def config(run_dir: Path, reward: str) -> RunConfig:
         {
             "run": {"dir": str(run_dir)},
             "cluster": {"threads": 1},
-            "model": tiny_model(hidden=64, kv_heads=2, mlp=128),
+            "model": model,
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
             "rewards": [{"kind": reward}],
             "engine": {"sampling": {"max_new_tokens": 3}},
@@ -51,10 +55,11 @@ def config(run_dir: Path, reward: str) -> RunConfig:
     )
 
 
-def gains(run_dir: Path, reward: str) -> tuple[float, float]:
+def gains(run_dir: Path, reward: str, model: dict[str, Any] | None = None) -> tuple[float, float]:
     """What reinforcement added to the true greedy accuracy, and to the reward it was given (means of five steps)."""
-    run(config(run_dir, reward))
-    judged = config(run_dir, "exact")  # whatever the policy was told, the truth is what it is measured by
+    model = model or tiny_model(hidden=64, kv_heads=2, mlp=128)
+    run(config(run_dir, reward, model))
+    judged = config(run_dir, "exact", model)  # whatever the policy was told, the truth is what it is measured by
     before, after = (evaluate(judged, step)["eval/train/accuracy"] for step in (SUPERVISED, SUPERVISED + REINFORCED))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if row["step"] > SUPERVISED and "reward/mean" in row]
@@ -64,6 +69,34 @@ def gains(run_dir: Path, reward: str) -> tuple[float, float]:
 
 def test_a_tiny_model_learns(tmp_path: Path) -> None:
     accuracy, reward = gains(tmp_path / "run", "exact")
+    assert accuracy >= 0.2
+    assert reward >= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_a_tiny_hybrid_learns(kind: str, tmp_path: Path) -> None:
+    """Short convolutions, and the gated delta rule, each before a layer of attention."""
+    tokenizer = tiny_tokenizer("0123456789+=", 24)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 24,
+        "layer_types": ["conv" if kind == "lfm2" else "linear_attention", "full_attention"],
+        **{f"linear_num_{part}_heads": 2 for part in ("key", "value")},
+        **{f"linear_{part}_head_dim": 16 for part in ("key", "value")},
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    accuracy, reward = gains(tmp_path / "run", "exact", {"kind": "hf", "path": str(tmp_path / "model")})
     assert accuracy >= 0.2
     assert reward >= 0.2
 

@@ -38,6 +38,8 @@ _OLD_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 """Keys of older config files, as in GPT-2's, and their present names."""
+_WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "mlp", "moe")
+"""Values of `layer_types` of layers without keys and values."""
 _PLAIN = ("gpt2", "bloom", "gpt_neox", "opt", "gpt_bigcode")
 """Model types with biases everywhere and a feed-forward layer of two matrices."""
 
@@ -67,6 +69,9 @@ class ModelShape:
     """Parameters of one block outside its matrices: norms and biases."""
     outside: int = 0
     """Parameters outside blocks, embedding and head: the last norm, learned positions."""
+    recurrent_layers: int = 0
+    """Layers without keys and values: with a recurrent state, a convolution, or a feed-forward layer alone. They count
+    as blocks of the usual parameters."""
     vision: VisionShape | None = None
     """The vision tower and its projector; None for a model that reads text only."""
 
@@ -123,7 +128,7 @@ class ModelShape:
     @property
     def kv_per_token(self) -> int:
         """Numbers that one token leaves in a cache of keys and values."""
-        return 2 * self.layers * self.key
+        return 2 * (self.layers - self.recurrent_layers) * self.key
 
     @property
     def routing_per_token(self) -> int:
@@ -149,12 +154,12 @@ class ModelShape:
 
         The forward pass takes two operations per token and multiplied weight: embedding lookups take none, and of the
         experts only the active ones count. Causal attention takes 2 * heads * head_dim * length^2 per layer, half of
-        the full square. The backward pass takes twice as many as the forward pass, for the gradients of activations and
-        of weights. If only an `adapter` is trained, it takes as many as the forward pass, since frozen weights get no
-        gradient; the arithmetic of the adapter is neglected.
+        the full square; recurrent states are neglected. The backward pass takes twice as many as the forward pass, for
+        the gradients of activations and of weights. If only an `adapter` is trained, it takes as many as the forward
+        pass, since frozen weights get no gradient; the arithmetic of the adapter is neglected.
         """
         forward = 2.0 * (self.multiplied * tokens + self.embedding * head_tokens)
-        forward += 2.0 * self.layers * self.query * squares
+        forward += 2.0 * (self.layers - self.recurrent_layers) * self.query * squares
         return forward * ((2 if adapter else 3) if backward else 1)
 
 
@@ -210,6 +215,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
+        recurrent_layers=sum(kind in _WITHOUT_KEYS for kind in text.get("layer_types") or ()),
         vision=vision_shape(config, hidden),
         outside=learned + (2 if plain else 1) * hidden + (2 * hidden if kind == "bloom" else 0),
     )

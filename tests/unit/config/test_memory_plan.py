@@ -123,6 +123,8 @@ class TestCounts:
         assert (shape.parameters, shape.backbone) == (1_543_714_304, 1_543_714_304)
         assert shape_of(LLAMA_70B).parameters == 70_553_706_496
         assert shape.kv_per_token == 2 * 28 * 2 * 128
+        kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+        assert shape_of({**QWEN_1B5, "layer_types": 7 * kinds}).kv_per_token == 2 * 7 * 2 * 128
 
     @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
     @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])

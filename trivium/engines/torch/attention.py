@@ -139,12 +139,14 @@ def _in_pieces(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The weights of the keys in float32. A sink takes part in the sum and has no value, so its weight is removed."""
+    """The weights of the keys in float32, or in float64 for scores in float64. A sink takes part in the sum and has no
+    value, so its weight is removed."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32)
+        return scores.softmax(-1, dtype=wide)
     # The sink comes first, so that padding at the end does not change its place.
     first = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([first, scores], dim=-1).softmax(-1, dtype=torch.float32)[..., 1:].contiguous()
+    return torch.cat([first, scores], dim=-1).softmax(-1, dtype=wide)[..., 1:].contiguous()
 
 
 def _windowed(mask: Tensor, window: int | None) -> Tensor:

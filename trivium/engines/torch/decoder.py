@@ -6,7 +6,9 @@ Legend: B prompts, R rows, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,11 +23,13 @@ from trivium.engines.torch.attention import registered
 from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
 from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.torch.layers import Layers, changing_rotation, supports
+from trivium.engines.torch.row_states import StatefulPromptCache, StatefulRowCache
 from trivium.engines.torch.step_graphs import StepGraphs, graph_width
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm, max_positions
+from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
-from trivium.models.cpu.invariance import make_invariant
+from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
@@ -56,7 +60,7 @@ class Prefix:
 
     def alone(self) -> Prefix:
         """A copy without the rest of the batch, whose keys and values would stay in memory."""
-        if len(self.cache.layers[0][0]) == 1:
+        if self.cache.count == 1:
             return self
         return replace(self, cache=self.cache.row(self.index), index=0, logits=self.logits.clone())
 
@@ -88,7 +92,10 @@ class Decoder:
         cuda_graphs: bool = False,
     ) -> None:
         model = load_lm(model_dir, dtype=dtype, device=device, attention=registered(exact=exact))
-        _refuse_unsupported(model, exact)
+        self.recurrent = follow_sequences(model)
+        """Whether layers have a recurrent state. A step changes it in place, so such a model must not decode tokens
+        that may be rejected."""
+        _refuse_unsupported(model, exact, self.recurrent)
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         self.vision = vision_of(model)
         self.text = model if self.vision is None else self.vision.decoder
@@ -100,7 +107,7 @@ class Decoder:
         """Whether the weights without an adapter are those in `model_dir`."""
         self._base: dict[str, Tensor] = {}
         """Base values of the weights changed by an adapter, by name, on the CPU."""
-        self.rows = RowCache()
+        self.rows = StatefulRowCache() if self.recurrent else RowCache()
         self._last: Tensor | None = None
         self.reads_whole = self.device.type == "cuda"
         """Whether prompts are computed in one chunk without a mask: GPU kernels have causal attention built in."""
@@ -111,13 +118,18 @@ class Decoder:
             make_invariant(self.text)
             make_invariant(self._head)
         self._head.register_forward_pre_hook(self._only_last)
+        parameters = inspect.signature(self.text.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._arithmetic = InvariantFunctions if exact and self.recurrent else nullcontext
+        """A context of the model's own forward pass."""
         self.layers = Layers(model, fast=not exact) if supports(model) else None
         """The optimized layers; None: the model's own forward pass."""
         threads = decoding_threads(size_of(model), torch.get_num_threads())
         side_by_side = self.layers is not None and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """Threads that compute the rows of a step in parallel; None: one thread."""
-        self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if cuda_graphs else None
+        graphs = cuda_graphs and not self.recurrent  # a capture computes the step twice
+        self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if graphs else None
         """Runs decode steps as CUDA graphs; None: without."""
         self.recorder: Recorder | None = None
         """Records the experts of each token; None: not recorded."""
@@ -149,13 +161,14 @@ class Decoder:
         last = [len(prompt) - 1 for prompt in prompts] + [0] * (number - len(prompts))
         ends = sent(np.array(last), self.device)
         seen = self._seen(tokens, images)
-        cache, logits, routing = PromptCache(length), None, list[AnyArray]()
+        cache = StatefulPromptCache(length, ends) if self.recurrent else PromptCache(length)
+        logits, routing = None, list[AnyArray]()
         if self.layers is not None:
             self.layers.prepare(length)
         chunk = length if self.reads_whole else PROMPT_CHUNK
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
-            cache.start = start
+            cache.begin(start, end)
             positions = torch.arange(start, end, device=self.device)
             # Padding comes after the prompt, so the causal mask hides it.
             mask = None if self.reads_whole else self._mask(positions[:, None], pages(end))[None, None]
@@ -311,10 +324,10 @@ class Decoder:
             embedded = self._embedding(inputs["input_ids"])
             return self.layers(embedded, inputs["position_ids"], mask, cache, self._last)
         model = self.model if self.vision is None else self.text
-        output = model(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True)
-        if self.vision is None:
-            return output.logits[:, -1].float()
-        return self._head(output.last_hidden_state)[:, -1].float()
+        with self._arithmetic():
+            output = model(**inputs, attention_mask=mask, use_cache=True, **{self._cache_name: cache})
+        logits = output.logits if self.vision is None else self._head(output.last_hidden_state)
+        return logits[:, -1].to(torch.promote_types(self.dtype, torch.float32))
 
     def _mask(self, last_seen: Tensor, width: int) -> Tensor:
         """0 for keys up to `last_seen`, -inf beyond; [..., width]."""
@@ -392,15 +405,16 @@ def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
         )
 
 
-def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
+def _refuse_unsupported(model: PreTrainedModel, exact: bool, recurrent: bool) -> None:
     config, name = model.config.get_text_config(), type(model).__name__
-    if not model._supports_attention_backend or model.get_output_embeddings() is None:
+    if not (recurrent or model._supports_attention_backend) or model.get_output_embeddings() is None:
         raise ConfigError(
             f"generate with {name}",
             "its attention cannot be replaced (no attention interface), or it has no output layer",
             "use another model, or another engine",
         )
-    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention"} | (LAYER_TYPES if recurrent else set[str]())
+    odd = set(getattr(config, "layer_types", None) or ()) - known
     if odd:
         raise ConfigError(
             f"generate with {name}",

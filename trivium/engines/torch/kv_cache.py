@@ -46,6 +46,16 @@ class PromptCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return self.start
 
+    @property
+    def count(self) -> int:
+        """B."""
+        return len(self.layers[0][0])
+
+    def begin(self, start: int, end: int) -> None:
+        """Call this before the chunk of the tokens `start` to `end - 1`."""
+        del end
+        self.start = start
+
     def row(self, index: int) -> PromptCache:
         """A copy of one prompt."""
         alone = PromptCache(self.length)
@@ -108,12 +118,16 @@ class RowCache:
         return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
 
     def _sent(self, numbers: Sequence[int]) -> Tensor:
-        return sent(np.array(numbers), self.layers[0][0].device)
+        return sent(np.array(numbers), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0][0].device
 
     def _grown(self, length: int) -> int:
         """The new number of positions if `length` are needed: more than that, up to `longest`. On a GPU `longest` at
         once: memory freed by smaller tensors would stay fragmented."""
-        wanted = self.longest if self.layers[0][0].is_cuda else 2 * self.length if length > self.length else length
+        wanted = self.longest if self._device.type == "cuda" else 2 * self.length if length > self.length else length
         return pages(max(length, min(wanted, self.longest)))
 
     def _resize(self, rows: int, length: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from trivium.engines.torch.attention import registered
 from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError
+from trivium.models.backbone.load import set_attention
 from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.randomness import stream, uniforms
 
@@ -75,9 +76,9 @@ def _teach(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
 def _plain(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
     """The same from one forward pass with transformers' own attention and no cache."""
     model = decoder.model
-    decoder.text.set_attn_implementation("eager")
+    set_attention(decoder.text, "eager")
     try:
         logits = model(input_ids=torch.from_numpy(probes).to(decoder.device), use_cache=False).logits
     finally:
-        decoder.text.set_attn_implementation(registered(exact=decoder.exact))
+        set_attention(decoder.text, registered(exact=decoder.exact))
     return logits[:, half - 1 : -1].float().log_softmax(-1)

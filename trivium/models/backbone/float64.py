@@ -28,15 +28,19 @@ def differentiate_in_float64(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer).__name__.endswith(_NARROW) and any(p.dtype == torch.float64 for p in layer.parameters()):
             layer.forward = partial(_forward, layer)
+        if getattr(layer, "residual_in_fp32", False) and next(layer.parameters()).dtype == torch.float64:
+            cast(Any, layer).residual_in_fp32 = False
 
 
-def _forward(layer: nn.Module, x: torch.Tensor) -> Any:
-    outputs = _Layer.apply(layer, x, *layer.parameters())
+def _forward(layer: nn.Module, x: torch.Tensor, *others: Any) -> Any:
+    outputs = _Layer.apply(layer, others, x, *layer.parameters())
     return outputs[0] if len(outputs) == 1 else outputs  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
 
 class _Context(Protocol):
     layer: nn.Module
+    others: tuple[Any, ...]
+    """Its inputs without a gradient, such as the bias of experts."""
     selection: Selection | None
     """The experts that the router was told to choose."""
     saved_tensors: tuple[torch.Tensor, ...]
@@ -49,10 +53,12 @@ class _Context(Protocol):
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, layer: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
-        ctx.layer, ctx.selection = layer, current_selection()
+    def forward(
+        ctx: _Context, layer: nn.Module, others: tuple[Any, ...], x: torch.Tensor, *parameters: torch.Tensor
+    ) -> Any:
+        ctx.layer, ctx.others, ctx.selection = layer, others, current_selection()
         ctx.save_for_backward(x)
-        output = type(layer).forward(layer, x)
+        output = type(layer).forward(layer, x, *others)
         outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
         return outputs
@@ -64,16 +70,16 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         router = type(ctx.layer).__name__.endswith(ROUTER)
-        with torch.enable_grad(), _Float64(), replaying(ctx.selection if router else None):
-            output = type(ctx.layer).forward(ctx.layer, x)
+        with torch.enable_grad(), Float64(), replaying(ctx.selection if router else None):
+            output = type(ctx.layer).forward(ctx.layer, x, *ctx.others)
         outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
         pairs = [(y, g) for y, g in zip(outputs, grad_outputs, strict=True) if y.requires_grad]
         inputs = [x, *(p for p in ctx.layer.parameters() if p.requires_grad)]
         made = iter(torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
-        return None, next(made), *(next(made) if needed else None for needed in ctx.needs_input_grad[2:])
+        return None, None, next(made), *(next(made) if needed else None for needed in ctx.needs_input_grad[3:])
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """Inside the block, conversions of float64 tensors to float32 have no effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

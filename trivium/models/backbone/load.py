@@ -52,6 +52,15 @@ def load_lm(
         ) from error
 
 
+def set_attention(module: PreTrainedModel, name: str) -> None:
+    """Makes a model compute attention by the function registered under this name. transformers refuses to for classes
+    that do not declare the interface, although the attention layers of hybrid models use it."""
+    if type(module)._supports_attention_backend:
+        module.set_attn_implementation(name)
+    else:
+        module.config._attn_implementation = name
+
+
 def load_backbone(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", empty: bool = False
 ) -> PreTrainedModel:

@@ -39,10 +39,11 @@ from trivium.models.backbone.gpu_attention import (
     runs_of,
     window_mask,
 )
-from trivium.models.backbone.load import max_positions
+from trivium.models.backbone.load import max_positions, set_attention
 from trivium.models.backbone.pack_layout import rows_of, tree_rows
 from trivium.models.backbone.prefix_attention import TreeRows, tree_attention
 from trivium.models.backbone.prefixes import Segment, Tree, separate
+from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.models.backbone.sequence_parallel import (
     LocalStates,
@@ -256,7 +257,9 @@ class Backbone:
         together."""
         self.vision = vision_of(module)
         self.module = module if self.vision is None else self.vision.decoder
-        self.packs = _declares_packing(self.module)
+        self.recurrent = follow_sequences(self.module)
+        """Whether it has layers with a recurrent state."""
+        self.packs = _declares_packing(self.module, self.recurrent)
         self.sequence = sequence if sequence is not None and sequence.size > 1 else None
         if self.sequence is not None:
             self._check_sequence(self.sequence.size)
@@ -351,6 +354,12 @@ class Backbone:
 
     def _check_sequence(self, size: int) -> None:
         name = type(self.module).__name__
+        if self.recurrent:
+            raise ConfigError(
+                f"train.sequence_parallel {size} for {name}",
+                "a recurrent state passes through all tokens of a sequence, so ranks cannot share one",
+                "leave it at 1 for this model",
+            )
         if not self.packs:
             raise ConfigError(
                 f"train.sequence_parallel {size} for {name}",
@@ -369,7 +378,7 @@ class Backbone:
         expected = self._padded(batch)
         before = str(self.module.config._attn_implementation)
         AttentionInterface.register(PACKED, packed_attention)
-        self.module.set_attn_implementation(PACKED)
+        set_attention(self.module, PACKED)
         try:
             packed = self._packed(batch)
             difference = (packed - expected).abs().max()
@@ -379,7 +388,7 @@ class Backbone:
             reason = f"packed, its hidden states differ by {float(difference):.2g}, more than rounding explains"
         except CannotPack as error:
             reason = str(error)
-        self.module.set_attn_implementation(before)
+        set_attention(self.module, before)
         return reason
 
 
@@ -391,12 +400,12 @@ def probe_pack(module: PreTrainedModel) -> Pack:
     return pack([tokens[:4][:longest], tokens[4:][:longest]], module.device)
 
 
-def _declares_packing(module: PreTrainedModel) -> bool:
+def _declares_packing(module: PreTrainedModel, recurrent: bool) -> bool:
     """Checks what a short probe cannot: how attention is called, and rules that apply to long sequences only."""
     config = module.config.get_text_config()
     return (
-        type(module)._supports_attention_backend
-        and "position_ids" in inspect.signature(module.forward).parameters
-        and set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES
+        (recurrent or type(module)._supports_attention_backend)
+        and (recurrent or "position_ids" in inspect.signature(module.forward).parameters)
+        and set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES | (LAYER_TYPES if recurrent else set())
         and getattr(config, "attention_chunk_size", None) is None
     )

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from trivium.models.cpu.linear import onednn_linear
@@ -31,6 +34,18 @@ _ACTIVATIONS = (
     nn.ELU,
     nn.LogSigmoid,
 )
+
+
+_FUNCTIONS = {
+    functional.silu,
+    functional.softplus,
+    functional.sigmoid,
+    torch.sigmoid,
+    Tensor.sigmoid,
+    Tensor.exp,
+    torch.exp,
+}
+"""The same as functions."""
 
 
 def make_invariant(model: nn.Module) -> None:
@@ -73,3 +88,12 @@ def aligned(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x.contiguous())
     padded = torch.cat([x.reshape(-1), x.new_zeros(missing)])
     return function(padded)[:size].view(x.shape)
+
+
+class InvariantFunctions(TorchFunctionMode):
+    """Inside the block, element-wise functions that layers call directly go through the vector code, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        return aligned(lambda x: func(x, *args[1:], **(kwargs or {})), args[0])

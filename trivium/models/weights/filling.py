@@ -231,6 +231,7 @@ def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
             owner._buffers[attribute] = torch.full_like(cast(torch.Tensor, owner._buffers[attribute]), 0, device=device)
         above = max((each for each in models if not each or f"{name}.".startswith(f"{each}.")), key=len)
         models[above]._init_weights(owner)
+        models[above]._init_weights(models[above])  # Falcon-H1 computes the buffers of its layers there
 
 
 # --------------------------------------------------------------------------- sharded tensors

@@ -44,6 +44,8 @@ _DOWN, _UP, _SCALE, _BASE = ".lora_A.weight", ".lora_B.weight", ".lora_scale", "
 ADAPTER_STEM = "adapter_model"
 """The name of peft's file of tensors, without the suffix."""
 _WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
+_FUSED_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Types of models for which peft refuses adapters at `out_proj`, because kernels multiply by its weight themselves."""
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names that peft takes for stacked experts, even if they name other layers."""
 _LINEAR = (nn.Linear, Conv1D, QuantizedLinear)
@@ -360,7 +362,10 @@ def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
     output = module.get_output_embeddings()
     linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)
     names = {name.rpartition(".")[2] for name in linear}
-    stacked = any(parameter.ndim == 3 for parameter in part.parameters())
+    if module.config.model_type in _FUSED_TYPES:
+        names.discard("out_proj")
+    layers = (layer for layer in part.modules() if not isinstance(layer, nn.Conv1d))
+    stacked = any(parameter.ndim == 3 for layer in layers for parameter in layer.parameters(recurse=False))
     return sorted(names - _EXPERTS if stacked else names)
 
 
