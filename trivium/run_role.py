@@ -251,7 +251,7 @@ class RunRole:
         def unreaped(values: Values) -> list[str]:
             return [name for name in dead_explorers(values) if reap and not values["explorers"][name]["reaped"]]
 
-        patience_s = 1.0 if self.heartbeat_s is None else self.heartbeat_s / 4
+        patience_s = POLL_S if self.heartbeat_s is None else self.heartbeat_s / 4
         trackers = defaultdict[str, HeartbeatTracker](lambda: HeartbeatTracker((self.heartbeat_s or 0.0) / 2))
         while True:
             values = await self.board.poll(lambda v: self._broken(v) or bool(unreaped(v)), patience_s)
