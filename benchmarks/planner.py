@@ -1,12 +1,13 @@
 """Steps per hour that `trivium simulate` predicts, against real runs on this machine.
 
-    python benchmarks/planner.py [--repeats 3] [--steps 30] [--paced]
+    python benchmarks/planner.py [--repeats 3] [--steps 30] [--paced] [--keep DIR]
 
 A tiny model is trained with GRPO by the real engines, in five ways: synchronously, one step off, with `max_staleness`
 4, in an environment with a long tail (2 s for every twentieth rollout, else up to 0.2 s), and one step off with the
 train engine in a process of its own. The rates come from the synchronous run alone; only the latencies of the
-environment come from a run with it. Each run is repeated, and the fastest one counts: other work on the machine makes
-runs slower, which no rate describes.
+environment come from a run with it. The table compares the mean of several runs with the mean of predictions from five
+seeds: where `max_staleness` just suffices, one late group decides whether groups are called off for the rest of a run.
+`--keep` keeps the runs, and reuses those that a directory holds.
 
 With `--paced`, engine and trainer wait instead of computing, for times that follow from hidden rates. The runs are real
 otherwise, in real time. Other work on the machine hardly disturbs them, so this measures what profile and schedule
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from trivium.config import load_config
 from trivium.policy import Policy
@@ -34,6 +36,7 @@ from trivium.types import Capabilities, Task
 
 HERE = Path(__file__).resolve()
 BOUND = 0.15
+SEEDS = 5
 CONFIG = """
 model: {kind: tiny, alphabet: "0123456789+=", layers: 3, hidden: 128, heads: 4, kv_heads: 2, mlp: 256, max_position: 64}
 tasks: {train: {kind: arithmetic, max_operand: 99}}
@@ -97,44 +100,51 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--paced", action="store_true")
+    parser.add_argument("--keep", type=Path, help="directory of the runs")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="trivium-planner-") as directory:
-        return compare(Path(directory), arguments.repeats, arguments.steps, arguments.paced)
+    with tempfile.TemporaryDirectory(prefix="trivium-planner-") as temporary:
+        directory = arguments.keep or Path(temporary)
+        directory.mkdir(exist_ok=True)
+        return compare(directory, arguments.repeats, arguments.steps, arguments.paced)
 
 
 def compare(directory: Path, repeats: int, steps: int, paced: bool) -> int:
     file = directory / "run.yaml"
     file.write_text(PACED if paced else CONFIG, encoding="utf-8")
     scenarios = {name: changes for name, changes in SCENARIOS.items() if not (paced and "train.own_process" in changes)}
-    fastest: dict[str, tuple[float, Path]] = {}
+    runs: dict[str, list[float]] = {name: [] for name in scenarios}
     for repeat in range(repeats):
         for name, changes in scenarios.items():
             run_dir = directory / f"{name} {repeat}"
             values = {**changes, "schedule.steps": steps, "run.dir": run_dir, "run.seed": repeat}
-            command = [sys.executable, "-m", "trivium", "run", str(file), *(f"{k}={v}" for k, v in values.items())]
-            subprocess.run(command, check=True, capture_output=True)
-            speed = steps_per_hour(run_dir, steps, int(str(changes["schedule.max_staleness"])))
-            print(f"{name}, run {repeat + 1}: {speed:,.0f} steps/h", flush=True)
-            fastest[name] = max(fastest.get(name, (0.0, run_dir)), (speed, run_dir))
-    rates = measure([fastest["synchronous"][1]])
+            if not run_dir.exists():
+                command = [sys.executable, "-m", "trivium", "run", str(file), *(f"{k}={v}" for k, v in values.items())]
+                subprocess.run(command, check=True, capture_output=True)
+            runs[name].append(steps_per_hour(run_dir, steps, int(str(changes["schedule.max_staleness"]))))
+            print(f"{name}, run {repeat + 1}: {runs[name][-1]:,.0f} steps/h", flush=True)
+    rates = measure([directory / f"synchronous {repeat}" for repeat in range(repeats)])
     if paced:  # engine and trainer share nothing
         rates = rates.model_copy(update={"shared_speed": 1.0})
-    latencies = measure([fastest["long tail, synchronous"][1]]).environment_s
+    slow = measure([directory / f"long tail, synchronous {repeat}" for repeat in range(repeats)])
     print(f"\n{'':28}{'measured':>12}{'predicted':>12}{'error':>9}   steps/h")
     worst = 0.0
     for name, changes in scenarios.items():
-        known = rates.model_copy(update={"environment_s": latencies}) if "workflow.kind" in changes else rates
-        predicted = predict(file, changes, known, steps)
-        error = predicted / fastest[name][0] - 1
+        known = rates.model_copy(update={"environment_s": slow.environment_s}) if "workflow.kind" in changes else rates
+        measured, predicted = fmean(runs[name]), predict(file, changes, known, steps)
+        error = predicted / measured - 1
         worst = max(worst, abs(error))
-        print(f"{name:28}{fastest[name][0]:12,.0f}{predicted:12,.0f}{error:+9.1%}", flush=True)
+        print(f"{name:28}{measured:12,.0f}{predicted:12,.0f}{error:+9.1%}", flush=True)
     return int(worst > BOUND)
 
 
 def predict(file: Path, changes: Mapping[str, object], rates: Rates, steps: int) -> float:
-    config = load_config(file, [f"{key}={value}" for key, value in changes.items()])
-    case = Case(staleness=int(str(changes["schedule.max_staleness"])))
-    return next(forecasts(config, rates, [case], steps)).steps_per_hour
+    """The mean speed of runs with several seeds."""
+    case, speeds = Case(staleness=int(str(changes["schedule.max_staleness"]))), list[float]()
+    for seed in range(SEEDS):
+        values = {**changes, "run.seed": seed}
+        config = load_config(file, [f"{key}={value}" for key, value in values.items()])
+        speeds.append(next(forecasts(config, rates, [case], steps)).steps_per_hour)
+    return fmean(speeds)
 
 
 def steps_per_hour(run_dir: Path, steps: int, staleness: int) -> float:

@@ -256,6 +256,10 @@ def simulate(
     ] = "",
     staleness: Annotated[str, typer.Option("--staleness", help="max_staleness: `0..4`. [default: of the config]")] = "",
     steps: Annotated[int, typer.Option("--steps", min=2, help="Train steps of each case.")] = 40,
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="SVG to write: the speed by the number of GPUs.", show_default=False),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Predicts the speed of CONFIG for other numbers of explorers and ranks: runs its schedule in virtual time."""
@@ -263,12 +267,15 @@ def simulate(
         loaded = load(config, overrides or ())
         if find_spec("greenlet") is None:
             raise MissingPackage("greenlet", "simulation", "trivium simulate")
-        from trivium.simulation.planner import cases_of, cheapest, forecasts, table
+        from trivium.checkpoint.atomic import atomic_write
+        from trivium.simulation.planner import cases_of, cheapest, forecasts, plot, table
         from trivium.simulation.rates import Rates
 
         cases = cases_of(loaded, explorers, trainers, staleness)
         results = list(forecasts(loaded, Rates.read(machine), cases, steps))
         print(table(results))
+        if out is not None:
+            atomic_write(out, plot(results))
         best = cheapest(results)
         print(f"cheapest of the fastest: {best.case}, {best.gpus:g} GPUs, {best.steps_per_hour:,.1f} steps/h")
 

@@ -12,7 +12,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
@@ -20,11 +20,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import torch
+
 from trivium.board import MemoryBoard
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, TriviumError, first_cause
+from trivium.inspection.charts import Curve, svg_file
 from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.timeline import read_spans
 from trivium.loops import Parts, run
@@ -47,8 +50,12 @@ from trivium.simulation.rates import Rates
 from trivium.simulation.system import Conditions, installed
 from trivium.types import TRAINER
 
-_LENGTH = 64
-"""Tokens of the longest simulated completion: one token stands for several real ones, which keeps batches small."""
+_TOKENS = 64
+"""Mean tokens of a simulated group: one token stands for several real ones, which keeps batches small."""
+_SLOTS = 64
+"""Most slots of a simulated step, if a divisor allows it: a slot of a larger step stands for several groups."""
+_EXPLORERS = 16
+"""Most simulated explorers, each of which stands for equally many."""
 _EQUAL = 0.95
 """Cases with this part of the highest speed count as equally fast."""
 _LIMIT_S = 1e9
@@ -87,7 +94,9 @@ class Forecast:
 def forecasts(config: RunConfig, rates: Rates, cases: Iterable[Case], steps: int) -> Iterator[Forecast]:
     """Runs each case for `steps` train steps in virtual time."""
     stage = config.stage_configs()[-1]
-    with tempfile.TemporaryDirectory(prefix="trivium-plan-") as directory:
+    with tempfile.TemporaryDirectory(prefix="trivium-plan-") as directory, ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # the batches are small
         # A step outside of the simulation imports every module, and makes the model of all cases.
         first = planned_config(stage, Rates.instant(), Case(), 1, Path(directory) / "first", _MODEL)
         with redirect_stderr(StringIO()):
@@ -139,7 +148,7 @@ def forecast(stage: RunConfig, rates: Rates, case: Case, planned: RunConfig) -> 
     handlers = list(logger.handlers)
     try:
         with redirect_stderr(StringIO()), installed(computer, Disk(Path(planned.run.dir)), Conditions(sync_s=0.0)):
-            session = partial(_session, case.explorers)
+            session = partial(_session, num_explorers(case))
             computer.spawn(process, lambda: run_command(planned, session), "main")
             computer.run(lambda: not process.alive, _LIMIT_S)
     finally:
@@ -155,7 +164,7 @@ def forecast(stage: RunConfig, rates: Rates, case: Case, planned: RunConfig) -> 
         case,
         steps_per_hour=3600 * len(rows) / seconds,
         trainer_idle=sum(row["time/wait"] for row in rows) / seconds,
-        explorers_idle=max(0.0, 1 - fmean(engine.busy_s for engine in device.engines) / computer.now),
+        explorers_idle=max(0.0, 1 - device.busy_s / computer.now),
         staleness=fmean(row["rollout/staleness"] for row in rows),
         dropped=sum(row.get(name, 0.0) for row in rows for name in reissued)
         / max(1.0, sum(row["rollout/groups"] for row in rows)),
@@ -178,17 +187,25 @@ def planned_config(
     stage: RunConfig, rates: Rates, case: Case, steps: int, directory: Path, model: Mapping[str, Any]
 ) -> RunConfig:
     """The config of a stage with rated parts, a tiny model for its tokenizer, and no evaluation or files of its own."""
-    longest = min(max(rates.response_tokens), stage.engine.sampling.max_new_tokens)
-    unit = max(1, math.ceil(longest / _LENGTH))
-    scaled = rates.in_units(unit)
+    schedule: dict[str, Any] = stage.schedule.model_dump(exclude_unset=True, mode="json")
+    groups = _groups_of_slot(stage.schedule.groups_per_step)
+    schedule |= {
+        "groups_per_step": stage.schedule.groups_per_step // groups,
+        "group_size": min(2, stage.schedule.group_size),
+        "over_rollout": math.ceil(stage.schedule.over_rollout / groups),
+        "steps": steps,
+        "max_staleness": case.staleness,
+        "until": None,
+    }
+    rollouts = groups * stage.schedule.group_size
+    mean_tokens = rates.mean("prompt_tokens") + rates.mean("turns") * rates.mean("response_tokens")
+    token_unit = rollouts * mean_tokens / _TOKENS
+    replicas = case.explorers // num_explorers(case)
     kept: dict[str, Any] = stage.model_dump(
-        include={"algorithm", "schedule", "sync", "checkpoint", "workflow"}, exclude_unset=True, mode="json"
+        include={"algorithm", "sync", "checkpoint"}, exclude_unset=True, mode="json"
     )
-    generic = {"deadline_s", "max_failed_fraction", "max_concurrent", "max_retries", "min_members"}
     parts = "trivium.simulation.rated"
-    engine = {name: getattr(scaled, name) for name in ("start_s", "step_s", "row_s", "load_s", "max_rows")}
-    between = {name: getattr(scaled, name) for name in ("prompt_tokens", "turns", "environment_s", "reward_s")}
-    tokens = {"response_tokens": scaled.response_tokens}
+    of_engine = ("start_s", "step_s", "row_s", "load_s", "max_rows", "prompt_tokens", "response_tokens", "turns")
     return config_from_mapping(
         {
             "run": {"dir": str(directory), "name": "planned", "seed": stage.run.seed, "enable_preview": False},
@@ -196,28 +213,44 @@ def planned_config(
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 99}},
             "engine": {
                 "kind": f"{parts}:RatedEngine",
-                "sampling": {"max_new_tokens": math.ceil(stage.engine.sampling.max_new_tokens / unit)},
-                **engine,
-                **tokens,
+                "sampling": {"max_new_tokens": stage.engine.sampling.max_new_tokens},
+                "group_size": stage.schedule.group_size,
+                "groups": groups,
+                "token_unit": token_unit,
+                "replicas": replicas,
+                **{name: getattr(rates, name) for name in (*of_engine, "environment_s", "reward_s")},
             },
             "train": {
                 "kind": f"{parts}:RatedTrainEngine",
-                "token_s": scaled.update_token_s,
-                **{name: getattr(scaled, name) for name in ("update_s", "score_token_s", "sync_s", "save_s")},
+                "token_s": rates.update_token_s * token_unit,
+                "score_token_s": rates.score_token_s * token_unit,
+                **{name: getattr(rates, name) for name in ("update_s", "sync_s", "save_s")},
                 "speedup": case.ranks * rates.rank_efficiency ** math.log2(case.ranks),
             },
             "workflow": {
-                **{key: value for key, value in kept.get("workflow", {}).items() if key in generic},
                 "kind": f"{parts}:RatedWorkflow",
-                **between,
+                "equal_groups": rates.equal_groups,
+                "deadline_s": _LIMIT_S,
+                "max_concurrent": max(1, stage.workflow.max_concurrent * replicas // rollouts),
             },
             "algorithm": kept.get("algorithm", {}),
-            "schedule": {**kept.get("schedule", {}), "steps": steps, "max_staleness": case.staleness, "until": None},
+            "schedule": schedule,
             "sync": {**kept.get("sync", {}), "method": "memory", "offset": None, "dir": None, "deadline_s": _LIMIT_S},
             "checkpoint": {**kept.get("checkpoint", {}), "remote": None, "keep_best": None},
             "monitors": [{"kind": "jsonl"}],
         }
     )
+
+
+def _groups_of_slot(groups: int) -> int:
+    """How many groups a planned slot stands for."""
+    slots = next((n for n in range(min(groups, _SLOTS), _SLOTS // 4, -1) if groups % n == 0), groups)
+    return groups // slots
+
+
+def num_explorers(case: Case) -> int:
+    """The planned explorers, each of which stands for equally many."""
+    return next(n for n in range(min(case.explorers, _EXPLORERS), 0, -1) if case.explorers % n == 0)
 
 
 @contextmanager
@@ -286,6 +319,19 @@ def table(results: Sequence[Forecast]) -> str:
         lines.append((*counts, f"{each.steps_per_hour:,.1f}", *shares))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def plot(results: Sequence[Forecast]) -> str:
+    """An SVG of the highest speed for each number of GPUs, a curve for each staleness."""
+    fastest = dict[int, dict[int, float]]()
+    for each in results:
+        curve = fastest.setdefault(each.case.staleness, {})
+        curve[round(each.gpus)] = max(curve.get(round(each.gpus), 0.0), each.steps_per_hour)
+    curves = [
+        Curve("", f"max_staleness {staleness}", "steps/h", sorted(points), [points[n] for n in sorted(points)])
+        for staleness, points in sorted(fastest.items())
+    ]
+    return svg_file("Train steps per hour by GPUs", curves)
 
 
 def cheapest(results: Sequence[Forecast]) -> Forecast:

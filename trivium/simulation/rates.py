@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Self
@@ -21,7 +22,7 @@ from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.timeline import read_spans
 from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
 
-_QUANTILES = np.linspace(0, 1, 21)
+_QUANTILES = np.linspace(0, 1, 101)
 _WARM = 2
 """The first steps of a run, which compile, allocate and fill caches, are left out if this many others follow."""
 
@@ -63,6 +64,8 @@ class Rates(Config):
     """Seconds that a rollout spends outside of the engine: environments, tools, the workflow itself."""
     reward_s: Quantiles = (0.0,)
     """Seconds in which a reward is computed."""
+    equal_groups: float = Field(default=0.0, ge=0, le=1)
+    """Part of the groups whose members all get the same reward. A filter of the algorithm may refuse them."""
     shared_speed: float = Field(default=0.5, gt=0, le=1)
     """How fast engine and trainer are while both compute in one process on one device; 1 alone. 0.5 is an assumption:
     they take turns. It applies to local runs without train.own_process."""
@@ -98,14 +101,10 @@ class Rates(Config):
             lines += textwrap.wrap(f"{name}: {text}", 120, subsequent_indent="  ")
         return "\n".join(lines) + "\n"
 
-    def in_units(self, tokens: int) -> Self:
-        """Rates of the same machine for completions whose tokens stand for several real ones each."""
-        longer = {name: getattr(self, name) * tokens for name in ("step_s", "row_s", "update_token_s", "score_token_s")}
-        shorter = {
-            name: tuple(value / tokens for value in getattr(self, name))
-            for name in ("prompt_tokens", "response_tokens")
-        }
-        return self.model_copy(update={**longer, **shorter})
+    def mean(self, name: str) -> float:
+        """The mean of a distribution."""
+        values = getattr(self, name)
+        return fmean([(low + high) / 2 for low, high in pairwise(values)] or values)
 
 
 def _rounded(value: float) -> str:
@@ -150,6 +149,9 @@ def measure(run_dirs: Sequence[Path]) -> Rates:
         turns=_quantiles([len(rollout.trajectory.turns) for rollout in rollouts]),
         environment_s=_quantiles([max(0.0, m[ROLLOUT_S] - m[ENGINE_S]) for m in metrics]),
         reward_s=_quantiles([m[REWARD_S] for m in metrics]),
+        equal_groups=_mean(
+            row["reward/equal_groups"] for run in runs for row in run.rows if "reward/equal_groups" in row
+        ),
     )
 
 
