@@ -30,7 +30,8 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.models.backbone.load import load_lm
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.optim import Optimizer
+from trivium.training.section import OptimizerConfig
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics
 
 LIMIT = 0.2

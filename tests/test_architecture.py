@@ -7,7 +7,9 @@ it, so that a rule that no longer detects anything fails too.
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -18,6 +20,8 @@ from pathlib import Path
 import import_graph
 import pytest
 from import_graph import Module, package
+
+from trivium.text.tiny import tiny_tokenizer
 
 PRODUCT_ROOT = Path(__file__).parents[1] / "trivium"
 PRODUCT = package(PRODUCT_ROOT)
@@ -492,16 +496,50 @@ def test_the_command_line_starts_without_what_only_a_config_needs() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_checking_a_config_imports_only_what_it_uses() -> None:
-    """torch and the tokenizers of transformers are nine tenths of the time that `trivium check` takes."""
-    heavy = {"ray", "vllm", "fastapi", "peft", "sqlalchemy", "pyarrow", "wandb", "mlflow", "sympy"}
-    heavy |= {"transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
-    heavy |= {"trivium.cluster", "trivium.frontdoors"}
-    recipe = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"
-    code = f"import sys, trivium.cli as cli\nsys.argv = ['trivium', 'check', {str(recipe)!r}]\ntry: cli.main()\n"
-    code += f"finally: print(sorted({heavy} & {{*sys.modules}}))"
+def modules_after(commands: list[list[str]], heavy: set[str]) -> dict[str, list[str]]:
+    """Runs commands one after the other in a process. Returns the modules of `heavy` that are imported after each."""
+    code = f"""import sys, trivium.cli as cli
+for words in {commands!r}:
+    try:
+        cli.app(words)
+    except SystemExit as end:
+        code = end.code
+    print("AFTER", repr((" ".join(words[:2]), code, sorted({heavy!r} & {{*sys.modules}}))))"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert ran.stdout.splitlines()[-1] == "[]"
+    lines = [line.removeprefix("AFTER ") for line in ran.stdout.splitlines() if line.startswith("AFTER ")]
+    after = [ast.literal_eval(line) for line in lines]
+    assert len(after) == len(commands), ran.stderr
+    assert [command for command, code, _ in after if code and command.startswith("check")] == [], ran.stderr
+    return {command: found for command, _, found in after}
+
+
+def test_checking_a_config_imports_only_what_it_uses() -> None:
+    heavy = {"ray", "vllm", "fastapi", "peft", "sqlalchemy", "pyarrow", "wandb", "mlflow", "sympy", "httpx", "PIL"}
+    heavy |= {"torch", "transformers", "huggingface_hub", "trivium.cluster", "trivium.frontdoors"}
+    recipe = str(Path(__file__).parents[1] / "recipes" / "arithmetic.yaml")
+    assert modules_after([["check", recipe]], heavy) == {f"check {recipe}": []}
+
+
+def test_commands_that_need_no_model_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    """torch and transformers take several times as long to import as all that these commands do."""
+    root, run = Path(__file__).parents[1], tmp_path / "run"
+    recipes = ["apart", "dpo", "guess", "lora", "reward_model", "sft"]
+    shutil.copytree(root / "tests" / "data" / "healthy", run)
+    tiny_tokenizer().save_pretrained(run / "model")
+    (run / "config.yaml").write_text("model: {kind: tiny}\n")
+    data, verl = tmp_path / "rows.jsonl", tmp_path / "verl.yaml"
+    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "data_source": "openai/gsm8k"}))
+    settings = {
+        "data": {"train_files": str(data), "train_batch_size": 1},
+        "actor_rollout_ref": {"model": {"path": str(run / "model")}},
+    }
+    verl.write_text(json.dumps(settings))
+    commands = [["check", str(root / "recipes" / f"{name}.yaml")] for name in recipes]
+    commands += [["explain", str(root / "recipes" / "arithmetic.yaml")], ["doctor", str(run)], ["rollouts", str(run)]]
+    commands += [["translate", "--from=verl", str(verl)]]
+    commands += [["translate", "--from=trinity", str(root / "tests" / "e2e" / "trinity.yaml")]]
+    after = modules_after(commands, {"torch", "transformers"})
+    assert {command: found for command, found in after.items() if found} == {}
 
 
 def test_unit_tests_are_in_the_folder_of_their_package() -> None:

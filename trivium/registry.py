@@ -311,6 +311,14 @@ CATALOGUE: dict[str, dict[str, str]] = {
 }
 
 
+_DESCRIBED = {
+    "trivium.engines.torch.engine:TorchEngine": "trivium.engines.torch.section:DescribedTorchEngine",
+    "trivium.engines.vllm.engine:VllmEngine": "trivium.engines.vllm.section:DescribedVllmEngine",
+    "trivium.training.engine:TorchTrainEngine": "trivium.training.section:DescribedTorchTrainEngine",
+}
+"""The plugins whose modules import torch, and the base class of each with its section and capabilities."""
+
+
 def add_names(kind: str, names: Mapping[str, str]) -> None:
     """Adds short names of a kind to the catalogue. Front doors call it for their own plugins."""
     CATALOGUE.setdefault(kind, {}).update(names)
@@ -381,6 +389,12 @@ def resolve(kind: str, name: str, base: Path | None = None) -> Any:
             suggest(attribute, _offered(module)),
         )
     return getattr(module, attribute)
+
+
+def describe(kind: str, name: str) -> Any:
+    """What `resolve` returns, or a base class of it with the same `Config` and `capabilities` in a module that imports
+    no torch: enough to read a config and to check it."""
+    return resolve(kind, name if name in _GIVEN else _DESCRIBED.get(CATALOGUE[kind].get(name, name), name))
 
 
 @cache

@@ -33,7 +33,8 @@ from trivium.engines.vllm.engine import VllmEngine
 from trivium.engines.vllm.process import dead_error, unless_dead
 from trivium.errors import RolloutError, SyncError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
+from trivium.models.weights.lora import adapter_state, attach, merged_state, pushed_adapter
+from trivium.models.weights.section import LoraConfig
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.runtime.launch import run

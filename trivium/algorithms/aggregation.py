@@ -5,15 +5,16 @@ Legend: B sequences, L tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from trivium.algorithms.metadata import aggregation
 from trivium.algorithms.stats import masked_sum
 from trivium.errors import UnknownName
+from trivium.models.late import torch
 from trivium.registry import CATALOGUE, resolve, suggest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Counts(NamedTuple):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.finishing import Normalise, normalised
@@ -36,7 +34,11 @@ from trivium.algorithms.stats import masked_var
 from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.errors import DataError
+from trivium.models.late import torch
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AnyObjective = (
     PolicyObjective | ValueObjective | SharedObjective | PreferenceObjective | ScoreObjective | HeadsObjective

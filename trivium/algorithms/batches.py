@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from trivium.config.merging import is_mapping
 from trivium.errors import DataError
+from trivium.models.late import torch
 from trivium.randomness import stream, uniforms
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Trajectory, experiences_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:

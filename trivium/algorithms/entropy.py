@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.metadata import entropy_term
 from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.errors import DataError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @entropy_term(

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import nan
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs
 from trivium.algorithms.batches import column, numbered, padded, token_uniforms
 from trivium.algorithms.shaping import ShapingInputs
 from trivium.errors import DataError
+from trivium.models.late import torch
 from trivium.types import AnyArray, Batch, Experience, StopReason, TurnSpan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def advantage_inputs(batch: Batch) -> AdvantageInputs:

@@ -6,18 +6,20 @@ Legend: B sequences, L tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.formulas import with_values
 from trivium.algorithms.metadata import KlMetadata, catalogue, kl_estimator, metadata_of, options_of
 from trivium.algorithms.policy_losses.base import PolicyInputs, bounded_log_ratio, policy_inputs
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.models.late import torch
 from trivium.registry import suggest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCHULMAN = "Schulman 2020, http://joschu.net/blog/kl-approx.html"
 

@@ -7,10 +7,13 @@ Legend: B sequences, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trivium.algorithms.stats import masked_sum
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:

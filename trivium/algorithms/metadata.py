@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import create_model
@@ -335,11 +336,17 @@ def _check(function: Callable[..., Any], metadata: FunctionMetadata, options: Co
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Name -> (annotation, default) of each keyword-only parameter."""
-    hints = get_type_hints(function, include_extras=True)
-    return {
-        name: (hints[name], ... if parameter.default is inspect.Parameter.empty else parameter.default)
+    options = {
+        name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    # The other annotations name tensors, and evaluating them would import torch.
+    annotated = SimpleNamespace(__annotations__={name: option.annotation for name, option in options.items()})
+    hints = get_type_hints(annotated, inspect.unwrap(function).__globals__, include_extras=True)
+    return {
+        name: (hints[name], ... if option.default is inspect.Parameter.empty else option.default)
+        for name, option in options.items()
     }
 
 

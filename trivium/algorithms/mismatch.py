@@ -8,13 +8,14 @@ Sequences without a token are not counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, row_mean, zero_outside
+from trivium.models.late import torch
 from trivium.types import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Compared(NamedTuple):

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Generic, TypeVar, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from trivium.algorithms.aggregation import Counts
 from trivium.algorithms.batches import padded, ragged, token_uniforms
@@ -31,8 +28,12 @@ from trivium.algorithms.policy_losses.base import (
 )
 from trivium.errors import DataError
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.late import torch
 from trivium.registry import resolve
 from trivium.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD_COLUMNS = frozenset({"log_prob", "entropy"})
 """Columns that a micro-batch's forward pass computes. For a whole mini-batch they are scores of the engine."""

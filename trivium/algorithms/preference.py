@@ -7,14 +7,15 @@ log(current / reference) of the preferred (chosen) and the other (rejected) comp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import pair_loss, score_loss
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Beta = Annotated[float, Field(gt=0, description="how strongly the policy is kept near the reference")]
 
@@ -100,7 +101,9 @@ def dpo(
 ) -> PerPair:
     """Direct preference optimisation: the likelihood of the preferences under the rewards that the policy implies."""
     z = beta * (x.chosen_log_ratio - x.rejected_log_ratio)
-    loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+    loss = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(
+        z
+    ) - label_smoothing * torch.nn.functional.logsigmoid(-z)
     return _per_pair(loss, x, beta)
 
 
@@ -188,13 +191,13 @@ def sigmoid(
     x: ScoreInputs, *, margin: Annotated[float, Field(ge=0, description="the required difference of the scores")] = 0.0
 ) -> Tensor:
     """The likelihood of the preferences under the scores."""
-    return -F.logsigmoid(x.chosen - x.rejected - margin)
+    return -torch.nn.functional.logsigmoid(x.chosen - x.rejected - margin)
 
 
 @score_loss(formula="log(1 + exp(s_rejected - s_chosen))", source="Christiano et al. 2017, section 2.2.3")
 def logexp(x: ScoreInputs) -> Tensor:
     """The same likelihood, written as a logistic loss."""
-    return F.softplus(x.rejected - x.chosen)
+    return torch.nn.functional.softplus(x.rejected - x.chosen)
 
 
 @score_loss(

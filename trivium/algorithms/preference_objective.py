@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trivium.algorithms.batches import TIE, column, padded, ragged
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata
@@ -20,8 +19,12 @@ from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, reference_point
 from trivium.errors import DataError
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs, ScoreHead
+from trivium.models.late import torch
 from trivium.protocols import CutAnywhere
 from trivium.types import AnyArray, Batch, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AHEAD = frozenset({"pair_loss", "pair_gradient"})
 """Columns that `select` adds for a loss that must see the whole mini-batch: each token's share of the loss, and the

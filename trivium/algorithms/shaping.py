@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, sqrt
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import ShapingMetadata, When, reward_shaping
 from trivium.algorithms.stats import distinct, group_statistics
 from trivium.errors import DataError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

@@ -6,14 +6,15 @@ Legend: B sequences, L tokens, T trajectories.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from trivium.errors import DataError
+from trivium.models.late import torch
 
-_ROUNDING = 4 * torch.finfo(torch.float32).eps
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROUNDING = 4 * 2**-23
 """The relative rounding error of a sum of a few float32 reward components, in any order."""
 
 
@@ -62,7 +63,7 @@ class GroupStatistics:
 def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(the values of a (T,) tensor in ascending order, the position of each entry's value among them, their counts)."""
     result = torch.unique(ids, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(tuple[Tensor, Tensor, Tensor], result)
+    return cast("tuple[Tensor, Tensor, Tensor]", result)
 
 
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:

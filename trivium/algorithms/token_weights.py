@@ -8,15 +8,17 @@ and keep weight 1.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.entropy import given_entropy
 from trivium.algorithms.metadata import gate
 from trivium.algorithms.policy_losses.base import PolicyInputs, row_mean
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PAPER = "Wang et al. 2026 (arXiv 2602.03392), On the Entropy Dynamics in Reinforcement Fine-Tuning, {}"
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.objective import PolicyObjective, aggregated, metric_sums, required
 from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.stats import masked_mean
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.late import torch
 from trivium.protocols import CutAnywhere
 from trivium.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMULA = "{clip:max(}(v - G)^2{clip:, (min(max(v, V - clip), V + clip) - G)^2)} / 2"
 """For one token: v is the current value, V the value before the step, G the return."""

@@ -16,8 +16,8 @@ from trivium.runtime.build import algorithm_of
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import build_rank_engine
 from trivium.training.distributed.data_parallel import RankVerbs
-from trivium.training.distributed.ranks import this_rank
 from trivium.training.engine import TorchTrainEngine
+from trivium.training.launched import this_rank
 from trivium.types import TRAINER
 
 _CPUS = 0.001

@@ -14,7 +14,7 @@ from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine
-from trivium.registry import resolve, suggest
+from trivium.registry import describe, resolve, suggest
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 CONFIG_RULES = Rules[RunConfig]()
@@ -168,7 +168,7 @@ def check_in_flight(config: RunConfig) -> Iterator[Problem]:
             "the version that samples a token would depend on timing",
             "leave one of the keys out",
         )
-    if not capabilities_of(resolve("engines", config.engine.kind)).updates_in_flight:
+    if not capabilities_of(describe("engines", config.engine.kind)).updates_in_flight:
         yield Problem(
             "sync.in_flight",
             "weights that change within a completion",
@@ -203,7 +203,7 @@ def check_recording(config: RunConfig) -> Iterator[Problem]:
     """Training needs what rollouts do not record."""
     shape, kind = shape_in(config), config.engine.kind
     sampled = capabilities_of(resolve("buffers", config.buffer.kind)).explored
-    records = capabilities_of(resolve("engines", kind)).extra if sampled else frozenset(recorded(config))
+    records = capabilities_of(describe("engines", kind)).extra if sampled else frozenset(recorded(config))
     if replays_routing(config):
         where, asked = "train.router_replay", "the experts that rollouts were sampled with"
         if shape is not None and shape.experts == 1:

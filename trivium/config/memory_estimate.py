@@ -12,7 +12,7 @@ from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
 from trivium.errors import ConfigError, Problem, TriviumError
-from trivium.registry import resolve
+from trivium.registry import describe, resolve
 from trivium.types import SyncMethod, capabilities_of
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _engines(config: RunConfig, ranks: int) -> int:
     """The number of engines: on Ray that of the config, else one for each rank that the explorer can use."""
     if config.cluster.kind != "local":
         return config.cluster.explorers * config.cluster.engines
-    exact = capabilities_of(resolve("engines", config.engine.kind)).exact_sampling
+    exact = capabilities_of(describe("engines", config.engine.kind)).exact_sampling
     return ranks if exact and config.run.mode in ("both", "serve") else 1
 
 
@@ -353,7 +353,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     tokens = batch.tokens_per_sequence
     device, dtype = planned_engine(config, batch, machine)
     # Engines that sample with other numbers than ours (vLLM) divide their memory themselves.
-    own = capabilities_of(resolve("engines", engine.kind)).exact_sampling
+    own = capabilities_of(describe("engines", engine.kind)).exact_sampling
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
     prompt = min(PROMPT_TOKENS, tokens)
     items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)

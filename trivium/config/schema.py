@@ -24,7 +24,7 @@ from trivium.config.sections import (
     SyncSection,
 )
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
-from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
+from trivium.registry import CATALOGUE, describe, is_only_here, resolve, suggest
 from trivium.types import capabilities_of
 
 
@@ -102,7 +102,7 @@ def _resolved(kind: str, name: str) -> object:
     """The object that a section's `kind` names. An exception while a user's module is imported is reported with its
     place."""
     try:
-        return resolve(kind, name)
+        return describe(kind, name)
     except TriviumError as error:
         raise NestedError(error) from error
     except Exception as error:

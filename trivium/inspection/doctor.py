@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
@@ -21,6 +20,7 @@ from trivium.errors import Problem, RunDirError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
 from trivium.inspection.run import RecordedRun, bound
+from trivium.models.late import torch
 from trivium.monitors.health import RULES, earlier_problems, evidence_of
 from trivium.training.device import processor_name
 

@@ -13,6 +13,7 @@ import yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
+from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.tool_formats import FORMATS, REASONING_TAIL, ToolCall
 from trivium.types import EXPERT_VERSION, Fork, IntArray, Media, Turn, forks_of
 
@@ -51,7 +52,7 @@ def decoder(run_dir: Path) -> Decode:
             f"none in {source} and none in a checkpoint",
             "put the model back at the path in config.yaml",
         )
-    tokenizer: Any = hf_tokenizer(path, correct_pad_token=False)
+    tokenizer: Any = saved_tokenizer(path) or hf_tokenizer(path, correct_pad_token=False)
     return lambda tokens: tokenizer.decode(np.asarray(tokens, np.int64).tolist(), clean_up_tokenization_spaces=False)
 
 

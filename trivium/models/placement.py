@@ -1,18 +1,25 @@
-"""Resolves `auto` on this machine (device, dtype, precision of the output layer), and moves data to devices."""
+"""Resolves `auto` on this machine (device, dtype, precision of the output layer), and moves data to devices.
+
+Reading a config needs the former: on a machine without a GPU it does not import torch.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy.typing as npt
-import torch
 
 from trivium.errors import ConfigError, Problem
+from trivium.models.late import torch
 from trivium.models.precision import precision_of
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
+"""The files in /dev of the drivers of GPUs: NVIDIA's (also on Jetson), AMD's, Windows' for Linux."""
 
 
 class _ModelSection(Protocol):
@@ -33,12 +40,24 @@ class _HeadSection(_ModelSection, Protocol):
 S = TypeVar("S", bound=_ModelSection)
 
 
+def has_gpu() -> bool:
+    """Whether torch finds a usable GPU. Without the device file of a driver, there is none, and torch is not imported
+    to find that out."""
+    if "torch" not in sys.modules and sys.platform == "linux" and not any(map(_exists, _DRIVERS)):
+        return False
+    return torch.cuda.is_available()
+
+
+def _exists(pattern: str) -> bool:
+    return any(Path("/dev").glob(pattern))
+
+
 def device_of(name: str, key: str = "train.device") -> torch.device:
     """The device that a config's `key` names on this machine. Raises ConfigError without a usable GPU."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_gpu() else "cpu")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not has_gpu():
         raise ConfigError(f"{key} {name!r}", "torch finds no usable GPU", "set cpu or auto")
     return device
 
@@ -47,17 +66,17 @@ def dtype_of(name: str, device: str) -> str:
     """Resolves a config's `dtype` for a device: `auto` is bfloat16 on a GPU that supports it, else float32."""
     if name != "auto":
         return name
-    halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    halved = device.startswith("cuda") and has_gpu() and torch.cuda.is_bf16_supported()
     return "bfloat16" if halved else "float32"
 
 
 def resolve_auto(section: S) -> S:
     """A copy of a config section with every `auto` of `device`, `dtype` and `head_precision` resolved for this machine;
     explicit values stay as they are, unchecked."""
-    device = device_of("auto").type if section.device == "auto" else section.device
+    device = ("cuda" if has_gpu() else "cpu") if section.device == "auto" else section.device
     resolved = {"device": device, "dtype": dtype_of(section.dtype, device)}
     if getattr(section, "head_precision", None) == "auto":
-        resolved["head_precision"] = precision_of("auto", torch.device(device), resolved["dtype"], "")
+        resolved["head_precision"] = precision_of("auto", device, resolved["dtype"], "")
     return section.model_copy(update=resolved)
 
 
@@ -65,11 +84,10 @@ def head_precision_problems(section: _HeadSection, where: str) -> Iterator[Probl
     """Reports a `head_precision` that this machine does not support. Reports nothing for a GPU on a machine without
     one: a missing device is a problem of its own."""
     resolved, key = resolve_auto(section), f"{where}.head_precision"
-    device = torch.device(resolved.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if resolved.device.startswith("cuda") and not has_gpu():
         return
     try:
-        precision_of(resolved.head_precision, device, resolved.dtype, key)
+        precision_of(resolved.head_precision, resolved.device, resolved.dtype, key)
     except ConfigError as error:
         yield Problem(key, error.asked, error.found, error.do)
 

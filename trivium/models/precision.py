@@ -10,26 +10,26 @@ or twice that on a GPU that truncates.
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Literal
 
 from trivium.errors import ConfigError
-from trivium.models.cpu.linear import matmul_transposed
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 HeadPrecision = Literal["auto", "float32", "tf32", "bfloat16", "bfloat16x3"]
 
-Parts = tuple[Tensor, ...]
+Parts = tuple["Tensor", ...]
 """A matrix, or one or two bfloat16 matrices whose sum approximates it."""
 
 _HALVED = {"bfloat16", "bfloat16x3"}
 
 
-def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
+def precision_of(name: str, device: str, dtype: str, key: str) -> str:
     """Resolves the precision `name` of the config's `key` for a device and a model's `dtype`. Raises ConfigError if the
     device or the dtype does not support it."""
-    gpu = device.type == "cuda"
+    gpu = device.startswith("cuda")
     supported = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     supported = supported and dtype != "float64"
     if name == "auto":
@@ -63,6 +63,8 @@ def product(a: Tensor, b: Parts, precision: str) -> Tensor:
 def product_of(a: Parts, b: Parts, precision: str, into: Tensor | None = None) -> Tensor:
     """a (N, K) @ b (M, K).T of matrices in parts; added to `into`, in place, if that is given."""
     if precision not in _HALVED:
+        from trivium.models.cpu.linear import matmul_transposed
+
         return matmul_transposed(a[0], b[0]) if into is None else into.addmm_(a[0], b[0].T)
     total = _widened(a[0], b[0], into)
     for first, second in [*((a[0], each) for each in b[1:]), *((each, b[0]) for each in a[1:])]:

@@ -108,7 +108,8 @@ class _Classifier:
         import torch
         from transformers import AutoTokenizer
 
-        from trivium.models.heads.classifier import head_names_of, head_weights, load_classifier
+        from trivium.models.heads.classifier import head_names_of, load_classifier
+        from trivium.models.heads.loss import head_weights
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if self._tokenizer.chat_template is None or self._tokenizer.eos_token_id is None:

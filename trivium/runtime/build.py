@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
-
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.algorithms.teacher_prompts import TeacherPrompts
@@ -45,8 +43,6 @@ from trivium.tasks.rows import RowTasks
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
 from trivium.types import SERVED, TRAINER, Message, Task, Teacher, capabilities_of, with_system
-
-disable_progress_bar()  # transformers' progress bars would break into the console's table
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.checkpoint.store import export as export_policy
 from trivium.errors import RunDirError
 from trivium.models.heads.classifier import classifier_of
-from trivium.models.vision.encoder import family_in
+from trivium.models.vision.families import family_in
 from trivium.models.vision.images import images_of
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Message
-
-disable_progress_bar()
 
 
 def export(run_dir: Path, step: int | None, out: Path, role: str = "policy") -> Path:

@@ -47,7 +47,7 @@ from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
-from trivium.training.distributed.ranks import launched_ranks, ranks_here, this_rank
+from trivium.training.launched import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")

@@ -39,6 +39,7 @@ from trivium.runtime.train_engines import check_vocabulary
 from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
+from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
@@ -424,13 +425,14 @@ def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
 def _renderer(config: RunConfig) -> ChatRenderer | None:
     """Returns the renderer of the model, without loading the model; None for a user's own kind of model."""
     model, max_pixels = config.model, config.workflow.max_image_pixels
+    if isinstance(model, TinyVisionModel.Config):
+        return ChatRenderer(model.tokenizer(), images=TinyVisionModel.images(model, max_pixels))
     if isinstance(model, TinyModel.Config):
-        images = TinyVisionModel.images(model, max_pixels) if isinstance(model, TinyVisionModel.Config) else None
-        return ChatRenderer(model.tokenizer(), images=images)
+        return ChatRenderer(model.fast_tokenizer())
     if not isinstance(model, HuggingFaceModel.Config):
         return None
     try:
-        tokenizer = hf_tokenizer(Path(model.path))
+        tokenizer = saved_tokenizer(Path(model.path)) or hf_tokenizer(Path(model.path))
     except (ValueError, KeyError, TypeError, ImportError) as error:  # transformers raises this for damaged files
         if isinstance(error, TriviumError):
             raise

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config import RunConfig
-from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.processes.sockets import own_address
 from trivium.protocols import RolloutEngine, TrainEngine
-from trivium.registry import resolve
+from trivium.registry import describe
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine, train_device
-from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
-from trivium.training.distributed.torchrun import serve_rank, shared_key
-from trivium.training.engine import TorchTrainEngine
 from trivium.types import capabilities_of
+
+if TYPE_CHECKING:
+    from trivium.training.distributed.data_parallel import RankVerbs
+    from trivium.training.engine import TorchTrainEngine
+
+# Engines are imported inside the functions: a check of a config imports this module, and not torch.
 
 
 def samples_here(stage: Stage) -> bool:
@@ -26,6 +28,10 @@ def samples_here(stage: Stage) -> bool:
 def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
     """Returns the engine of the explorer beside a trainer: one engine, or a pool over all ranks that `trainer`
     drives."""
+    from trivium.engines.process_pool import ProcessPool
+    from trivium.training.distributed.data_parallel import DistributedTrainEngine
+    from trivium.training.distributed.torchrun import shared_key
+
     own = build_engine(stage)
     if not isinstance(trainer, DistributedTrainEngine) or not trainer.samplers:
         return own
@@ -36,12 +42,15 @@ def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
 def serve_train_rank(config: RunConfig) -> None:
     """Serves a torchrun rank other than the first: builds its engines of each stage, and executes the first rank's
     calls until the run ends."""
+    from trivium.engines.process_pool import EngineHost
+    from trivium.training.distributed.data_parallel import RankVerbs
+    from trivium.training.distributed.torchrun import serve_rank, shared_key
 
     def make(announcement: dict[str, Any]) -> RankVerbs:
         stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
-        engine = cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), None))
+        engine = cast("TorchTrainEngine", build_rank_engine(stage, algorithm_of(stage.config), None))
         # Without exact sampling, completions depend on the rank that samples: then only the first one has an engine.
-        exact = capabilities_of(resolve("engines", stage.config.engine.kind)).exact_sampling
+        exact = capabilities_of(describe("engines", stage.config.engine.kind)).exact_sampling
         hosts = exact and samples_here(stage)
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None
         return RankVerbs(engine, sampler)

@@ -17,7 +17,7 @@ from trivium.protocols import Renderer
 from trivium.registry import resolve
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
-from trivium.training.distributed.ranks import launched_ranks, ranks_here
+from trivium.training.launched import launched_ranks, ranks_here
 from trivium.types import capabilities_of
 
 

@@ -8,8 +8,7 @@ from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RewardConfig, RunConfig
 from trivium.errors import DataError, Problem, RunDirError
-from trivium.models.heads.classifier import ONE_OUTPUT, head_weights
-from trivium.models.heads.loss import ScoreHead
+from trivium.models.heads.loss import ONE_OUTPUT, ScoreHead, head_weights
 from trivium.registry import suggest
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of

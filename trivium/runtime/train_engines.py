@@ -14,11 +14,13 @@ from trivium.registry import resolve
 from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
-from trivium.training.distributed.ranks import Ranks, join_ranks, launched_ranks
+from trivium.text.fast_tokenizer import saved_tokenizer
+from trivium.training.launched import launched_ranks
 from trivium.types import capabilities_of
 
 if TYPE_CHECKING:
     from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankGroup
+    from trivium.training.distributed.ranks import Ranks
 
 
 def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
@@ -82,6 +84,8 @@ def build_rank_engine(
                 "it trains in one process",
                 "use train.kind torch, or start one process",
             )
+        from trivium.training.distributed.ranks import join_ranks
+
         further["ranks"] = join_ranks(
             sequence=cast(Any, config.train).sequence_parallel,
             shard=cast(Any, config.train).shard,
@@ -148,7 +152,8 @@ def train_device(config: RunConfig) -> str:
 
 def check_vocabulary(teacher: Path, policy: Path) -> None:
     """Raises ConfigError if teacher and policy have different tokens for an id."""
-    if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
+    tokenizers = [saved_tokenizer(path) or hf_tokenizer(path) for path in (teacher, policy)]
+    if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise ConfigError(
             f"learn from the teacher {teacher}",
             f"its tokenizer differs from that of {policy}",

@@ -16,20 +16,22 @@ import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from trivium.checkpoint.atomic import fsync, staging_directory, writing
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import DataError, SyncError, VersionGone
-from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.models.late import torch
 from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import copied, joined, verify
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
+
+if TYPE_CHECKING:
+    from trivium.models.weights.saved_tensors import SafetensorsFiles
+
+# What reads and writes tensors is imported inside the functions: a check of a config imports this module, not torch.
 
 FILE_BYTES = 2**30
 """The size of a file, unless it holds one larger tensor. The trainer copies this much to the CPU at a time."""
@@ -121,6 +123,8 @@ class FileChannel:
 
     def _open(self, version: int) -> tuple[list[dict[str, Any]], SafetensorsFiles]:
         """The manifest's entries of the tensors, and the files that they name."""
+        from trivium.models.weights.saved_tensors import SafetensorsFiles
+
         folder = self._folder(version)
         self._wait_for(version)
         try:
@@ -165,6 +169,8 @@ class FileChannel:
 def _write(folder: Path, version: int, weights: Weights) -> str:
     """Writes the files of a version, the manifest last. Returns the hash of all tensors. At most the tensors of one
     file are in memory."""
+    from safetensors.torch import save_file
+
     entries: list[dict[str, Any]] = []
     hashes = dict[str, str]()
     for number, group in enumerate(groups(copied(weights, hashes), FILE_BYTES)):

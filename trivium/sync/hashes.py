@@ -33,11 +33,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import xxhash
 
 from trivium.errors import SyncError
 from trivium.models.cpu.worker_threads import one_thread
+from trivium.models.late import torch
 from trivium.models.weights.stream import Named, raw, type_name, unique
 from trivium.protocols import Weights
 

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 from trivium.errors import VersionGone
 from trivium.models.weights.stream import Described, Named, spec
 from trivium.protocols import Weights
@@ -82,6 +79,8 @@ class MemoryChannel:
 
 def write_version(directory: Path, version: int, named: Sequence[Named]) -> None:
     """Writes the weights of a version into one safetensors file."""
+    from safetensors.torch import save_file  # imports torch, which a check of a config does not need
+
     directory.mkdir(exist_ok=True)
     # safetensors sorts tensors; the order of the offer is stored beside them.
     order = {"order": json.dumps([name for name, _ in named])}
@@ -90,6 +89,8 @@ def write_version(directory: Path, version: int, named: Sequence[Named]) -> None
 
 def read_versions(directory: Path) -> Iterator[tuple[int, Weights]]:
     """Yields the versions that `write_version` wrote into this directory, oldest first, with their weights."""
+    from safetensors import safe_open
+
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield int(path.stem), [(name, file.get_tensor(name)) for name in json.loads(file.metadata()["order"])]

@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import numpy as np
-from jinja2 import TemplateError
 
 from trivium.errors import DataError
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
+from trivium.text.fast_tokenizer import FastTokenizer
 from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tool_formats import format_of
 from trivium.text.tools import described, split_tools
@@ -35,6 +35,8 @@ from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+AnyTokenizer = Union["PreTrainedTokenizerBase", FastTokenizer]
 
 _SHORT, _LONG = 512, 16_384
 """Limits of a conversation in characters, for the cache of prompts. 16,384 prompts of short conversations are cached,
@@ -63,7 +65,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: AnyTokenizer,
         *,
         chat_template: str | None = None,
         images: Images | None = None,
@@ -219,6 +221,8 @@ class ChatRenderer:
         tools, messages = split_tools(messages)
         if tools and not self._knows_tools:
             tools, messages = [], described(tools, messages, self.tool_format.instructions())
+        from jinja2 import TemplateError
+
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -251,6 +255,8 @@ class ChatRenderer:
 
     def _takes_parts(self) -> bool:
         """Whether the template supports content that is a list of parts; a template for text prints the list."""
+        from jinja2 import TemplateError
+
         marker = _unused_marker(())
         conversation = [{"role": "user", "content": [{"type": "text", "text": marker}]}]
         try:
@@ -380,24 +386,28 @@ def _divergence(seen: str, now: str) -> tuple[str, str, str]:
     )
 
 
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _eos(tokenizer: AnyTokenizer) -> int | None:
     token = tokenizer.eos_token_id
     assert token is None or isinstance(token, int)
     return token
 
 
-def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
+def _decode_of(tokenizer: AnyTokenizer) -> Callable[..., object]:
     """Returns a function that decodes one sequence. Skips `decode` of the base class, which first checks every token to
     see whether it got a batch: that takes longer than decoding."""
+    if isinstance(tokenizer, FastTokenizer):
+        return tokenizer.decode
     from transformers import PreTrainedTokenizerBase
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
     return getattr(tokenizer, "_decode", tokenizer.decode) if plain else tokenizer.decode
 
 
-def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
+def _encode_of(tokenizer: AnyTokenizer) -> Callable[[str], Sequence[int]]:
     """Returns a function that encodes one text without adding special tokens. Skips `__call__` of the base class, which
     prepares batches and takes five times as long for a short prompt."""
+    if isinstance(tokenizer, FastTokenizer):
+        return tokenizer.encode
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     def called(text: str) -> Sequence[int]:

@@ -19,8 +19,10 @@ from trivium.config import Plugin
 from trivium.config.model_shape import ModelShape, shape_of
 from trivium.errors import DataError
 from trivium.randomness import stream
+from trivium.text.fast_tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 _log = logging.getLogger("trivium")
@@ -91,6 +93,10 @@ class TinyModel:
             """Its tokenizer, without building it."""
             return tiny_tokenizer(self.alphabet, self.max_position)
 
+        def fast_tokenizer(self) -> FastTokenizer:
+            """Its tokenizer, without transformers."""
+            return fast_tiny_tokenizer(self.alphabet)
+
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
             vocabulary = len(vocabulary_of(self.alphabet))
@@ -153,14 +159,30 @@ def tiny_tokenizer(
 
     A character outside the alphabet becomes `<|unk|>`; `bytes` encodes everything and has no unknown token.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    by_byte = alphabet == "bytes"
-    names: dict[str, Any] = {"eos_token": END, "pad_token": PAD}
-    if not by_byte:
-        names["unk_token"] = UNKNOWN
-    specials = _specials(alphabet)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_backend(alphabet, more),
+        chat_template=template,
+        model_max_length=max_length,
+        additional_special_tokens=[*_specials(alphabet)[: len(ROLES)], *more],
+        clean_up_tokenization_spaces=False,
+        **_named(alphabet),
+    )
+
+
+def fast_tiny_tokenizer(
+    alphabet: str = "ascii", *, more: Sequence[str] = (), template: str = TEMPLATE
+) -> FastTokenizer:
+    """`tiny_tokenizer` without transformers."""
+    more_special = [*_specials(alphabet)[: len(ROLES)], *more]
+    return FastTokenizer(_backend(alphabet, more), _named(alphabet), chat_template=template, more_special=more_special)
+
+
+def _backend(alphabet: str, more: Sequence[str]) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    by_byte, specials = alphabet == "bytes", _specials(alphabet)
     vocabulary = {piece: number for number, piece in enumerate([*vocabulary_of(alphabet), *more])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None if by_byte else UNKNOWN))
     if by_byte:
@@ -169,14 +191,12 @@ def tiny_tokenizer(
     else:
         backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*specials, *more)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=template,
-        model_max_length=max_length,
-        additional_special_tokens=[*specials[: len(ROLES)], *more],
-        clean_up_tokenization_spaces=False,
-        **names,
-    )
+    return backend
+
+
+def _named(alphabet: str) -> dict[str, Any]:
+    """The special tokens that have a name."""
+    return {"eos_token": END, "pad_token": PAD, **({} if alphabet == "bytes" else {"unk_token": UNKNOWN})}
 
 
 def vocabulary_of(alphabet: str) -> list[str]:

@@ -7,12 +7,11 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from trivium.config import RunConfig
 from trivium.config.machine import Machine, host_memory
-from trivium.models.placement import device_of
-from trivium.training.distributed.ranks import launched_ranks
+from trivium.models.late import torch
+from trivium.models.placement import device_of, has_gpu
+from trivium.training.launched import launched_ranks
 
 _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 """Environment variables that choose the instruction sets of libraries."""
@@ -20,7 +19,7 @@ _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_
 
 def machine() -> Machine:
     """Describes the machine of this process, within the limits of its control group."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    gpus = range(torch.cuda.device_count()) if has_gpu() else ()
     return Machine(host_memory(), tuple(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
 
 

@@ -24,7 +24,8 @@ from trivium.models.heads.trained_models import ActorCritic, LanguageModel
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, set_matmul_precision
-from trivium.models.weights.lora import ADAPTER_STEM, adapter_parameters, describe_adapter, pushed_adapter
+from trivium.models.weights.lora import adapter_parameters, describe_adapter, pushed_adapter
+from trivium.models.weights.section import ADAPTER_STEM
 from trivium.models.weights.stream import Described
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
@@ -34,7 +35,7 @@ from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.learner import Learner, TrainableObjective
 from trivium.training.optim import Optimizer, learning_rate
 from trivium.training.role_models import SCORED_BY, ModelSources, RoleModels, model_dtype
-from trivium.training.section import TorchTrainConfig
+from trivium.training.section import DescribedTorchTrainEngine, TorchTrainConfig
 from trivium.training.snapshot import (
     Snapshot,
     TensorFile,
@@ -45,18 +46,14 @@ from trivium.training.snapshot import (
     take_snapshot,
     weight_files,
 )
-from trivium.types import AnyArray, Batch, Capabilities, Metrics
+from trivium.types import AnyArray, Batch, Metrics
 
 _ADAPTER = "policy-adapter"
 
 
-class TorchTrainEngine(TrainEngine):
+class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
     """Trains in this process: the policy and, if the algorithm needs them, a critic, a reward model, a frozen reference
     and a frozen teacher."""
-
-    capabilities = Capabilities(multiple_ranks=True)
-
-    Config = TorchTrainConfig
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ class TorchTrainEngine(TrainEngine):
         device = ranks.device if ranks.size > 1 else device_of(config.device)
         if config.deterministic_kernels and device.type == "cuda":
             use_deterministic_kernels("train.deterministic_kernels")
-        head_precision = precision_of(config.head_precision, device, self.config.dtype, "train.head_precision")
+        head_precision = precision_of(config.head_precision, device.type, self.config.dtype, "train.head_precision")
         set_matmul_precision(head_precision)
         self._models = RoleModels(
             self.config,

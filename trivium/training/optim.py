@@ -8,38 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
 from trivium.models.weights.filling import local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
 from trivium.training.distributed.fsdp import OnShards, full_scalar
-
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Config):
-    """AdamW and its learning rate."""
-
-    lr: float = changeable(1e-6, ge=0)
-    """Peak learning rate."""
-    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    """Decay rates of the two moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled decay of matrices; norms, biases and embeddings have none."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Train steps of linear warm-up, at the start of each stage; the first one has `lr / warmup_steps`."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up, until the stage's last train step."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The learning rate at the end of `linear` and `cosine`, as a fraction of `lr`."""
+from trivium.training.section import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:

@@ -25,16 +25,17 @@ from trivium.models.heads.trained_models import (
 from trivium.models.heads.value_head import saved_head
 from trivium.models.vision.encoder import freeze_vision
 from trivium.models.weights.lora import adapter_off
-from trivium.models.weights.quantized import is_quantized, original
+from trivium.models.weights.quantized import original
+from trivium.models.weights.section import is_quantized
 from trivium.protocols import Algorithm
 from trivium.training.device import precision_note
 from trivium.training.distributed.fsdp import shard
 from trivium.training.distributed.ranks import Ranks
 from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.learner import Learner, RoleModel
-from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching
-from trivium.training.section import TorchTrainConfig
+from trivium.training.section import OptimizerConfig, TorchTrainConfig
 from trivium.types import Teacher
 
 SCORED_BY = {

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from trivium.clients.hub import ModelPath
-from trivium.config import RunConfig, TrainConfig, free
+from trivium.config import Config, RunConfig, TrainConfig, changeable, free
 from trivium.config.memory_estimate import vision_problems
 from trivium.errors import Problem
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
-from trivium.models.weights.lora import LoraConfig
-from trivium.models.weights.quantized import Refusal, has_library, is_quantized, refusal
-from trivium.registry import resolve
-from trivium.training.optim import OptimizerConfig
-from trivium.types import capabilities_of
+from trivium.models.weights.section import LoraConfig, Refusal, has_library, is_quantized, refusal
+from trivium.registry import describe
+from trivium.types import Capabilities, capabilities_of
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Config):
+    """AdamW and its learning rate."""
+
+    lr: float = changeable(1e-6, ge=0)
+    """Peak learning rate."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; norms, biases and embeddings have none."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Train steps of linear warm-up, at the start of each stage; the first one has `lr / warmup_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up, until the stage's last train step."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The learning rate at the end of `linear` and `cosine`, as a fraction of `lr`."""
 
 
 class TorchTrainConfig(TrainConfig):
@@ -139,7 +158,7 @@ class TorchTrainConfig(TrainConfig):
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
         if self.lora is not None:
             yield from self.lora.own_problems(f"{where}.lora")
-            adopts = capabilities_of(resolve("engines", run.engine.kind)).adopts_adapters
+            adopts = capabilities_of(describe("engines", run.engine.kind)).adopts_adapters
             if self.lora.push == "adapter" and not adopts:
                 yield Problem(
                     f"{where}.lora.push",
@@ -147,3 +166,10 @@ class TorchTrainConfig(TrainConfig):
                     f"engine.kind {run.engine.kind!r} cannot",
                     "set it to merged",
                 )
+
+
+class DescribedTorchTrainEngine:
+    """The section and the capabilities of `trivium.training.engine.TorchTrainEngine`."""
+
+    Config = TorchTrainConfig
+    capabilities = Capabilities(multiple_ranks=True)

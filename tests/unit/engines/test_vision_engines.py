@@ -44,8 +44,9 @@ from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.flops import utilisation
 from trivium.training.learner import Learner, RoleModel
-from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching
+from trivium.training.section import OptimizerConfig
 from trivium.types import Batch, Media, Teacher
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))

@@ -23,7 +23,8 @@ from trivium.engines.vllm.engine import VllmEngine
 from trivium.engines.vllm.process import OWNER, end_with_owner, owned
 from trivium.errors import ConfigError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import LoraConfig, attach, save_adapter
+from trivium.models.weights.lora import attach, save_adapter
+from trivium.models.weights.section import LoraConfig
 from trivium.protocols import Weights
 from trivium.runtime.launch import run
 from trivium.text.tiny_vision import TinyVisionModel

@@ -17,7 +17,8 @@ from tests.processes import Forked, eventually
 from trivium.engines.vllm.weight_files import WeightFiles, own_directory
 from trivium.errors import SyncError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import LoraConfig, adapter_state, attach, pushed_adapter
+from trivium.models.weights.lora import adapter_state, attach, pushed_adapter
+from trivium.models.weights.section import LoraConfig
 
 TOKENS = torch.arange(3, 14)[None]
 

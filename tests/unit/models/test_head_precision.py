@@ -18,7 +18,6 @@ from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
 from trivium.runtime.preflight import preflight
 
-CPU = torch.device("cpu")
 X3 = "bfloat16x3"
 BOUND = 3 * 2.0**-16
 N, H, V = 40, 96, 300
@@ -89,11 +88,11 @@ def test_a_bfloat16_head_is_the_float32_head_of_rounded_factors() -> None:
 def test_what_does_not_apply_is_refused_by_name() -> None:
     for name in ("tf32", "bfloat16", X3):
         with refused(ConfigError, "train.head_precision", name, "CPU"):
-            precision_of(name, CPU, "float32", "train.head_precision")
+            precision_of(name, "cpu", "float32", "train.head_precision")
         with refused(ConfigError, "engine.head_precision", name):
-            precision_of(name, torch.device("cuda"), "float64", "engine.head_precision")
-    assert precision_of("auto", CPU, "bfloat16", "") == "float32"
-    assert precision_of("auto", CPU, "float32", "") == precision_of("float32", CPU, "float64", "") == "float32"
+            precision_of(name, "cuda", "float64", "engine.head_precision")
+    assert precision_of("auto", "cpu", "bfloat16", "") == "float32"
+    assert precision_of("auto", "cpu", "float32", "") == precision_of("float32", "cpu", "float64", "") == "float32"
 
 
 def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:

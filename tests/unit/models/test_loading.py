@@ -21,7 +21,7 @@ from vision_parts import FAMILIES, tiny
 
 from trivium.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_lm
-from trivium.models.weights.lora import LoraConfig
+from trivium.models.weights.section import LoraConfig
 from trivium.training.distributed.ranks import ALONE
 
 MIXTURE = Qwen3MoeConfig(

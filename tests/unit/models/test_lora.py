@@ -23,15 +23,8 @@ from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, SyncError, TriviumError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import (
-    LoraConfig,
-    adapter_off,
-    adapter_state,
-    attach,
-    merged_state,
-    pushed_adapter,
-    save_adapter,
-)
+from trivium.models.weights.lora import adapter_off, adapter_state, attach, merged_state, pushed_adapter, save_adapter
+from trivium.models.weights.section import LoraConfig
 from trivium.protocols import EngineSettings, WeightChannel
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import join_ranks

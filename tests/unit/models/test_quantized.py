@@ -16,7 +16,8 @@ from trivium.config import config_from_mapping
 from trivium.config.model_memory import memory_plan
 from trivium.config.model_shape import FEW_BITS, ModelShape
 from trivium.errors import ConfigError
-from trivium.models.weights.quantized import QuantizedLinear, has_library, refusal
+from trivium.models.weights.quantized import QuantizedLinear
+from trivium.models.weights.section import has_library, refusal
 from trivium.training.engine import TorchTrainEngine
 
 installed = pytest.mark.skipif(not has_library(), reason="bitsandbytes is not installed (the extra `quantized`)")

@@ -9,7 +9,7 @@ from training_parts import Parts, Reinforce, make_batch
 
 from trivium.errors import DataError
 from trivium.models.weights.filling import local_part
-from trivium.models.weights.lora import LoraConfig
+from trivium.models.weights.section import LoraConfig
 from trivium.training.distributed.ranks import Ranks, join_ranks
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch

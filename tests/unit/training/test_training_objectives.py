@@ -14,8 +14,9 @@ from training_parts import VOCABULARY, write_model
 from trivium.metrics import checked
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.training.learner import Learner, RoleModel
-from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching
+from trivium.training.section import OptimizerConfig
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics
 
 CPU = torch.device("cpu")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from trivium.algorithms.stats import distinct, group_statistics
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class AdvantageInputs:
     """(B,) int64."""
     trajectory: Tensor
     """(B,) int64; different numbers in different groups."""
-    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """(B, L) each: the columns that the estimator declares. Beside the scores of the train engine it may need
 
     - `turn`: int64, the number of the turn that sampled the token, -1 elsewhere;
@@ -40,7 +41,7 @@ class AdvantageInputs:
     - `rollout_log_prob`: log-probability under the distribution sampled from;
     - `uniform`: a number in [0, 1) that depends on the run's seed, the trajectory and the token's position.
     """
-    components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    components: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """(B,) each: the components of the reward by name, weights applied, before shaping; NaN if a trajectory lacks the
     component."""
     token_level_scores: Tensor | None = None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, spread
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, population_std
 from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import distinct, group_statistics
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @advantage(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members, per_member, spread
@@ -12,6 +11,7 @@ from trivium.algorithms.advantages.finishing import whitened
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, relative
 from trivium.algorithms.metadata import When, advantage
 from trivium.errors import DataError
+from trivium.models.late import torch
 
 
 @advantage(

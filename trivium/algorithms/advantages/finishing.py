@@ -5,10 +5,13 @@ Legend: B sequences, L tokens. Arithmetic is in float64; zero outside the mask. 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Normalise = Literal["none", "mean", "std"]
 """How a batch's advantages are normalised: not at all, by their mean, or by their mean and standard deviation."""

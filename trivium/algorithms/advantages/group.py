@@ -6,17 +6,19 @@ Legend: T trajectories.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, per_member, spread
 from trivium.algorithms.advantages.finishing import whitened
 from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import GroupStatistics, distinct, group_statistics
 from trivium.errors import DataError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NormByStd = Annotated[bool, Field(description="whether to divide by the standard deviation")]
 StdLevel = Annotated[

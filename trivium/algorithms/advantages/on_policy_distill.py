@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from math import log, log1p
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.metadata import advantage
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KlCoef = Annotated[float, Field(gt=0, description="a factor of all advantages")]
 _NEEDS = ("old_log_prob", "teacher_log_prob")

@@ -5,17 +5,19 @@ Legend: B sequences, L tokens, T trajectories. Tokens outside the mask are skipp
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, trained_columns
 from trivium.algorithms.advantages.finishing import whitened
 from trivium.algorithms.advantages.group import Epsilon, relative
 from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import group_statistics
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Discount = Annotated[float, Field(ge=0, le=1, description="discount from one trained token to the next")]
 Whiten = Annotated[

@@ -5,16 +5,18 @@ Legend: B sequences, L tokens, T trajectories, N turns.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, spread
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, StdLevel, relative
 from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import distinct, group_statistics
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @advantage(

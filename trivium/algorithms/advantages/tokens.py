@@ -5,17 +5,18 @@ Legend: B sequences, L tokens. Rows of one trajectory weigh as much as one row.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import pad
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.returns import returns_to_go
 from trivium.algorithms.metadata import advantage
 from trivium.algorithms.stats import distinct
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ZeroTail = Annotated[
     bool, Field(description="whether the baseline is 0 at positions that only the group's longest completion reaches")
@@ -105,10 +106,10 @@ def _peers(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[
 
     A trajectory is as long as its longest row.
     """
-    longest = pad(torch.where(mask, place + 1, 0), (1, 0)).amax(-1)
+    longest = torch.nn.functional.pad(torch.where(mask, place + 1, 0), (1, 0)).amax(-1)
     ids, _, _ = distinct(of_row)
     length = longest.new_zeros(len(ids)).scatter_reduce(0, of_row, longest, "amax")
     home = group.new_zeros(len(ids)).scatter(0, of_row, group)
     others = (home[:, None] == home) & ~torch.eye(len(ids), dtype=torch.bool)
-    second = pad(torch.where(others, length, 0), (1, 0)).amax(-1)
+    second = torch.nn.functional.pad(torch.where(others, length, 0), (1, 0)).amax(-1)
     return others.any(-1)[of_row].unsqueeze(-1), second[of_row].unsqueeze(-1)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trivium.errors import DataError
+from trivium.models.late import torch
 from trivium.types import EXPERT_VERSION
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this many nats before they are exponentiated."""
@@ -74,15 +76,15 @@ class PerToken:
 
     loss: Tensor
     """(B, L), to be minimised; values outside the mask are ignored."""
-    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     """Declared metric key -> (B, L), logged as the mean over trained tokens."""
 
 
 def check_per_token(values: object, like: Tensor, what: str) -> Tensor:
     """The values, a tensor with the shape (B, L) of `like`. Raises DataError for anything else, naming `what`."""
-    if isinstance(values, Tensor) and values.shape == like.shape:
+    if isinstance(values, torch.Tensor) and values.shape == like.shape:
         return values
-    received = f"a tensor {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+    received = f"a tensor {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
     raise DataError(
         f"a number for each token, {tuple(like.shape)}, from {what}",
         received,

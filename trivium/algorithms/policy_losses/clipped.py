@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.metadata import policy_loss
@@ -15,6 +13,10 @@ from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, policy
 from trivium.algorithms.stats import masked_mean
 from trivium.config import CHANGEABLE
 from trivium.errors import ConfigError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ClipLow = Annotated[
     float, Field(ge=0, le=1, description="how far the ratio may fall below one", json_schema_extra=CHANGEABLE)

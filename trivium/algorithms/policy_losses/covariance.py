@@ -5,17 +5,19 @@ The tokens are chosen over the whole mini-batch, under the weights before the up
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import policy_loss, selection
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, clipped_surrogate
 from trivium.algorithms.policy_losses.selecting import first
 from trivium.algorithms.stats import masked_sum
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SOURCE = "Cui et al. 2025, The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617"
 

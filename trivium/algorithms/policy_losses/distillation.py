@@ -10,16 +10,17 @@ Legend: B sequences, L tokens, K candidates: the top_k tokens of the teacher, or
 from __future__ import annotations
 
 from math import log
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import softplus
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import DataError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEAST_TAIL = 1e-6
 """The lower bound of a tail. Below it `1 - sum` is rounding error, and two such tails must not differ."""
@@ -142,7 +143,7 @@ def _terms(log_p: Tensor, log_ratio: Tensor, clip: float | None) -> Tensor:
 
 def _log_over_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log(p / M) for M = (p + q) / 2; exactly 0 where p = q."""
-    return log(2) - softplus(log_q - log_p)
+    return log(2) - torch.nn.functional.softplus(log_q - log_p)
 
 
 def _log_tail(log_prob: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, DualClip, ppo
 from trivium.algorithms.policy_losses.supervised import sft, sft_phi
+from trivium.models.late import torch
 
 _PPO = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 _CHORD = "CHORD, Zhang et al. 2025, On-policy RL meets off-policy experts"

@@ -7,14 +7,16 @@ through a weight, and none through a decision.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, PerToken, PolicyInputs
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @policy_loss(

@@ -5,15 +5,17 @@ Legend: B sequences, L tokens; r the ratio of current and old policy. No gradien
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import When, policy_loss
 from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, PerToken, PolicyInputs, row_mean
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PAPER = "Yao et al. 2025, Group-relative REINFORCE is secretly an off-policy algorithm"
 _RATIO = "r = exp(log_prob - old_log_prob)"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, row_mean
 from trivium.algorithms.policy_losses.clipped import DualClip, held_below
 from trivium.config import CHANGEABLE
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CLIPPED = "max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 

@@ -5,15 +5,17 @@ Legend: B sequences, L tokens.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms.metadata import policy_loss, selection
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.selecting import first
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DPPO = "DPPO, Qi et al. 2026, arXiv 2602.04879"
 

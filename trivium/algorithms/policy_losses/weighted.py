@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.config import CHANGEABLE
+from trivium.models.late import torch
 
 
 @policy_loss(

@@ -52,7 +52,7 @@ from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.config import Plugin, RunConfig, changeable
 from trivium.config.checks import WITH_FIXED_VERSIONS
 from trivium.errors import Problem
-from trivium.registry import resolve
+from trivium.registry import describe, resolve
 from trivium.types import capabilities_of
 
 
@@ -431,7 +431,7 @@ class PolicyGradientConfig(UpdateConfig):
 
 def _samples_exactly(run: RunConfig) -> bool:
     """Whether the engine's log-probabilities equal the trainer's for the same weights."""
-    return capabilities_of(resolve("engines", run.engine.kind)).exact_log_prob
+    return capabilities_of(describe("engines", run.engine.kind)).exact_log_prob
 
 
 def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:

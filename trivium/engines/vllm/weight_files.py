@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import ADAPTER_STEM, check_base, fingerprint, is_adapter, received_adapter
+from trivium.models.weights.lora import check_base, fingerprint, is_adapter, received_adapter
 from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.models.weights.section import ADAPTER_STEM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

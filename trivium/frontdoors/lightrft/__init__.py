@@ -1,48 +1,47 @@
-"""LightRFT's object API over the components of `trivium run`."""
+"""LightRFT's object API over the components of `trivium run`.
+
+Names are imported on first use, because most of them import torch; to translate a config needs none.
+"""
 
 from __future__ import annotations
 
-from transformers import get_scheduler
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from trivium.frontdoors.lightrft.objects.data.data import (
-    PromptDatasetVL,
-    SFTDatasetVL,
-    blending_datasets,
-    get_tokenizer_processor_vl,
-)
-from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
-from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, get_vlm_for_sequence_regression
-from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
-from trivium.frontdoors.lightrft.objects.script_calls import (
-    add_arguments,
-    ensure_video_input_available,
-    get_current_device,
-)
-from trivium.frontdoors.lightrft.objects.strategy import FSDPV2Strategy, Strategy, get_strategy
-from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL, SPMDPPOTrainerVL
-from trivium.frontdoors.lightrft.translation import namespace_of
+from trivium.registry import lazy_names
 
-ActorLanguage = ActorVL
-"""ActorVL also loads text-only models."""
+if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
+    from transformers import get_scheduler as get_scheduler
 
-__all__ = [
-    "ActorLanguage",
-    "ActorVL",
-    "CriticVL",
-    "ExperienceVL",
-    "FSDPV2Strategy",
-    "PPOTrainerVL",
-    "PromptDatasetVL",
-    "SFTDatasetVL",
-    "SPMDPPOTrainerVL",
-    "Strategy",
-    "add_arguments",
-    "blending_datasets",
-    "ensure_video_input_available",
-    "get_current_device",
-    "get_scheduler",
-    "get_strategy",
-    "get_tokenizer_processor_vl",
-    "get_vlm_for_sequence_regression",
-    "namespace_of",
-]
+    from trivium.frontdoors.lightrft.objects.data.data import PromptDatasetVL as PromptDatasetVL
+    from trivium.frontdoors.lightrft.objects.data.data import SFTDatasetVL as SFTDatasetVL
+    from trivium.frontdoors.lightrft.objects.data.data import blending_datasets as blending_datasets
+    from trivium.frontdoors.lightrft.objects.data.data import get_tokenizer_processor_vl as get_tokenizer_processor_vl
+    from trivium.frontdoors.lightrft.objects.models.actor import ActorLanguage as ActorLanguage
+    from trivium.frontdoors.lightrft.objects.models.actor import ActorVL as ActorVL
+    from trivium.frontdoors.lightrft.objects.models.critic import CriticVL as CriticVL
+    from trivium.frontdoors.lightrft.objects.models.critic import (
+        get_vlm_for_sequence_regression as get_vlm_for_sequence_regression,
+    )
+    from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL as ExperienceVL
+    from trivium.frontdoors.lightrft.objects.script_calls import add_arguments as add_arguments
+    from trivium.frontdoors.lightrft.objects.script_calls import (
+        ensure_video_input_available as ensure_video_input_available,
+    )
+    from trivium.frontdoors.lightrft.objects.script_calls import get_current_device as get_current_device
+    from trivium.frontdoors.lightrft.objects.strategy import FSDPV2Strategy as FSDPV2Strategy
+    from trivium.frontdoors.lightrft.objects.strategy import Strategy as Strategy
+    from trivium.frontdoors.lightrft.objects.strategy import get_strategy as get_strategy
+    from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL as PPOTrainerVL
+    from trivium.frontdoors.lightrft.objects.trainer import SPMDPPOTrainerVL as SPMDPPOTrainerVL
+    from trivium.frontdoors.lightrft.translation import namespace_of as namespace_of
+
+
+def __getattr__(name: str) -> Any:
+    if name not in lazy_names(__file__):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(lazy_names(__file__)[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *lazy_names(__file__)])

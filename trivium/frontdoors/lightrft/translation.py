@@ -28,6 +28,7 @@ from trivium.frontdoors.lightrft.config.launch_args import read as read
 from trivium.frontdoors.lightrft.config.reward_section import rewards_of
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.models.placement import has_gpu
 
 _VARIABLE = re.compile(r"[-_.]?\$\{\w+\}")
 _MIN_LR_RATIO = 0.1
@@ -164,16 +165,14 @@ def _rollouts_per_episode(lightrft: Settings, rows: int | None) -> int:
 
 def _sees(lightrft: Settings) -> bool:
     """Whether the model reads images. Without a local model directory, `text_only` decides."""
-    from trivium.models.vision.encoder import family_in
+    from trivium.models.vision.families import family_in
 
     here = os.path.isfile(os.path.join(lightrft["pretrain"], "config.json"))
     return family_in(lightrft["pretrain"]) is not None if here else not lightrft["text_only"]
 
 
 def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def _engine(lightrft: Settings) -> dict[str, Any]:

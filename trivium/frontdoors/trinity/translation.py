@@ -28,6 +28,8 @@ from trivium.frontdoors.trinity.config.data_section import (
 from trivium.frontdoors.trinity.config.named_workflows import judged_in_training
 from trivium.frontdoors.trinity.config.registries import path_of
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
+from trivium.models.late import torch
+from trivium.models.placement import has_gpu
 from trivium.registry import suggest
 from trivium.text import hf_tokenizer
 
@@ -83,9 +85,7 @@ def translate(config: object, device: str | None = None) -> Translation:
 
 
 def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def _mode_of_all(trinity: TrinityConfig, modes: list[str]) -> str:
@@ -460,6 +460,4 @@ def _cluster(trinity: TrinityConfig, device: str) -> dict[str, Any]:
 
 
 def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+    return torch.cuda.device_count() if has_gpu() else 0

@@ -83,13 +83,13 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.batches.protocol import pad_dataproto_to_divisor as pad_dataproto_to_divisor
     from trivium.frontdoors.verl.objects.batches.protocol import unfold_batch_dim as unfold_batch_dim
     from trivium.frontdoors.verl.objects.batches.protocol import unpad_dataproto as unpad_dataproto
-    from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler as AbstractCurriculumSampler
-    from trivium.frontdoors.verl.objects.datasets.orders import AbstractSampler as AbstractSampler
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import RLHFDataset as RLHFDataset
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import collate_fn as collate_fn
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_dataset as create_rl_dataset
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_sampler as create_rl_sampler
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import get_dataset_class as get_dataset_class
+    from trivium.frontdoors.verl.objects.datasets.samplers import AbstractCurriculumSampler as AbstractCurriculumSampler
+    from trivium.frontdoors.verl.objects.datasets.samplers import AbstractSampler as AbstractSampler
     from trivium.frontdoors.verl.objects.launching import auto_set_device as auto_set_device
     from trivium.frontdoors.verl.objects.launching import copy_to_local as copy_to_local
     from trivium.frontdoors.verl.objects.launching import get_ppo_ray_runtime_env as get_ppo_ray_runtime_env

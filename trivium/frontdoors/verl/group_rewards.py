@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from pydantic import PrivateAttr
 
 from trivium.buffers.strategies import DefaultStrategy
@@ -23,6 +22,7 @@ from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
 from trivium.frontdoors.verl.rewards.reward_loading import RewardManager, as_rewards, compute_reward
 from trivium.frontdoors.verl.rewards.scorer import RewardSample
+from trivium.models.late import torch
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.processes.user_calls import UserCall
 from trivium.protocols import Buffer

@@ -11,12 +11,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trivium.algorithms import advantage, policy_loss
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
@@ -25,7 +23,11 @@ from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.plain_values import Section
 from trivium.frontdoors.verl.objects.algorithms import core_algos
+from trivium.models.late import torch
 from trivium.registry import is_only_here, name_of, resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Function = Callable[..., Any]
 
@@ -85,7 +87,7 @@ def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> 
     }
     with torch.no_grad():
         given = called(resolve("advantages", function), function, arguments)
-    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
+    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given)):
         raise DataError(f"(advantages, returns) from {function}", f"a {type(given).__name__}", "return two tensors")
     return Advantages(*(shape(part, x.token_level_rewards, function) for part in given))
 
@@ -138,8 +140,8 @@ def _share(mask: Tensor, width: int, mode: str) -> Tensor:
 def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
     """Converts the return value of a function to (loss, metrics)."""
     loss, *rest = given if isinstance(given, tuple) else (given,)
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise DataError(f"one number as the loss from {function}", found, "average it with agg_loss")
     if len(rest) == 1 and isinstance(rest[0], Mapping):
         return loss, rest[0]

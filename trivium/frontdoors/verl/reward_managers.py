@@ -14,9 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from trivium.algorithms.shaping import overlong_fraction
 from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
@@ -31,8 +28,10 @@ from trivium.frontdoors.verl.rewards.reward_bases import (
     get_event_loop,
 )
 from trivium.frontdoors.verl.rewards.scorer import RewardSample, default_compute_score
+from trivium.models.late import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger("trivium")

@@ -30,6 +30,7 @@ from trivium.frontdoors.verl.config.sourced_sections import (
     tasks_of,
 )
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
+from trivium.models.placement import has_gpu
 
 _KEEP_ALL = 1_000_000
 _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -115,12 +116,10 @@ def _with_template(mapping: dict[str, Any], verl: Settings) -> list[str]:
 
 def _device(verl: Settings, problems: list[Problem]) -> str:
     """Returns the device of the config. `cuda`, verl's default, becomes `cpu` on a machine without a GPU."""
-    import torch
-
     name = verl["trainer.device"].partition(":")[0]
     if name not in ("cpu", "cuda"):
         problems.append(Problem("trainer.device", repr(name), "this device is not supported", "use cuda or cpu"))
-    return name if name == "cpu" or torch.cuda.is_available() else "cpu"
+    return name if name == "cpu" or has_gpu() else "cpu"
 
 
 def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:

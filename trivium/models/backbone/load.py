@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from trivium.errors import ConfigError
 from trivium.models.cpu.allocator import keep_freed_memory
-from trivium.models.vision.encoder import decoder_of, family_in
+from trivium.models.vision.encoder import decoder_of
+from trivium.models.vision.families import family_in
 from trivium.models.weights.filling import built_empty, fill
 from trivium.models.weights.saved_tensors import open_tensors, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+disable_progress_bar()  # transformers' progress bars would break into the console's table
 
 
 def load_lm(

@@ -12,10 +12,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Barrier
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import nn
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

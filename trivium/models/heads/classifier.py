@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -11,14 +11,12 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_sequence_classifier
+from trivium.models.heads.loss import ONE_OUTPUT, head_weights
 from trivium.models.heads.trained_models import ScoreModel, ValueOptions, output_names
 from trivium.models.heads.value_head import VALUE_HEAD, folded_head, saved_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ONE_OUTPUT = ("score",)
-"""The output names of a reward model with one output."""
 
 
 def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedModel:
@@ -95,25 +93,6 @@ def load_score_model(
         model = ScoreModel(cast("PreTrainedModel", classifier.base_model), **options)
     _combine(model, heads, path)
     return model
-
-
-def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model: str) -> list[float]:
-    """(K,): the weight of each output of a reward model in its score, from the weights `heads` by name; 0 for an output
-    that `heads` does not name.
-
-    A single output needs no name. Raises DataError, which names the `model`, for unknown names.
-    """
-    heads = {names[0]: 1.0} if heads is None and len(names) == 1 else heads
-    unknown = sorted(set(heads or ()) - set(names))
-    if not heads or unknown:
-        raise DataError(
-            f"one score by {model}",
-            f"no head {unknown[0]!r}; it has {', '.join(names)}"
-            if unknown
-            else f"it has several heads: {', '.join(names)}",
-            "give the weights of heads: {" + ", ".join(f"{name}: 1.0" for name in names) + "}",
-        )
-    return [heads.get(name, 0.0) for name in names]
 
 
 def _combine(model: ScoreModel, heads: Mapping[str, float] | None, path: Path) -> None:

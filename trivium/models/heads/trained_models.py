@@ -31,8 +31,9 @@ from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.value_head import ScaledLinear, folded_head, saved_head, value_head
 from trivium.models.vision.encoder import decoder_of
 from trivium.models.weights.filling import fill
-from trivium.models.weights.lora import LoraConfig, base_state, inject
+from trivium.models.weights.lora import base_state, inject
 from trivium.models.weights.quantized import quantize
+from trivium.models.weights.section import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,6 @@ Legend: T tokens, B sequences of L tokens, N placeholders of all images, W width
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.placement import sent
+from trivium.models.vision.families import FAMILIES, Family
 from trivium.models.vision.images import Images, images_of, join_pixels
 from trivium.types import IntArray, Media
 
@@ -35,33 +35,6 @@ Pixels = Mapping[str, torch.Tensor]
 """One image in the form of its family's processor: `pixel_values` and the other inputs of the tower."""
 PixelReader = Callable[[Media], Pixels]
 """Derives the pixels of an image from its bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The paths of the parts of a model family in the base model."""
-
-    tower: str
-    projector: tuple[str, ...]
-    """The modules that map outputs of the tower to the decoder's width; in some families inside the tower."""
-    decoder: str
-    axis: int = 0
-    """The axis along which pixels of several images are concatenated."""
-    mrope: bool = False
-    """Whether positions of image tokens have a time, a row and a column."""
-
-
-_IDEFICS = Family("vision_model", ("connector",), "text_model", axis=1)
-_QWEN = Family("visual", ("visual.merger",), "language_model", mrope=True)
-FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": Family("visual", ("visual.merger", "visual.deepstack_merger_list"), "language_model", mrope=True),
-    "llava": Family("vision_tower", ("multi_modal_projector",), "language_model"),
-    "idefics3": _IDEFICS,
-    "smolvlm": _IDEFICS,
-}
-"""By model type. All of them have causal attention over image tokens."""
 
 
 _REFUSED_TOWERS = ("pixtral",)
@@ -224,13 +197,6 @@ def _check_counts(placeholders: Sequence[int], features: Sequence[int]) -> None:
             f"images with {placeholders} placeholders have {features} features",
             "render with the processor of this model",
         )
-
-
-def family_in(directory: str | Path) -> Family | None:
-    """The family of the model in a directory; None if it is not one of `FAMILIES`."""
-    file = Path(directory) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return FAMILIES.get(str(config.get("model_type")))
 
 
 def vision_of(module: PreTrainedModel) -> Vision | None:

@@ -12,6 +12,8 @@ from typing import Any
 from trivium.clients.hub import source_of
 from trivium.errors import DataError, MissingPackage, TriviumError
 
+_TEXT_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "phi3")
+"""Model types without a processor."""
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 # transformers is imported inside the functions: reading a config that names a model must not wait for torch.
@@ -26,10 +28,12 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     passed to `from_pretrained`. Raises DataError for a missing directory, and for a multimodal model without the files
     of its processor; MissingPackage without pillow or num2words.
     """
-    from transformers import PreTrainedTokenizerBase
-
     name, options = source_of(name_or_path, kwargs)
     directory = Path(name)
+    if directory.is_dir() and not _names_processor(directory) and _is_text_model(directory):
+        return None
+    from transformers import PreTrainedTokenizerBase
+
     try:
         kind = _multimodal_kind(name, options)
         if kind is None and directory.is_dir() and not _names_processor(directory):
@@ -164,6 +168,11 @@ def _names_processor(directory: Path) -> bool:
         return True
     configs = [read_json(directory / file) for file in ("config.json", "tokenizer_config.json")]
     return any({"processor_class", "auto_map"} & config.keys() for config in configs)
+
+
+def _is_text_model(directory: Path) -> bool:
+    """Whether the model is of a family without other inputs, so that transformers need not be asked."""
+    return read_json(directory / "config.json").get("model_type") in _TEXT_FAMILIES
 
 
 def read_json(path: Path) -> dict[str, Any]:

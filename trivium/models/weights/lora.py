@@ -16,21 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from pydantic import Field
 from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trivium.clients.hub import ModelPath, absence
-from trivium.config import Config
-from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
+from trivium.errors import MissingPackage, SyncError, TriviumError
 from trivium.models.vision.encoder import vision_of
 from trivium.models.weights.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
 from trivium.models.weights.quantized import QuantizedLinear, original
 from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, unusable_adapter
 from trivium.randomness import stream
 
 if TYPE_CHECKING:
@@ -41,70 +39,12 @@ _NAME = "default"
 _PREFIX = "base_model.model."
 """The prefix of layer names in peft's files."""
 _DOWN, _UP, _SCALE, _BASE = ".lora_A.weight", ".lora_B.weight", ".lora_scale", ".lora_base"
-ADAPTER_STEM = "adapter_model"
-"""The name of peft's file of tensors, without the suffix."""
-_WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
 _FUSED_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """Types of models for which peft refuses adapters at `out_proj`, because kernels multiply by its weight themselves."""
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names that peft takes for stacked experts, even if they name other layers."""
 _LINEAR = (nn.Linear, Conv1D, QuantizedLinear)
 """The layer types that support an adapter."""
-_PLAIN: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "lora_dropout": 0.0,
-    "modules_to_save": None,
-    "trainable_token_indices": None,
-    "target_parameters": None,
-    "layer_replication": None,
-    "lora_bias": False,
-}
-"""The config of an adapter that has only A, B and a scale for each layer. Others are refused."""
-
-
-class LoraConfig(Config):
-    """Trains a low-rank adapter of the policy instead of its weights."""
-
-    rank: int = Field(default=16, ge=1)
-    """Width of the adapter of each layer."""
-    alpha: float = Field(default=16.0, gt=0)
-    """The adapter's product is scaled by `alpha / rank`."""
-    targets: tuple[str, ...] | None = None
-    """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset: every linear layer except
-    the output layer; in a mixture of experts, those of attention. In a vision model, names mean layers of the language
-    part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
-    exclude: tuple[str, ...] | str | None = None
-    """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
-    path: ModelPath | None = None
-    """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
-    Unset: a new adapter, which does not change outputs at first."""
-    push: Literal["merged", "adapter"] = "merged"
-    """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
-
-    def own_problems(self, where: str) -> Iterator[Problem]:
-        """The problems of the section by itself."""
-        if self.path is None:
-            return
-        changed = sorted({"rank", "alpha", "targets", "exclude"} & self.model_fields_set)
-        if changed:
-            yield Problem(
-                f"{where}.{changed[0]}",
-                f"{', '.join(changed)} beside an adapter to start from",
-                f"{self.path} has its own",
-                "leave one of the two out",
-            )
-        if trouble := _unusable(Path(self.path)):
-            yield Problem(f"{where}.path", *trouble)
-
-
-def largest_rank(section: LoraConfig) -> int:
-    """The largest rank of any layer. An adapter to start from has its own ranks."""
-    if section.path is None or not (file := Path(section.path) / _CONFIG).is_file():
-        return section.rank
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    return max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
 
 
 # --------------------------------------------------------------------------- in a model
@@ -136,7 +76,7 @@ def inject(
         raise MissingPackage("peft", "peft", "train a LoRA adapter") from error
     start = adapter or (Path(section.path) if section.path else None)
     if start is not None:
-        if trouble := _unusable(start):
+        if trouble := unusable_adapter(start):
             raise TriviumError(*trouble)
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
     else:
@@ -238,7 +178,7 @@ def save_adapter(module: nn.Module, directory: Path) -> None:
     """Writes a directory that peft loads. Not for sharded parameters: `training.snapshot` writes those, and
     `describe_adapter` the rest."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(module)}, directory / _WEIGHTS)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(module)}, directory / ADAPTER_WEIGHTS)
     describe_adapter(module, directory)
 
 
@@ -246,7 +186,7 @@ def describe_adapter(module: nn.Module, directory: Path) -> None:
     """Writes peft's config of the adapter."""
     config: Any = getattr(module, "peft_config")[_NAME]  # noqa: B009  (peft puts it there; torch knows no such name)
     text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # sorts its sets
-    (directory / _CONFIG).write_text(text + "\n", encoding="utf-8")
+    (directory / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 # --------------------------------------------------------------------------- from trainer to engine
@@ -415,7 +355,7 @@ def _set(part: nn.ModuleDict, device: torch.device, copy_rows: CopyRows) -> None
 
 
 def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
-    source, own = SafetensorsFiles([directory / _WEIGHTS]), adapter_parameters(module)
+    source, own = SafetensorsFiles([directory / ADAPTER_WEIGHTS]), adapter_parameters(module)
     saved = {name: entry.shape for name, entry in source.entries.items()}
     wrong = sorted(own.keys() ^ saved.keys()) or [name for name in own if tuple(own[name].shape) != saved[name]]
     if wrong:
@@ -427,16 +367,3 @@ def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
     for name, layer in _layers(module).items():
         for what, part in ((_DOWN, layer.lora_A), (_UP, layer.lora_B)):
             _set(part, device, partial(source.copy_rows, f"{_PREFIX}{name}{what}"))
-
-
-def _unusable(directory: Path) -> tuple[str, str, str] | None:
-    """Why a directory has no supported adapter: asked, found, do. None if it has one."""
-    asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
-    if not directory.is_dir():
-        return asked, *absence(directory)
-    missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
-    if missing:
-        return asked, f"no {missing[0]} there", do
-    config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    odd = [name for name, plain in _PLAIN.items() if config.get(name) not in (plain, None, [])]
-    return (asked, f"its {odd[0]} is {config[odd[0]]!r}", do) if odd else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,53 +20,10 @@ from torch.nn.functional import linear
 from trivium.config.model_shape import FEW_BITS
 from trivium.errors import MissingPackage, TriviumError
 from trivium.models.vision.encoder import decoder_of
+from trivium.models.weights.section import EXTRA, LIBRARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LIBRARY, EXTRA = "bitsandbytes", "quantized"
-_DEVICES = ("cpu", "cuda")
-
-
-def is_quantized(frozen_dtype: str) -> bool:
-    """Whether this value of `train.frozen_dtype` quantises weights."""
-    return frozen_dtype in FEW_BITS
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why weights cannot be quantised, and what to do."""
-
-    reason: str
-    do: str
-
-
-def refusal(*, installed: bool, device: str, dtype: str, ranks: int, pushes_adapter: bool) -> Refusal | None:
-    """Returns None if a frozen base can be quantised, else the reason. `installed`: the library is installed; `device`:
-    the type of the device; `dtype`: that of the trained models; `ranks`: how many share one model."""
-    if not installed:
-        return Refusal(
-            f"the package {LIBRARY!r} is not installed",
-            f"pip install 'trivium[{EXTRA}]', or set it to bfloat16: with train.lora, 1.5B parameters train in 24 GB "
-            "and 7B in 80 GB",
-        )
-    if device not in _DEVICES:
-        return Refusal(f"{LIBRARY} is used on {' and '.join(_DEVICES)}, not on {device}", "set it to bfloat16")
-    if dtype == "float64":
-        return Refusal("train.dtype: float64 keeps all weights in it", "leave one of the two out")
-    if ranks > 1:
-        return Refusal(f"{ranks} ranks share the model, and weights in few bits are not sharded", "train on one rank")
-    if pushes_adapter:
-        return Refusal(
-            "train.lora.push: adapter: engines would add it to another base than it is trained beside",
-            "set train.lora.push: merged",
-        )
-    return None
-
-
-def has_library() -> bool:
-    """Whether bitsandbytes is installed."""
-    return importlib.util.find_spec(LIBRARY) is not None
 
 
 class QuantizedLinear(nn.Linear):

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import torch
-
 from trivium.errors import SyncError
+from trivium.models.late import torch
 from trivium.protocols import TensorSpec, Weights
 
-Named = tuple[str, torch.Tensor]
+Named = tuple[str, "torch.Tensor"]
 
 BUCKET_BYTES = 2**28
 """The size of a bucket, unless it holds one larger tensor: what a process needs beside the weights to pass them on."""

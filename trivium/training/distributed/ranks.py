@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trivium.errors import ConfigError
 from trivium.models.backbone.sequence_parallel import SequenceGroup
+from trivium.training.launched import launched_ranks, this_rank
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -76,21 +77,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-def launched_ranks() -> int:
-    """The number of processes that the launcher (torchrun or a worker group) started to train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def this_rank() -> int:
-    """The rank of this process."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def ranks_here() -> int:
-    """The number of ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def join_ranks(

@@ -27,8 +27,8 @@ from torch.utils.data import (
 from tests.failing import refused
 from trivium.errors import DataError
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
-from trivium.frontdoors.verl.objects.datasets.orders import AbstractCurriculumSampler
 from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, cut
+from trivium.frontdoors.verl.objects.datasets.samplers import AbstractCurriculumSampler
 from trivium.policy import PromptTooLong
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer, renderer_of

@@ -547,7 +547,8 @@ def test_torch_comes_only_with_what_needs_it() -> None:
     code = "import sys, trivium.rewards, trivium.rewards.by_source as b; assert 'torch' not in sys.modules; "
     code += "assert b.default_compute_score('openai/gsm8k', '#### 2', '2') == 1; assert 'torch' not in sys.modules; "
     code += "from trivium.frontdoors import verl; assert 'torch' not in sys.modules; "
-    code += "verl.NaiveRewardManager; assert 'torch' in sys.modules"
+    code += "verl.NaiveRewardManager; assert 'torch' not in sys.modules; "
+    code += "verl.AbstractSampler; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert issubclass(RewardError, TriviumError)
     with pytest.raises(AttributeError, match="NoSuchManager"):

@@ -38,10 +38,12 @@ from trivium.models.weights.lora import has_adapter
 from trivium.models.weights.quantized import original
 from trivium.training.batching import count
 from trivium.training.distributed.fsdp import full_tensor, shard, shard_like
-from trivium.training.distributed.ranks import COLLECTIVE_S, Ranks, join_ranks, launched_ranks
+from trivium.training.distributed.ranks import COLLECTIVE_S, Ranks, join_ranks
+from trivium.training.launched import launched_ranks
 from trivium.training.learner import Learner, RoleModel
-from trivium.training.optim import Optimizer, OptimizerConfig, Scheduler, adamw
+from trivium.training.optim import Optimizer, Scheduler, adamw
 from trivium.training.passes import MicroBatching
+from trivium.training.section import OptimizerConfig
 from trivium.types import Batch
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

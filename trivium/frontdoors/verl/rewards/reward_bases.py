@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
-
 from trivium.concurrency import gather_or_cancel
 from trivium.errors import ConfigError, RewardError
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, on_last_tokens
 from trivium.registry import add_names, resolve
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 RawRewardFn = Callable[..., Any]

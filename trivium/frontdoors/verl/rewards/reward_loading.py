@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from trivium.errors import ConfigError, RewardError, TriviumError
 from trivium.frontdoors.keywords import accepted, accepts
@@ -17,8 +15,12 @@ from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, Scored, scored_rows
 from trivium.frontdoors.verl.rewards.reward_bases import each_single, get_reward_manager_cls
 from trivium.frontdoors.verl.rewards.scorer import default_compute_score
+from trivium.models.late import torch
 from trivium.registry import resolve
 from trivium.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RewardManager = Callable[..., Any]
 
@@ -49,7 +51,7 @@ def as_rewards(given: object, who: str) -> tuple[Tensor, dict[str, Any]]:
     rewards, extra = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     if isinstance(given, Mapping):
         rewards, extra = given.get("reward_tensor"), dict(given.get("reward_extra_info") or {})
-    if not isinstance(rewards, Tensor):
+    if not isinstance(rewards, torch.Tensor):
         raise RewardError(
             f"a reward tensor from {who}",
             f"a {type(rewards).__name__}",

@@ -223,3 +223,7 @@ class ActorVL(Opened[LanguageModel]):
         """Closes the engine of `generate`."""
         if self._engine is not None:
             self._engine.close()
+
+
+ActorLanguage = ActorVL
+"""ActorVL also loads text-only models."""

@@ -21,10 +21,12 @@ from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.vision.encoder import Vision
-from trivium.models.weights.lora import LoraConfig, attach
-from trivium.models.weights.quantized import has_library, quantize, refusal
-from trivium.training.distributed.ranks import ALONE, Ranks, launched_ranks
+from trivium.models.weights.lora import attach
+from trivium.models.weights.quantized import quantize
+from trivium.models.weights.section import LoraConfig, has_library, refusal
+from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.gradient_checkpointing import checkpoint_gradients
+from trivium.training.launched import launched_ranks
 
 _SAME_ANYWAY = ("use_flash_attention_2", "packing_samples", "disable_logprobs_flashattn", "fused_linear_logprob")
 """Options that select a kernel in the original. They have no effect: sequences are always packed, and log-probabilities

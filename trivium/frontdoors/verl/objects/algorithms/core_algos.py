@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, StrEnum
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from trivium.algorithms import AdaptiveKLController as AdaptiveKLController
 from trivium.algorithms import Advantages
@@ -38,10 +36,14 @@ from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.verl.config.config_table import PF_PPO
 from trivium.frontdoors.verl.objects.algorithms.loss_modes import first_value, policy_loss_function, sampled_kl
 from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from trivium.models.late import torch
 from trivium.registry import name_of, suggest
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Function = Callable[..., Any]
-Index = Sequence[Any] | npt.NDArray[Any] | Tensor
+Index = Union[Sequence[Any], npt.NDArray[Any], "Tensor"]
 """The name of each row's group (B,)."""
 FunctionT = TypeVar("FunctionT", bound=Function)
 
@@ -407,7 +409,7 @@ def compute_policy_loss_bypass_mode(
         given = None if weights is None else weights.batch["rollout_is_weights"]
         loss, metrics = compute_policy_loss_reinforce(*arguments, given)
     else:
-        loss, metrics = cast(tuple[Tensor, dict[str, Any]], compute_policy_loss_vanilla(*arguments))
+        loss, metrics = cast("tuple[Tensor, dict[str, Any]]", compute_policy_loss_vanilla(*arguments))
     return loss, {**metrics, **corrections}
 
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from trivium.algorithms import PolicyObjective, kl_penalty
 from trivium.algorithms.metadata import PolicyLossMetadata, bind_options, metadata_of
@@ -19,7 +16,11 @@ from trivium.algorithms.stats import masked_mean
 from trivium.config import plugin
 from trivium.frontdoors.plain_values import read
 from trivium.models.heads.loss import LossDenominators, LossInputs
+from trivium.models.late import torch
 from trivium.registry import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

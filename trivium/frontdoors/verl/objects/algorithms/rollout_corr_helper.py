@@ -7,10 +7,7 @@ Every function converts its arguments and calls `trivium.algorithms.importance_w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import correct
@@ -18,7 +15,12 @@ from trivium.algorithms.mismatch import mismatch
 from trivium.config import plugin
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import read
-from trivium.frontdoors.verl.objects.batches.protocol import DataProto, RowsError
+from trivium.models.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivium.frontdoors.verl.objects.batches.protocol import DataProto
 
 _LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Rejection in verl 0.6 and 0.7, by the bounds of a ratio -> its name since."""
@@ -87,6 +89,8 @@ def compute_rollout_correction_and_rejection_mask(
     accepted. `rollout_token_veto_threshold` rejects the sequences with a token of a lower ratio. Raises DataError for
     tensors of different shapes and for an empty mask.
     """
+    from trivium.frontdoors.verl.objects.batches.protocol import DataProto, RowsError  # imports torch
+
     mask = _checked(old_log_prob, rollout_log_prob, response_mask)
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     options: dict[str, Any] = {}
@@ -256,6 +260,8 @@ def rejection(options: str, thresholds: object, lower: float | None = None) -> d
 
 def _checked(trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
     """Returns the mask as bool. Raises RowsError for different shapes and for an empty mask."""
+    from trivium.frontdoors.verl.objects.batches.protocol import RowsError
+
     if not trainer.shape == engine.shape == mask.shape:
         found = f"{tuple(trainer.shape)}, {tuple(engine.shape)} and a mask {tuple(mask.shape)}"
         raise RowsError("two log-probabilities and a mask of one shape", found, "cut them to the responses")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trivium.errors import DataError
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto, objects
+from trivium.models.late import torch
 from trivium.policy import finite_number
 from trivium.types import Batch, Experience, Group, Trajectory, experiences_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

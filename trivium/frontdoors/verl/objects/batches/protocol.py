@@ -11,17 +11,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Union, cast, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from trivium.errors import DataError
+from trivium.models.late import torch
 
-Rows = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rows = Union[slice, Sequence[int], Sequence[bool], npt.NDArray[Any], "Tensor"]
 Columns = dict[str, npt.NDArray[Any]]
 
 AUTO_PADDING = "_verl_auto_padding"
@@ -32,7 +33,7 @@ class RowsError(DataError, AssertionError):
     """Tensors, columns or information that do not fit together. verl raises AssertionError for them."""
 
 
-class Tensors(dict[str, Tensor]):
+class Tensors(dict[str, "Tensor"]):
     """Tensors by name that share their leading dimensions, with the methods of a TensorDict that verl's users call.
 
     Raises RowsError for a tensor with other leading dimensions.
@@ -174,10 +175,14 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Builds rows of the tensors and arrays that `collate_fn` returns. Raises DataError for other values."""
-        other = {name: type(value).__name__ for name, value in data.items() if not isinstance(value, _ROWED)}
+        other = {
+            name: type(value).__name__
+            for name, value in data.items()
+            if not isinstance(value, (torch.Tensor, np.ndarray))
+        }
         if other:
             raise DataError("tensors and NumPy arrays by name", f"{other}", "convert these to arrays of objects")
-        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         columns = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, columns, meta_info, auto_padding=auto_padding)
 
@@ -208,7 +213,7 @@ class DataProto:
             row = range(len(self))[int(rows)]  # IndexError beyond the last
             columns = {name: column[row] for name, column in self.non_tensor_batch.items()}
             return DataProtoItem(self.batch[row], columns, self.meta_info)
-        if not isinstance(rows, slice | list | tuple | range | np.ndarray | Tensor):
+        if not isinstance(rows, slice | list | tuple | range | np.ndarray | torch.Tensor):
             raise TypeError(f"rows are chosen by integers, slices, lists, arrays and tensors, not {type(rows)}")
         chosen = np.arange(len(self))[_selection(rows)]
         columns = {name: column[chosen] for name, column in self.non_tensor_batch.items()}
@@ -304,6 +309,8 @@ class DataProto:
             raise RowsError(f"mini-batches of {mini_batch_size}", f"{len(self)} rows", "choose a divisor")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options: dict[str, Any] = {"batch_size": mini_batch_size, "generator": generator, **(dataloader_kwargs or {})}
+        from torch.utils.data import DataLoader
+
         loader: Any = DataLoader(cast(Any, range(len(self))), collate_fn=self.select_idxs, **options)
         return (part for _ in range(epochs) for part in loader)
 
@@ -374,9 +381,6 @@ class DataProto:
         """Moves the tensors to a device, and returns the rows."""
         self.batch = self.batch.to(device)
         return self
-
-
-_ROWED = (Tensor, np.ndarray)
 
 
 # --------------------------------------------------------------------------- functions of verl's module
@@ -497,7 +501,7 @@ def equal(one: Any, two: Any, within: frozenset[tuple[int, int]] = frozenset()) 
     if type(one) is not type(two):
         return False
     within |= {(id(one), id(two))}
-    if isinstance(one, Tensor):
+    if isinstance(one, torch.Tensor):
         same_kind = one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
         return same_kind and bool(torch.allclose(one, two, 0.0, 0.0, equal_nan=True))
     if isinstance(one, np.ndarray):

@@ -7,7 +7,6 @@ Positions of a sampler that learns from batches (`update`) are drawn per batch; 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,29 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import Sampler
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import DataError
+from trivium.models.late import torch
 from trivium.randomness import permutation
-
-
-class AbstractSampler(Sampler[int], ABC):
-    """A sampler that `data.sampler` can name."""
-
-    @abstractmethod
-    def __init__(self, data_source: Sized, data_config: Any) -> None:
-        """`data_config` is the section `data` of the config."""
-
-
-class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from every batch. `state_dict()` and `load_state_dict(state)` allow resuming: after
-    loading, `__iter__` continues at the position of the state."""
-
-    @abstractmethod
-    def update(self, batch: Any) -> None:
-        """Called after the advantages of each train step are known, with its batch (`BatchView`)."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import Data
-from trivium.frontdoors.verl.objects.datasets.orders import AbstractSampler
+from trivium.frontdoors.verl.objects.datasets.samplers import AbstractSampler
 from trivium.frontdoors.verl.rewards.reward_loading import address
 from trivium.registry import resolve
 

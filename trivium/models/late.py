@@ -1,0 +1,27 @@
+"""Large packages that are imported when one of their names is first used.
+
+Reading and checking a config imports the modules of losses and advantages, and the sections of engines. It computes
+nothing, and torch takes longer to import than the rest of the check.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+
+
+class _Late:
+    """Stands for a module: `from trivium.models.late import torch` instead of `import torch`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+if not TYPE_CHECKING:
+    torch = _Late("torch")

@@ -1,0 +1,136 @@
+"""What a config says of an adapter and of weights in few bits. Imports no torch: a check of a config needs none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trivium.clients.hub import ModelPath, absence
+from trivium.config import Config
+from trivium.config.model_shape import FEW_BITS
+from trivium.errors import Problem
+
+ADAPTER_STEM = "adapter_model"
+"""The name of peft's file of tensors, without the suffix."""
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "layer_replication": None,
+    "lora_bias": False,
+}
+"""The config of an adapter that has only A, B and a scale for each layer. Others are refused."""
+
+
+class LoraConfig(Config):
+    """Trains a low-rank adapter of the policy instead of its weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Width of the adapter of each layer."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's product is scaled by `alpha / rank`."""
+    targets: tuple[str, ...] | None = None
+    """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset: every linear layer except
+    the output layer; in a mixture of experts, those of attention. In a vision model, names mean layers of the language
+    part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
+    exclude: tuple[str, ...] | str | None = None
+    """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
+    path: ModelPath | None = None
+    """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
+    Unset: a new adapter, which does not change outputs at first."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
+
+    def own_problems(self, where: str) -> Iterator[Problem]:
+        """The problems of the section by itself."""
+        if self.path is None:
+            return
+        changed = sorted({"rank", "alpha", "targets", "exclude"} & self.model_fields_set)
+        if changed:
+            yield Problem(
+                f"{where}.{changed[0]}",
+                f"{', '.join(changed)} beside an adapter to start from",
+                f"{self.path} has its own",
+                "leave one of the two out",
+            )
+        if trouble := unusable_adapter(Path(self.path)):
+            yield Problem(f"{where}.path", *trouble)
+
+
+def largest_rank(section: LoraConfig) -> int:
+    """The largest rank of any layer. An adapter to start from has its own ranks."""
+    if section.path is None or not (file := Path(section.path) / ADAPTER_CONFIG).is_file():
+        return section.rank
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    return max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
+
+
+def unusable_adapter(directory: Path) -> tuple[str, str, str] | None:
+    """Why a directory has no supported adapter: asked, found, do. None if it has one."""
+    asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
+    if not directory.is_dir():
+        return asked, *absence(directory)
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (directory / name).is_file()]
+    if missing:
+        return asked, f"no {missing[0]} there", do
+    config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    odd = [name for name, plain in _PLAIN.items() if config.get(name) not in (plain, None, [])]
+    return (asked, f"its {odd[0]} is {config[odd[0]]!r}", do) if odd else None
+
+
+# --------------------------------------------------------------------------- weights in 8 or 4 bits
+
+LIBRARY, EXTRA = "bitsandbytes", "quantized"
+_DEVICES = ("cpu", "cuda")
+
+
+def is_quantized(frozen_dtype: str) -> bool:
+    """Whether this value of `train.frozen_dtype` quantises weights."""
+    return frozen_dtype in FEW_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why weights cannot be quantised, and what to do."""
+
+    reason: str
+    do: str
+
+
+def refusal(*, installed: bool, device: str, dtype: str, ranks: int, pushes_adapter: bool) -> Refusal | None:
+    """Returns None if a frozen base can be quantised, else the reason. `installed`: the library is installed; `device`:
+    the type of the device; `dtype`: that of the trained models; `ranks`: how many share one model."""
+    if not installed:
+        return Refusal(
+            f"the package {LIBRARY!r} is not installed",
+            f"pip install 'trivium[{EXTRA}]', or set it to bfloat16: with train.lora, 1.5B parameters train in 24 GB "
+            "and 7B in 80 GB",
+        )
+    if device not in _DEVICES:
+        return Refusal(f"{LIBRARY} is used on {' and '.join(_DEVICES)}, not on {device}", "set it to bfloat16")
+    if dtype == "float64":
+        return Refusal("train.dtype: float64 keeps all weights in it", "leave one of the two out")
+    if ranks > 1:
+        return Refusal(f"{ranks} ranks share the model, and weights in few bits are not sharded", "train on one rank")
+    if pushes_adapter:
+        return Refusal(
+            "train.lora.push: adapter: engines would add it to another base than it is trained beside",
+            "set train.lora.push: merged",
+        )
+    return None
+
+
+def has_library() -> bool:
+    """Whether bitsandbytes is installed."""
+    return importlib.util.find_spec(LIBRARY) is not None
