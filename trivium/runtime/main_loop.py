@@ -39,7 +39,7 @@ _THREADS_S = 300.0
 """Longest wait, in seconds, for threads (for example of a train step) at the end of the loop."""
 _LOOK_S = 1.0
 """Seconds between two checks of the watchdog."""
-_COLLECT_AFTER = 50_000
+COLLECT_AFTER = 50_000
 """New objects between two collections of the youngest generation; Python's default is 700. With thousands of rollouts
 in flight, the default collector would traverse hundreds of thousands of live objects repeatedly and take half of the
 explorer's time. A run creates no reference cycles that grow with its steps or hold tensors."""
@@ -93,7 +93,7 @@ class _InterpreterSettings:
             self._blocks += 1
             if self._blocks == 1:
                 (first, *others), switch = self._before = gc.get_threshold(), sys.getswitchinterval()
-                gc.set_threshold(max(first, _COLLECT_AFTER) if first else 0, *others)
+                gc.set_threshold(max(first, COLLECT_AFTER) if first else 0, *others)
                 sys.setswitchinterval(min(switch, _SWITCH_S))
 
     def __exit__(self, *_: object) -> None:

@@ -112,7 +112,9 @@ class TinyModel:
         """
         import torch
         from transformers import GenerationConfig
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # transformers' progress bars would break into the console's table
         if (directory / MANIFEST).is_file():
             verify_files(directory, step=0)
             return directory

@@ -44,6 +44,11 @@ def test_it_loads_like_any_model(tmp_path, architecture, tied):
     assert ChatRenderer(tokenizer).eos_token_ids == {tokenizer.eos_token_id}
 
 
+def test_building_prints_no_progress_bar(tmp_path, capfd):
+    TinyModel(TinyModel.Config(), seed=0).materialize(tmp_path)
+    assert "".join(capfd.readouterr()) == ""
+
+
 def test_weights_are_a_function_of_the_seed_and_leave_the_generator_alone(tmp_path):
     config = TinyModel.Config(**SMALL)
     torch.manual_seed(1)
