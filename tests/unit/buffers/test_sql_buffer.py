@@ -342,6 +342,25 @@ async def test_a_wait_lasts_as_long_as_something_happens(url: str, tmp_path: Pat
     assert len(await taking) == 2
 
 
+async def test_a_wait_reads_the_tables_only_after_a_commit(url: str, tmp_path: Path) -> None:
+    buffer, other = await opened(url, tmp_path), make_end(url, make_schedule(), tmp_path)
+    mine, theirs = (
+        SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run"),
+        SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run"),
+    )
+    table: Any = mine._table
+    taking = asyncio.ensure_future(buffer.take(2, 0))
+    polling = asyncio.ensure_future(mine.poll(lambda values: "here" in values, 30.0))
+    await asyncio.sleep(0.5)
+    with counted(buffer) as of_buffer, counted(table) as of_board:
+        await asyncio.sleep(0.5)
+    assert of_buffer == of_board == []
+    theirs.write(lambda values: {**values, "here": True})
+    assert "here" in await asyncio.wait_for(polling, 5)
+    await played(other, 2)
+    assert len(await asyncio.wait_for(taking, 5)) == 2
+
+
 async def test_waiting_never_holds_up_the_event_loop(url: str, tmp_path: Path) -> None:
     buffer = await opened(url, tmp_path)
     await buffer.advance("e", 0)

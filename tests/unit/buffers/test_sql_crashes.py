@@ -48,7 +48,7 @@ def states(url: str) -> dict[str, int]:
 
 
 def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: Path) -> None:
-    number, chance = 180, random.Random(0)
+    number, chance = 360, random.Random(0)
     checkpoint, rollouts, writers = tmp_path / "checkpoint.json", tmp_path / "rollouts", 0
     running: dict[str, Any] = {}
     kills = {"write": 0, "train": 0}

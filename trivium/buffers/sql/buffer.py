@@ -32,6 +32,12 @@ from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.types import TRAINER, Capabilities, Group, Lease
 
+# Made once: building a statement takes SQLAlchemy longer than running it takes SQLite.
+_THIS = BUFFERS.c.name == sa.bindparam("this_name")
+_HEAD = sa.select(BUFFERS).where(_THIS)
+_LOCKED_HEAD = _HEAD.with_for_update()
+_SAVE_HEAD = sa.update(BUFFERS).where(_THIS)
+
 
 class SqlBuffer(SlotBuffer):
     """Keeps slots and groups as rows of a database. Any number of processes lease slots and store groups; the trainer
@@ -108,7 +114,7 @@ class SqlBuffer(SlotBuffer):
         mine = {"name": name, "run": _run_id(run_dir / "rollouts"), "place": place}
 
         def work(connection: sa.Connection) -> None:
-            connection.execute(database.insert(RUNS, mine))
+            connection.execute(database.insert(RUNS), mine)
             registered = connection.execute(sa.select(RUNS).where(RUNS.c.name == name).with_for_update()).one()
             if registered.run != mine["run"]:
                 if not config.overwrite:
@@ -146,7 +152,7 @@ class SqlBuffer(SlotBuffer):
 
         def work(connection: sa.Connection) -> None:
             nonlocal arrivals
-            connection.execute(self._database.insert(BUFFERS, place))
+            connection.execute(self._database.insert(BUFFERS), place)
             head = self._head(connection, lock=True)
             assert head is not None
             if head["session"] == session:
@@ -188,11 +194,16 @@ class SqlBuffer(SlotBuffer):
         answer = await self._change(work, undo=undo, joins=joins)
         if answer is not None:
             return answer
-        polls = count()
+        polls, seen = count(), None
 
         async def poll(deadline: ProgressDeadline) -> tuple[Any, object]:
+            nonlocal seen
             if number := next(polls):
                 await pause(number - 1, min(deadline.left_s, self._deadline_s))
+            commits, session = self._database.commits(), self._session
+            if commits is not None and (commits, session) == seen:
+                return None, deadline.state
+            seen = (commits, session)  # before the tables are read, which may change in between
             change, due = await asyncio.to_thread(self._glance, work, deadline.state, joins)
             return (await self._change(work, undo=undo, joins=joins) if due else None), change
 
@@ -258,7 +269,7 @@ class SqlBuffer(SlotBuffer):
             answer = json.dumps(work(slots), default=_row_columns)
             if slots.changed:
                 call = {"caller": caller, "buffer": self._name, "token": token, "answer": answer}
-                connection.execute(self._database.insert(CALLS, call, replace=True))
+                connection.execute(self._database.insert(CALLS, replace=True), call)
                 self._save(connection, slots.rows)
             return _decoded(answer)
 
@@ -284,13 +295,12 @@ class SqlBuffer(SlotBuffer):
 
     def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""
-        query = sa.select(BUFFERS).where(BUFFERS.c.name == self._name)
-        row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+        row = connection.execute(_LOCKED_HEAD if lock else _HEAD, {"this_name": self._name}).one_or_none()
         return None if row is None else row._asdict()
 
     def _save(self, connection: sa.Connection, rows: Rows) -> None:
-        head = {**rows.head, "change": rows.head["change"] + 1}
-        connection.execute(sa.update(BUFFERS).where(BUFFERS.c.name == self._name).values(head))
+        head = {**rows.head, "change": rows.head["change"] + 1, "this_name": self._name}
+        connection.execute(_SAVE_HEAD, head)
 
 
 def _answered(connection: sa.Connection, caller: str, token: str) -> str | None:

@@ -16,6 +16,8 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +68,11 @@ class Database:
         self._url = _parsed(url)
         self._limit_s = patience_s / 2
         self._engine = _open(self._url, self._limit_s)
+        self._watches = _Watches(self._limit_s + _GRACE_S)
+        weakref.finalize(self, self._watches.end)
+        self._counter: sqlite3.Connection | None = None
+        """SQLite counts the commits of other connections: this one commits nothing."""
+        self._counting = threading.Lock()
         # The garbage collector warns about open connections.
         weakref.finalize(self, self._engine.dispose)
 
@@ -87,15 +94,25 @@ class Database:
         """The result of `work`, which only reads, from one snapshot, without locks."""
         return self._retried(work, reads=True)
 
-    def insert(self, table: sa.Table, row: dict[str, Any], *, replace: bool = False) -> sa.Insert:
-        """A statement that inserts the row. Keeps an existing row of its primary key, or with `replace` replaces it."""
-        dialect = postgresql if self._engine.dialect.name == "postgresql" else sqlite
-        keys = [column.name for column in table.primary_key]
-        rest = {name: value for name, value in row.items() if name not in keys}
-        insert = dialect.insert(table).values(row)
-        if replace:
-            return insert.on_conflict_do_update(index_elements=keys, set_=rest)
-        return insert.on_conflict_do_nothing(index_elements=keys)
+    def commits(self) -> int | None:
+        """A number that differs after every commit of any connection. Costs microseconds, where `read` costs hundreds:
+        a wait reads the tables only after a change. None if unknown: for a server, or if the file cannot be read."""
+        if self._engine.dialect.name != "sqlite":
+            return None
+        try:
+            with self._counting:
+                if self._counter is None:
+                    file = str(self._url.database)
+                    self._counter = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
+                    weakref.finalize(self, self._counter.close)
+                return self._counter.execute("PRAGMA data_version").fetchone()[0]
+        except sqlite3.Error:
+            return None
+
+    def insert(self, table: sa.Table, *, replace: bool = False) -> sa.Insert:
+        """The statement that inserts the row that it is executed with. Keeps an existing row of its primary key, or
+        with `replace` replaces it."""
+        return _insert(self._engine.dialect.name, table, replace)
 
     def _retried(self, work: Work[T], *, reads: bool) -> T:
         tries = Retrying(
@@ -113,8 +130,18 @@ class Database:
         with self._engine.connect() as connection:
             if reads:
                 connection.execution_options(**_READS[connection.dialect.name])
-            with _watched(connection, self._limit_s + _GRACE_S), connection.begin():
+            with self._watches.watched(connection), connection.begin():
                 return work(connection)
+
+
+@lru_cache
+def _insert(dialect: str, table: sa.Table, replace: bool) -> sa.Insert:
+    insert = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    keys = [column.name for column in table.primary_key]
+    if replace:
+        rest = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in keys}
+        return insert.on_conflict_do_update(index_elements=keys, set_=rest)
+    return insert.on_conflict_do_nothing(index_elements=keys)
 
 
 def _parsed(url: str) -> sa.URL:
@@ -191,42 +218,71 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
+@dataclass(slots=True, eq=False)
 class _Watch:
-    """Closes the connection to a server that has not responded for `limit_s`, which is the only way to end the wait."""
+    """A transaction on a server."""
 
-    def __init__(self, line: socket.socket, limit_s: float) -> None:
-        self.started_at = time.monotonic()
-        self._line, self._limit_s = line, limit_s
+    line: socket.socket
+    started_at: float
+    """When its last statement was sent."""
+    cut: bool = False
+    """Whether its connection was closed."""
+
+
+class _Watches:
+    """Closes the connection to a server that has not responded for `limit_s`, which is the only way to end the wait.
+
+    One thread watches all transactions: to start a thread for each would take longer than the transaction.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._watched: set[_Watch] = set()
+        self._lock = threading.Lock()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="database", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watched(self, connection: sa.Connection) -> Generator[None]:
+        """Watches the transaction of the block."""
+        driver: Any = connection.connection.driver_connection
+        if connection.dialect.name == "sqlite" or driver.closed:
+            yield  # SQLite has its own timeout; a closed connection raises at once
+            return
+        # A duplicate descriptor: the driver may close its own at any moment, and its number may be reused.
+        watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), time.monotonic())
+        connection.execution_options(watch=watch)
+        with self._lock:
+            self._watched.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="database", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watched.discard(watch)
+            watch.line.close()
 
     def end(self) -> None:
+        """Ends the thread."""
         self._over.set()
-        self._thread.join()
-        self._line.close()
 
     def _run(self) -> None:
-        while (left := self.started_at + self._limit_s - time.monotonic()) > 0:
-            if self._over.wait(left):
-                return
-        with suppress(OSError):  # already closed by the server
-            self._line.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
-    driver: Any = connection.connection.driver_connection
-    if connection.dialect.name == "sqlite" or driver.closed:
-        yield  # SQLite has its own timeout; a closed connection raises at once
-        return
-    # A duplicate descriptor: the driver may close its own at any moment, and its number may be reused.
-    watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), limit_s)
-    connection.execution_options(watch=watch)
-    try:
-        yield
-    finally:
-        watch.end()
+        # A watch that begins while the thread sleeps ends after the thread wakes: all have the same limit.
+        left = self._limit_s
+        while not self._over.wait(left):
+            now, left = time.monotonic(), self._limit_s
+            with self._lock:
+                for watch in self._watched:
+                    if watch.cut:
+                        continue
+                    if watch.started_at + self._limit_s > now:
+                        left = min(left, watch.started_at + self._limit_s - now)
+                        continue
+                    watch.cut = True
+                    with suppress(OSError):  # already closed by the server
+                        watch.line.shutdown(socket.SHUT_RDWR)
 
 
 def _asks(connection: sa.Connection) -> None:
@@ -302,10 +358,9 @@ class SqlTable:
 
         first = {"name": self._name, "revision": 1, "board": board, "writers": token}
         newer = change.values(revision=revision + 1, board=board, writers=writers)
-        statement = newer if revision else self._database.insert(_boards, first)
 
         def work(connection: sa.Connection) -> bool:
-            done = connection.execute(statement)
+            done = connection.execute(newer) if revision else connection.execute(self._database.insert(_boards), first)
             return done.rowcount == 1 or connection.execute(written).scalar_one() > 0
 
         return self._database.transact(work)
@@ -313,10 +368,14 @@ class SqlTable:
     async def changed(self, revision: int, patience_s: float) -> None:
         """Waits until the row is newer than `revision`, for at most `patience_s`."""
         query = sa.select(_boards.c.revision).where(_boards.c.name == self._name)
-        end, poll = time.monotonic() + patience_s, 0
+        end, poll, seen = time.monotonic() + patience_s, 0, None
         while (left := end - time.monotonic()) > 0:
             await pause(poll, left)
+            poll += 1
+            commits = self._database.commits()
+            if commits is not None and commits == seen:
+                continue
+            seen = commits  # before the row is read, which may change in between
             newest = await asyncio.to_thread(self._database.read, lambda c: c.execute(query).scalar_one_or_none())
             if (newest or 0) > revision:
                 return
-            poll += 1

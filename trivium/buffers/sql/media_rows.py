@@ -27,7 +27,7 @@ class MediaRows:
         else:
             check_media(media.sha256, media.data, f"store the media {media.sha256[:12]}", "roll its group out again")
             row = {"buffer": self._buffer, "sha256": media.sha256, "data": media.data}
-            self._database.transact(lambda connection: connection.execute(self._database.insert(MEDIA, row)))
+            self._database.transact(lambda connection: connection.execute(self._database.insert(MEDIA), row))
         self._stored.add(media.sha256)
 
     def load(self, sha256: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -23,10 +24,24 @@ _s, _g = SLOTS.c, GROUPS.c
 _COLUMNS = tuple(field.name for field in fields(Row) if field.name != "group")
 _WITHOUT_GROUP = ("slot", "attempt", "state", "owner", "version")
 """The columns of a row without a group. All others keep their defaults."""
-# Made once: building a query takes SQLAlchemy longer than running it takes SQLite. Operations that run for every group
-# read the columns that they need.
+# Made once: building a statement takes SQLAlchemy longer than running it takes SQLite. Operations that run for every
+# group read the columns that they need.
+_MINE = _s.buffer == sa.bindparam("this_buffer")
+_THIS = (_MINE, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam("this_attempt"))
+"""One row, by its primary key: the one index that PostgreSQL then considers."""
 _SELECT = sa.select(*(_s[name] for name in _COLUMNS))
 _SELECT_BRIEF = sa.select(*(_s[name] for name in (*_WITHOUT_GROUP, "arrival")))
+_FIND = _SELECT_BRIEF.where(*_THIS)
+_LOWEST = _SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_state")).order_by(_s.slot).limit(1)
+_FINISHED = _SELECT_BRIEF.where(_MINE, _s.state == SlotState.FINISHED).limit(sa.bindparam("count"))
+_FINISHED_SINCE = _FINISHED.where(_s.arrival >= sa.bindparam("begin")).order_by(_s.arrival)
+_FINISHED_WITHIN = _FINISHED.where(_s.slot >= sa.bindparam("begin"), _s.slot < sa.bindparam("end")).order_by(_s.slot)
+_INSERT, _STORE = sa.insert(SLOTS), sa.insert(GROUPS)
+_RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
+    _g.buffer == sa.bindparam("this_buffer"), _g.slot.in_(sa.bindparam("slots", expanding=True))
+)
+_EXPLORER = (EXPLORERS.c.buffer == sa.bindparam("this_buffer"), EXPLORERS.c.owner == sa.bindparam("this_owner"))
+_LOADED = sa.select(EXPLORERS.c.loaded).where(*_EXPLORER)
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
@@ -41,13 +56,12 @@ class SqlRows:
     def __init__(self, connection: sa.Connection, head: Mapping[str, Any]) -> None:
         self._connection, self._name = connection, head["name"]
         self.head = dict(head)
-        self._mine = _s.buffer == self._name
 
     # ------------------------------------------------------------------ explorers
 
     def loaded(self, owner: str) -> int | None:
-        query = sa.select(EXPLORERS.c.loaded).where(*self._explorer(owner))
-        return self._connection.execute(query).scalar_one_or_none()
+        this = {"this_buffer": self._name, "this_owner": owner}
+        return self._connection.execute(_LOADED, this).scalar_one_or_none()
 
     def load(self, owner: str, version: int | None) -> None:
         explorer = self._explorer(owner)
@@ -62,29 +76,27 @@ class SqlRows:
     # ------------------------------------------------------------------ reading
 
     def find(self, slot: int, attempt: int) -> Row | None:
-        return next(iter(self._rows(_SELECT_BRIEF.where(self._mine, _s.slot == slot, _s.attempt == attempt))), None)
+        return next(iter(self._rows(_FIND, this_slot=slot, this_attempt=attempt)), None)
 
     def lowest(self, state: SlotState) -> Row | None:
-        query = _SELECT_BRIEF.where(self._mine, _s.state == state).order_by(_s.slot).limit(1)
-        return next(iter(self._rows(query)), None)
+        return next(iter(self._rows(_LOWEST, this_state=state)), None)
 
     def select(self, *states: SlotState, where: Predicate | None = None) -> Sequence[Row]:
         # One state is compared, not looked up in a list of one: PostgreSQL plans that better.
         of_states = _s.state == states[0] if len(states) == 1 else _s.state.in_(states)
-        query = _SELECT.where(self._mine, of_states)
+        query = _SELECT.where(_MINE, of_states)
         return self._rows(query if where is None else query.where(where(_s)))
 
     def finished(self, count: int, begin: int, end: int | None) -> Sequence[Row]:
-        query = _SELECT_BRIEF.where(self._mine, _s.state == SlotState.FINISHED).limit(count)
         if end is None:
-            return self._rows(query.where(_s.arrival >= begin).order_by(_s.arrival))
-        return self._rows(query.where(_s.slot >= begin, _s.slot < end).order_by(_s.slot))
+            return self._rows(_FINISHED_SINCE, count=count, begin=begin)
+        return self._rows(_FINISHED_WITHIN, count=count, begin=begin, end=end)
 
     def taken(self, slots: Sequence[int]) -> list[Row]:
         """The rows of these slots that were taken."""
         taken: dict[int, Row] = {}
         for part in _parts(slots):
-            rows = self._rows(_SELECT.where(self._mine, _s.slot.in_(part)))
+            rows = self._rows(_SELECT.where(_MINE, _s.slot.in_(part)))
             taken |= {row.slot: row for row in rows if row.state == SlotState.CONSUMED}
         lost = [slot for slot in slots if slot not in taken]
         if lost:
@@ -101,13 +113,12 @@ class SqlRows:
         columns = _WITHOUT_GROUP if all(row.arrival is None for row in rows) else _COLUMNS
         values = [{"buffer": self._name, **{name: getattr(row, name) for name in columns}} for row in rows]
         for part in _parts(values):
-            self._connection.execute(sa.insert(SLOTS), part)
+            self._connection.execute(_INSERT, part)
 
     def update(self, rows: Sequence[Row], values: Mapping[str, Any]) -> None:
-        # Each row is selected by its primary key alone, which is the one index that PostgreSQL then considers.
-        these = (self._mine, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam("this_attempt"))
-        for part in _parts([{"this_slot": row.slot, "this_attempt": row.attempt} for row in rows]):
-            self._connection.execute(sa.update(SLOTS).where(*these).values(values), part)
+        shared = {"this_buffer": self._name, **{f"new_{name}": value for name, value in values.items()}}
+        for part in _parts([{**shared, "this_slot": row.slot, "this_attempt": row.attempt} for row in rows]):
+            self._connection.execute(_update_of(tuple(values)), part)
 
     # ------------------------------------------------------------------ groups
 
@@ -115,14 +126,15 @@ class SqlRows:
         del group
         if row.arrival is not None:  # its rewards were computed again
             self._delete_groups([row])
-        self._run(sa.insert(GROUPS).values(buffer=self._name, slot=row.slot, attempt=row.attempt, payload=record))
+        stored = {"buffer": self._name, "slot": row.slot, "attempt": row.attempt, "payload": record}
+        self._connection.execute(_STORE, stored)
 
     def discard(self, rows: Sequence[Row], version: int) -> None:
         del version  # there is no group without a row
         self._delete_groups(rows)
 
     def stored(self, floor: int) -> Sequence[Row]:
-        with_group = (self._mine, _s.slot >= floor, _s.arrival.is_not(None))
+        with_group = (_MINE, _s.slot >= floor, _s.arrival.is_not(None))
         return self._rows(_SELECT.where(*with_group).order_by(_s.slot, _s.attempt))
 
     def groups(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Group]]:
@@ -137,8 +149,8 @@ class SqlRows:
         """The encoded groups of rows; empty for a row without a group."""
         records: dict[tuple[int, int], bytes] = {}
         for part in _parts([row.slot for row in rows], _BULKY):
-            query = sa.select(_g.slot, _g.attempt, _g.payload).where(_g.buffer == self._name, _g.slot.in_(part))
-            records |= {(slot, attempt): record for slot, attempt, record in self._connection.execute(query)}
+            selected = self._connection.execute(_RECORDS, {"this_buffer": self._name, "slots": [*part]})
+            records |= {(slot, attempt): record for slot, attempt, record in selected}
         return [records.get((row.slot, row.attempt), b"") for row in rows]
 
     def _delete_groups(self, rows: Iterable[Row]) -> None:
@@ -150,18 +162,18 @@ class SqlRows:
 
     def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
         rows, kept_keys = (
-            self._rows(_SELECT.where(self._mine, _s.slot >= floor)),
+            self._rows(_SELECT.where(_MINE, _s.slot >= floor)),
             {(row.slot, row.attempt) for row in kept},
         )
         removed = [row for row in rows if row.slot not in done]
         for part in _parts(sorted({row.slot for row in removed})):
-            self._run(sa.delete(SLOTS).where(self._mine, _s.slot.in_(part)))
+            self._run(sa.delete(SLOTS).where(_s.buffer == self._name, _s.slot.in_(part)))
         self._delete_groups(
             row for row in removed if row.arrival is not None and (row.slot, row.attempt) not in kept_keys
         )
         # Slots below `floor` and those of `done` are consumed in this checkpoint, but may still have open rows: an
         # earlier session that resumed from an older checkpoint issued them again.
-        self._run(sa.update(SLOTS).where(self._mine, _s.state.in_(OPEN)).values(state=SlotState.CONSUMED))
+        self._run(sa.update(SLOTS).where(_s.buffer == self._name, _s.state.in_(OPEN)).values(state=SlotState.CONSUMED))
 
     def mark_failed(self, slot: int) -> None:
         self._forget_failed()
@@ -189,15 +201,21 @@ class SqlRows:
         as told, since their owners no longer exist."""
         for table in (EXPLORERS, CALLS):
             self._run(sa.delete(table).where(table.c.buffer == self._name))
-        untold = (self._mine, _s.state == SlotState.CANCELLED)
+        untold = (_s.buffer == self._name, _s.state == SlotState.CANCELLED)
         self._run(sa.update(SLOTS).where(*untold).values(state=SlotState.CANCELLED_TOLD))
 
-    def _rows(self, query: sa.Select[Any]) -> list[Row]:
-        rows: Any = self._connection.execute(query)
+    def _rows(self, query: sa.Select[Any], **values: Any) -> list[Row]:
+        rows: Any = self._connection.execute(query, {"this_buffer": self._name, **values})
         return [Row(slot, attempt, SlotState(state), *rest) for slot, attempt, state, *rest in rows]
 
     def _run(self, statement: sa.Executable) -> sa.CursorResult:
         return self._connection.execute(statement)  # pyright: ignore[reportReturnType]
+
+
+@lru_cache
+def _update_of(names: tuple[str, ...]) -> sa.Update:
+    """Sets these columns of one row to the parameters `new_...`."""
+    return sa.update(SLOTS).where(*_THIS).values({name: sa.bindparam(f"new_{name}") for name in names})
 
 
 def forget(connection: sa.Connection, run: str) -> None:
