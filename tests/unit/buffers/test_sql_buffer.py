@@ -342,6 +342,21 @@ async def test_a_wait_lasts_as_long_as_something_happens(url: str, tmp_path: Pat
     assert len(await taking) == 2
 
 
+async def test_calls_that_arrive_together_share_transactions(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path, groups_per_step=40)
+    await buffer.advance("e", 0)
+    with counted(buffer) as statements:
+        leases = await asyncio.gather(*(leased(buffer) for _ in range(40)))
+        puts = [buffer.put("e", make_group(lease)) for lease in leases]
+        wrong = buffer.put("another", make_group(leases[0]))  # its error undoes none of the others
+        *ended, error = await asyncio.gather(*puts, wrong, return_exceptions=True)
+    assert isinstance(error, DataError)
+    assert ended == [None] * 40
+    assert len({lease.slot for lease in leases}) == 40
+    assert len(await buffer.take(40, 0)) == 40
+    assert sum(statement.startswith("BEGIN") for statement, _ in statements) < 70
+
+
 async def test_a_wait_reads_the_tables_only_after_a_commit(url: str, tmp_path: Path) -> None:
     buffer, other = await opened(url, tmp_path), make_end(url, make_schedule(), tmp_path)
     mine, theirs = (

@@ -6,8 +6,11 @@ import asyncio
 import json
 import math
 import socket
+import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +40,25 @@ _THIS = BUFFERS.c.name == sa.bindparam("this_name")
 _HEAD = sa.select(BUFFERS).where(_THIS)
 _LOCKED_HEAD = _HEAD.with_for_update()
 _SAVE_HEAD = sa.update(BUFFERS).where(_THIS)
+
+
+_MANY_CALLS = 64
+"""Most calls in one transaction."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that changes the buffer."""
+
+    work: Work
+    joins: bool
+    caller: str
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tried: bool = False
+    """Whether a transaction has run it, and may have been committed."""
+    done: bool = False
+    answer: str = "null"
+    error: Exception | None = None
 
 
 class SqlBuffer(SlotBuffer):
@@ -94,6 +116,10 @@ class SqlBuffer(SlotBuffer):
         """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
         self._arrived_before = 0
         """The number of arrival from which groups are of this session."""
+        self._waiting: deque[_Call] = deque()
+        """The calls that no transaction has taken yet."""
+        self._writing = threading.Lock()
+        """Held for each transaction of this process that writes."""
         self._idle: list[str] = []
         """Caller names that no call is using; the database keeps one result per name."""
 
@@ -254,44 +280,74 @@ class SqlBuffer(SlotBuffer):
         return await asyncio.to_thread(decode)
 
     def _once(self, work: Work, joins: bool) -> Any:
-        token, tried = uuid.uuid4().hex, False
-        caller = self._idle.pop() if self._idle else uuid.uuid4().hex
+        """The answer of `work`, committed. Calls that arrive while another transaction of this process is in progress
+        share the next one."""
+        call = _Call(work, joins, self._idle.pop() if self._idle else uuid.uuid4().hex)
+        self._waiting.append(call)
+        with self._writing:
+            while not call.done:
+                self._commit([self._waiting.popleft() for _ in range(min(len(self._waiting), _MANY_CALLS))])
+        self._idle.append(call.caller)
+        if call.error is not None:
+            raise call.error
+        return _decoded(call.answer)
 
-        def transaction(connection: sa.Connection) -> Any:
-            nonlocal tried
-            slots = self._slots(connection, lock=True, joins=joins)
-            if slots is None:
-                return None
-            # Not before the lock is held: the commit whose answer was lost may still be under way.
-            if tried and (answered := _answered(connection, caller, token)) is not None:
-                return _decoded(answered)
-            tried = True
-            answer = json.dumps(work(slots), default=_row_columns)
-            if slots.changed:
-                call = {"caller": caller, "buffer": self._name, "token": token, "answer": answer}
-                connection.execute(self._database.insert(CALLS, replace=True), call)
-                self._save(connection, slots.rows)
-            return _decoded(answer)
-
+    def _commit(self, calls: Sequence[_Call]) -> None:
+        """Runs calls in one transaction. After an error of one, which undoes the others, each runs in its own."""
         try:
-            return self._database.transact(transaction)
-        finally:
-            self._idle.append(caller)
+            self._database.transact(lambda connection: self._run(connection, calls))
+        except Exception as error:
+            if len(calls) > 1 and not isinstance(error, RoleFailed):
+                for call in calls:
+                    self._commit([call])
+                return
+            for call in calls:
+                call.error = error
+        for call in calls:
+            call.done = True
 
-    def _slots(
-        self, connection: sa.Connection, *, lock: bool = False, joins: bool = False, dry: bool = False
-    ) -> Slots | None:
-        """The buffer's rows; None before the buffer is open. `joins`: the call can only come after the trainer's
-        `restore`, so the session in the database is its own."""
+    def _run(self, connection: sa.Connection, calls: Sequence[_Call]) -> None:
+        mine, head, rows = self._session, self._head(connection, lock=True), None
+        records: list[dict[str, Any]] = []
+        for call in calls:
+            call.answer = "null"
+            if not self._is_open(head, mine, joins=call.joins):
+                continue
+            # Not before the lock is held: the commit whose answer was lost may still be under way.
+            if call.tried and (answered := _answered(connection, call.caller, call.token)) is not None:
+                call.answer = answered
+                continue
+            call.tried = True
+            assert head is not None
+            rows = rows or SqlRows(connection, head)
+            slots = Slots(rows, self.schedule)
+            call.answer = json.dumps(call.work(slots), default=_row_columns)
+            if slots.changed:
+                values = {"caller": call.caller, "buffer": self._name, "token": call.token, "answer": call.answer}
+                records.append(values)
+        if rows is not None and records:
+            connection.execute(self._database.insert(CALLS, replace=True), records)
+            self._save(connection, rows)
+
+    def _slots(self, connection: sa.Connection, *, joins: bool = False, dry: bool = False) -> Slots | None:
+        """The buffer's rows, to read; None before the buffer is open."""
         mine = self._session  # before the row is read: `restore` may commit, and set it, in between
-        head = self._head(connection, lock=lock)
+        head = self._head(connection, lock=False)
+        if not self._is_open(head, mine, joins=joins):
+            return None
+        assert head is not None
+        return Slots(SqlRows(connection, head), self.schedule, dry=dry)
+
+    def _is_open(self, head: Mapping[str, Any] | None, mine: str | None, *, joins: bool) -> bool:
+        """Whether the trainer of the session `mine` has opened the buffer. `joins`: the call can only come after its
+        `restore`, so the session in the database is its own."""
         if mine is None and joins and head is not None:
             mine = self._session = head["session"]
         if mine is None:
-            return None
+            return False
         if head is None or head["session"] != mine:
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
-        return Slots(SqlRows(connection, head), self.schedule, dry=dry)
+        return True
 
     def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""

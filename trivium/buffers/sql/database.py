@@ -122,6 +122,13 @@ class Database:
             reraise=True,
         )
         try:
+            try:
+                return self._once(
+                    work, reads
+                )  # to retry takes a tenth of the time of a transaction, even if none fails
+            except DBAPIError as error:
+                if not _is_transient(error):
+                    raise
             return tries(self._once, work, reads)
         except SQLAlchemyError as error:
             raise RoleFailed("database", f"{self._url.render_as_string()}: {_cause(error)}") from error
