@@ -29,7 +29,7 @@ import greenlet
 from trivium.simulation.computer import EPOCH, Computer
 from trivium.simulation.computer import Thread as ComputerThread
 from trivium.simulation.disk import Disk
-from trivium.simulation.storage import Conditions, Replaced, databases, files
+from trivium.simulation.filesystem import Conditions, Replaced, databases, files
 
 
 class Lock:

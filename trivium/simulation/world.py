@@ -17,10 +17,10 @@ from trivium.errors import TriviumError, first_cause, one_line
 from trivium.runtime.launch import run as run_command
 from trivium.simulation.computer import Computer, Process
 from trivium.simulation.disk import Disk, lose_commits
+from trivium.simulation.filesystem import Conditions
 from trivium.simulation.hardware import SimulatedTrainEngine
 from trivium.simulation.history import History, Tables, is_complete
 from trivium.simulation.spec import Fault, Outcome, Spec
-from trivium.simulation.storage import Conditions
 from trivium.simulation.system import installed
 from trivium.types import Batch
 

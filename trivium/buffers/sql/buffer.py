@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -56,9 +57,8 @@ class _Call:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     tried: bool = False
     """Whether a transaction has run it, and may have been committed."""
-    done: bool = False
     answer: str = "null"
-    error: Exception | None = None
+    committed: Future[None] = field(default_factory=Future[None])
 
 
 class SqlBuffer(SlotBuffer):
@@ -285,11 +285,10 @@ class SqlBuffer(SlotBuffer):
         call = _Call(work, joins, self._idle.pop() if self._idle else uuid.uuid4().hex)
         self._waiting.append(call)
         with self._writing:
-            while not call.done:
+            while not call.committed.done():
                 self._commit([self._waiting.popleft() for _ in range(min(len(self._waiting), _MANY_CALLS))])
         self._idle.append(call.caller)
-        if call.error is not None:
-            raise call.error
+        call.committed.result()
         return _decoded(call.answer)
 
     def _commit(self, calls: Sequence[_Call]) -> None:
@@ -302,9 +301,10 @@ class SqlBuffer(SlotBuffer):
                     self._commit([call])
                 return
             for call in calls:
-                call.error = error
-        for call in calls:
-            call.done = True
+                call.committed.set_exception(error)
+        else:
+            for call in calls:
+                call.committed.set_result(None)
 
     def _run(self, connection: sa.Connection, calls: Sequence[_Call]) -> None:
         mine, head, rows = self._session, self._head(connection, lock=True), None
