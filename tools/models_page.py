@@ -105,10 +105,11 @@ Layers with a state other than keys and values are supported if transformers com
   start of the run.
 - **Layer types** other than full and sliding attention and those below (`chunked_attention`, ...): refused likewise.
 - **Soft-capping of the logits** (`final_logit_softcapping`, as in the published Gemma 2) is refused by the trainer.
-  Soft-capping inside attention and attention sinks (GPT-OSS) are supported: sampling is slower, and training is
-  padded, because the kernels of packed attention compute neither.
-- **StableLM, Falcon and BLOOM** cannot be sampled and are trained padded, because their layers in transformers call a
-  fixed attention function.
+  Soft-capping inside attention is supported: sampling is slower, and training is padded. Attention sinks (GPT-OSS) make
+  sampling slower, and `train.sequence_parallel` is refused.
+- **StableLM** is trained padded, because its layers in transformers do not pass the arguments of packed attention on.
+- **Falcon and BLOOM** cannot be sampled and are trained padded: their layers in transformers compute attention
+  themselves, so it cannot be replaced. BLOOM's has biases by position (ALiBi), which packed attention lacks.
 - **Rotary embeddings of type `dynamic` or `longrope`** depend on the longest sequence in the batch. They need
   `engine.batch_invariant: false`.
 - **Video and audio.**

@@ -155,11 +155,11 @@ def test_dense_models_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_pack_is_refused_by_name() -> None:
-    model = mixture("gpt_oss")
-    language_model = LanguageModel(model, dtype=torch.float32, device=torch.device("cpu"), temperature=1.0)
+    language_model = LanguageModel(mixture(), dtype=torch.float32, device=torch.device("cpu"), temperature=1.0)
     language_model.replay_routing()
+    language_model.backbone.packs = False
     packed = replace(pack([PROMPT]), routing=torch.zeros(3, 2, len(PROMPT), dtype=torch.int16))
-    with refused(ConfigError, "GptOssModel"):
+    with refused(ConfigError, "Qwen3MoeModel"):
         language_model(packed, torch.arange(1, 5))
 
 

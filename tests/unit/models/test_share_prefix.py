@@ -139,7 +139,7 @@ def test_images_are_shared_whole() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5, 30])
-@pytest.mark.parametrize("width", [4, 6])
+@pytest.mark.parametrize(("width", "with_sinks"), [(4, False), (6, False), (4, True), (6, True)])
 @pytest.mark.parametrize(
     ("clump", "copied", "kinds"),
     [
@@ -157,6 +157,7 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
     kinds: tuple[int, bool, bool],
     window: int | None,
     width: int,
+    with_sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`kinds`: how many segments are attended to as they are, whether others are copied, and whether subtrees share a
@@ -172,6 +173,7 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
     torch.manual_seed(0)
     shapes = ((4, 4), (2, 4), (2, width))
     q, k, v = (torch.randn(len(packed.tokens), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
 
     def alone(places: torch.Tensor) -> torch.Tensor:
         index = torch.arange(len(places))
@@ -179,13 +181,17 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
         seen = (behind >= 0) & (behind < (window or 1000))
         parts = [q[places], k[places].repeat_interleave(2, 1), v[places].repeat_interleave(2, 1)]
         scores = torch.einsum("lhd,shd->hls", parts[0], parts[1]) * 0.3
-        return torch.einsum("hls,shd->lhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), parts[2])
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if with_sinks:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(places), 1)], -1)
+        return torch.einsum("hls,shd->lhd", scores.softmax(-1)[..., : len(places)], parts[2])
 
     expected = torch.cat([alone(places) for places in packed.rows.split(list(packed.lengths))])
-    found = tree_attention(q, k, v, rows, 0.3, window)[packed.rows]
+    found = tree_attention(q, k, v, rows, 0.3, window, sinks if with_sinks else None)[packed.rows]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(expected)
-    gradients = [torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (found, expected)]
+    inputs = (q, k, v, sinks) if with_sinks else (q, k, v)
+    gradients = [torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 

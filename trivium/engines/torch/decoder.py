@@ -26,7 +26,7 @@ from trivium.engines.torch.layers import Layers, changing_rotation, supports
 from trivium.engines.torch.row_states import StatefulPromptCache, StatefulRowCache
 from trivium.engines.torch.step_graphs import StepGraphs, graph_width
 from trivium.errors import ConfigError, SyncError
-from trivium.models.backbone.load import load_lm, max_positions
+from trivium.models.backbone.load import calls_attention, load_lm, max_positions
 from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
 from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
@@ -407,7 +407,7 @@ def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool, recurrent: bool) -> None:
     config, name = model.config.get_text_config(), type(model).__name__
-    if not (recurrent or model._supports_attention_backend) or model.get_output_embeddings() is None:
+    if not (recurrent or calls_attention(model)) or model.get_output_embeddings() is None:
         raise ConfigError(
             f"generate with {name}",
             "its attention cannot be replaced (no attention interface), or it has no output layer",

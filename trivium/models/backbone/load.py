@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,9 +57,18 @@ def load_lm(
         ) from error
 
 
+def calls_attention(module: PreTrainedModel) -> bool:
+    """Whether the attention of a model can be replaced: its class declares transformers' interface or, as in StableLM,
+    its layers call it nevertheless."""
+    forwards = (inspect.unwrap(type(layer).forward) for layer in module.modules())
+    return type(module)._supports_attention_backend or any(
+        "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__")
+    )
+
+
 def set_attention(module: PreTrainedModel, name: str) -> None:
     """Makes a model compute attention by the function registered under this name. transformers refuses to for classes
-    that do not declare the interface, although the attention layers of hybrid models use it."""
+    that do not declare the interface (see `calls_attention`)."""
     if type(module)._supports_attention_backend:
         module.set_attn_implementation(name)
     else:

@@ -67,7 +67,7 @@ PACKED = "trivium_packed"
 """The name of packed attention in transformers' registry. No mask function is registered, so no mask is built."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_EXTRAS = ("softcap", "s_aux", "position_bias")
+_EXTRAS = ("softcap", "position_bias")
 """Arguments of attention that packed attention does not support."""
 
 
@@ -162,13 +162,15 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     trivium_pack: Pack | None = None,
     trivium_sequence: SequenceGroup | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack: (1, H, T, D) -> (1, T, H, D).
 
-    With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the pack describes all slices.
+    `s_aux` (H,) are attention sinks. With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the
+    pack describes all slices.
 
     Never applies dropout, which would change the ratio of two policies.
     """
@@ -188,9 +190,17 @@ def packed_attention(
         dtype = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
         tokens = [x.to(dtype) for x in tokens]
     if trivium_sequence is not None:
+        if s_aux is not None:
+            raise ConfigError(
+                f"train.sequence_parallel {trivium_sequence.size} for {type(module).__name__}",
+                "its heads have attention sinks, which ranks cannot share",
+                "leave it at 1 for this model",
+            )
         tokens = heads_apart(tokens, trivium_sequence)
     backend = None if device == "cpu" else backend_for(tokens[0], tokens[2])
-    if backend in KERNELS:
+    if s_aux is not None:
+        attend = partial(_attend_in_tree, sinks=s_aux)
+    elif backend in KERNELS:
         attend = partial(_attend_in_runs, kernel=KERNELS[backend])
     else:
         attend = _attend_in_tree if trivium_pack.layout().is_tree else _attend_in_grids
@@ -224,12 +234,16 @@ def _attend_in_grids(
 
 
 def _attend_in_tree(
-    tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
+    tokens: Sequence[torch.Tensor],
+    batch: Pack,
+    scaling: float | None,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for sequences that share tokens. Rows without a token are zero."""
+    """The same for sequences that share tokens, or with `sinks`. Rows without a token are zero."""
     number = batch.num_rows
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
-    return _at_rows(batch, tree_attention(q, k, v, batch.layout(), scaling, sliding_window), len(tokens[0]))
+    return _at_rows(batch, tree_attention(q, k, v, batch.layout(), scaling, sliding_window, sinks), len(tokens[0]))
 
 
 def _attend_in_runs(

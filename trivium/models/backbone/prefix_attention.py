@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -61,20 +61,27 @@ class TreeRows:
 
 
 def tree_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: TreeRows, scale: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: TreeRows,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(T, H, D), (T, K, D), (T, K, D) -> (T, H, D). A query attends to the last `window` tokens, itself included."""
+    """(T, H, D), (T, K, D), (T, K, D) -> (T, H, D). A query attends to the last `window` tokens, itself included, and
+    to the sink of its head, `sinks` (H,): a logit whose value is zero."""
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    return cast(torch.Tensor, _TreeAttention.apply(query, key, value, rows, scale, window))
+    return cast(torch.Tensor, _TreeAttention.apply(query, key, value, rows, scale, window, sinks))
 
 
 class _Context(Protocol):
     rows: TreeRows
     scale: float
     window: int | None
-    saved_tensors: tuple[torch.Tensor, ...]
+    saved_tensors: tuple[Any, ...]
 
-    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -87,6 +94,7 @@ class _TreeAttention(torch.autograd.Function):
         rows: TreeRows,
         scale: float,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.rows, ctx.scale, ctx.window = rows, scale, window
         keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
@@ -101,7 +109,10 @@ class _TreeAttention(torch.autograd.Function):
             weight = torch.sigmoid(its_norm[0] - log_norm[behind])
             output[behind].lerp_(its_output[0], weight[..., None].to(output.dtype))
             log_norm[behind] = torch.logaddexp(log_norm[behind], its_norm[0])
-        ctx.save_for_backward(query, key, value, output, log_norm)
+        if sinks is not None:  # one more part, with the value zero
+            output = output * torch.sigmoid(log_norm - sinks)[..., None].to(output.dtype)
+            log_norm = torch.logaddexp(log_norm, sinks.to(log_norm.dtype).expand_as(log_norm))
+        ctx.save_for_backward(query, key, value, output, log_norm, sinks)
         return output
 
     @staticmethod
@@ -109,7 +120,7 @@ class _TreeAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
         ctx: _Context, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_norm = ctx.saved_tensors
+        query, key, value, output, log_norm, sinks = ctx.saved_tensors
         rows, scale, window, grad = ctx.rows, ctx.scale, ctx.window, grad_outputs[0]
         keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
         cells = [x.index_select(0, rows.spread) for x in (query, keys, values, output, log_norm)]
@@ -134,7 +145,10 @@ class _TreeAttention(torch.autograd.Function):
             of_keys[before] += k[0]
             of_values[before] += v[0]
         of_key, of_value = (_summed(x, key.shape[1]) for x in (of_keys, of_values))
-        return of_query, of_key, of_value, None, None, None
+        of_sinks: torch.Tensor | None = None
+        if sinks is not None:
+            of_sinks = -((sinks - log_norm).exp() * (grad * output).sum(-1)).sum(0).to(sinks.dtype)
+        return of_query, of_key, of_value, None, None, None, of_sinks
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -94,6 +94,6 @@ class InvariantFunctions(TorchFunctionMode):
     """Inside the block, element-wise functions that layers call directly go through the vector code, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FUNCTIONS:
+        if func not in _FUNCTIONS or not args:
             return func(*args, **(kwargs or {}))
         return aligned(lambda x: func(x, *args[1:], **(kwargs or {})), args[0])
