@@ -259,6 +259,7 @@ declare(
     better="down",
 )
 declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
+declare("train/entropy_coef", "coefficient of a steered entropy bonus in this step", aggregation="last")
 declare("train/preference_accuracy", "fraction of pairs whose preferred completion has the higher score", better="up")
 declare("train/preference_margin", "mean score of preferred minus rejected completions", better="up")
 declare(

@@ -105,6 +105,10 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "cpgd": "trivium.algorithms.presets:CPGD",
         "prime": "trivium.algorithms.presets:PRIME",
         "echo": "trivium.algorithms.presets:ECHO",
+        "fipo": "trivium.algorithms.presets:FIPO",
+        "real": "trivium.algorithms.presets:REAL",
+        "scale_rl": "trivium.algorithms.presets:SCALE_RL",
+        "iw_opd": "trivium.algorithms.presets:IW_OPD",
         "sdpo": "trivium.algorithms.presets:SDPO",
         "decoupled_ppo": "trivium.algorithms.presets:DECOUPLED_PPO",
         "reinforce": "trivium.algorithms.presets:REINFORCE",
@@ -186,6 +190,8 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "distill": "trivium.algorithms.policy_losses.distillation:distill",
         "distill_top_k": "trivium.algorithms.policy_losses.distillation:distill_top_k",
         "distill_student_top_k": "trivium.algorithms.policy_losses.distillation:distill_student_top_k",
+        "fipo": "trivium.algorithms.policy_losses.future:fipo",
+        "real": "trivium.algorithms.policy_losses.labels:real",
     },
     "gates": {
         "clip_b": "trivium.algorithms.token_weights:clip_b",
@@ -193,6 +199,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "sequence_drift": "trivium.algorithms.token_weights:sequence_drift",
         "probability_difference": "trivium.algorithms.token_weights:probability_difference",
         "top_entropy": "trivium.algorithms.token_weights:top_entropy",
+        "prompt_mean": "trivium.algorithms.token_weights:prompt_mean",
     },
     "kl_estimators": {
         "kl": "trivium.algorithms.kl:k1",

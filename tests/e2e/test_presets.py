@@ -60,13 +60,22 @@ CASES: dict[str, dict[str, Any]] = {
     "opsd": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
     "sdft": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
 }
-UNJUDGED = ("distill", "distill_top_k", "distill_student_top_k", "opsd", "sdft", "sft", "reward_model")
+UNJUDGED = (
+    "distill",
+    "distill_top_k",
+    "distill_student_top_k",
+    "iw_opd",
+    "opsd",
+    "sdft",
+    "sft",
+    "reward_model",
+)
 PAIRS = ("dpo", "ipo", "kto")  # whole sequences against a reference: nothing is compared with the engine
 
 
 def config_of(preset: str, folder: Path) -> RunConfig:
     said = merged(merged(BASE, {"algorithm": {"kind": preset}}), CASES.get(preset, {}))
-    if preset.startswith("distill"):
+    if preset.startswith(("distill", "iw_opd")):
         teacher = TinyModel(TinyModel.Config(**MODEL), seed=7).materialize(folder / "teacher")
         said = merged(said, {"algorithm": {"teacher": {"path": str(teacher)}}})
     if preset in UNJUDGED:

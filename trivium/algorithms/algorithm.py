@@ -13,6 +13,7 @@ from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, memb
 from trivium.algorithms.advantages.finishing import Normalise, normalised
 from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged, with_labels
 from trivium.algorithms.correction import Correction
+from trivium.algorithms.entropy import EntropyController
 from trivium.algorithms.estimator_inputs import (
     advantage_inputs,
     estimator_column,
@@ -99,6 +100,8 @@ class GroupAlgorithm:
     """An off-policy correction against the recomputed old log-probabilities, applied before the step."""
     kl_coef: float = 0.0
     """The KL coefficient in the loss, for the log."""
+    entropy_controller: EntropyController | None = None
+    """Holds the coefficient of the entropy bonus; None for a constant one."""
     epochs: int = 1
     mini_batches: int = 1
     pairs: bool = False
@@ -133,7 +136,17 @@ class GroupAlgorithm:
     def objectives_at(self, version: int) -> tuple[AnyObjective, ...]:
         """The objectives of the train step from `version`. During the critic's warm-up these are only the critic's."""
         warming_up = version < self.first_version + self.critic_warmup
-        return tuple(each for each in self.objectives if not warming_up or each.role == "critic")
+        return tuple(self._steered(each) for each in self.objectives if not warming_up or each.role == "critic")
+
+    def _steered(self, objective: AnyObjective) -> AnyObjective:
+        """The objective with the current coefficient of the entropy bonus."""
+        if self.entropy_controller is None:
+            return objective
+        if isinstance(objective, SharedObjective):
+            return replace(objective, policy=self._steered(objective.policy))
+        if not isinstance(objective, PolicyObjective) or objective.entropy is None:
+            return objective
+        return replace(objective, entropy=replace(objective.entropy, coef=self.entropy_controller.coef))
 
     @property
     def needs(self) -> frozenset[str]:
@@ -228,6 +241,10 @@ class GroupAlgorithm:
             return batch, metrics
         own = np.flatnonzero(~batch.experts).tolist()
         judged = batch.select(own)
+        if self.entropy_controller is not None and judged.num_response_tokens:
+            sampled = judged.flat("rollout_log_prob")[judged.flat("response_mask")]
+            self.entropy_controller.update(-float(sampled.mean(dtype=np.float64)))
+            metrics |= {"train/entropy_coef": self.entropy_controller.coef}
         x, estimate, judged_metrics = self._judged(self.estimator, judged)
         columns = {"advantages": ragged(estimate.advantages, judged), "returns": ragged(estimate.returns, judged)}
         batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
@@ -275,11 +292,12 @@ class GroupAlgorithm:
         return batch.masked([np.full(len(e), not truncated) for e, truncated in rows])
 
     def state(self) -> dict[str, Any]:
-        """The adaptive KL coefficient, and the reward moments of the shapings."""
+        """The adaptive coefficients, and the reward moments of the shapings."""
         controller = self.estimator.kl_controller if self.estimator else None
         moments = [asdict(moments) for moments in self._moments]
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         coef = {"kl_coef": steered.value, "kl_coef_initial": steered.initial} if steered else {}
+        coef |= {"entropy_coef": self.entropy_controller.value} if self.entropy_controller else {}
         roles = [{name: asdict(each) for name, each in roles.items()} for roles in self._roles]
         return coef | ({"moments": moments} if moments else {}) | ({"roles": roles} if roles else {})
 
@@ -290,6 +308,8 @@ class GroupAlgorithm:
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         if steered and state.get("kl_coef_initial", steered.initial) == steered.initial:
             steered.value = float(state.get("kl_coef", steered.value))
+        if self.entropy_controller:
+            self.entropy_controller.value = float(state.get("entropy_coef", self.entropy_controller.value))
         if "moments" in state:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 vars(moments).update(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trivium.algorithms.aggregation import agg_loss
@@ -31,6 +32,27 @@ def exact(x: PolicyInputs) -> Tensor:
 def sampled(x: PolicyInputs) -> Tensor:
     """As `exact`, without the tokens of an expert."""
     return torch.where(x.expert, 0.0, given_entropy(x))
+
+
+@dataclass
+class EntropyController:
+    """Steers the coefficient of an entropy bonus: the bonus acts only in steps whose entropy is at most the target
+    (Skywork-OR1, He et al. 2025, arXiv 2505.22312, section 3.2.5)."""
+
+    value: float
+    """The coefficient of the next step whose entropy is low enough; never below 0."""
+    target: float
+    """In nats per token."""
+    step: float
+    """The change of the coefficient in each train step: up below the target, down above it."""
+    coef: float = 0.0
+    """The coefficient of this step."""
+
+    def update(self, entropy: float) -> None:
+        """Begins a step with this entropy."""
+        self.coef = self.value if entropy <= self.target else 0.0
+        change = (entropy < self.target) - (entropy > self.target)
+        self.value = max(0.0, self.value + change * self.step)
 
 
 def given_entropy(x: PolicyInputs) -> Tensor:

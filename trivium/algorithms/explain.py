@@ -85,6 +85,9 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
         yield Line("reward", f"that of each token less {coef} KL{how}")
         yield Line("KL", describe_function(estimator.kl, estimator.kl_metadata), estimator.kl_metadata.source)
     yield Line("A", describe_function(estimator.function, estimator.metadata), estimator.metadata.source)
+    if (steered := algorithm.entropy_controller) is not None:
+        how = f"changes by {steered.step:g} a step; 0 while the entropy is above {steered.target:g} nats"
+        yield Line("weight of H", f"{steered.value:g} at first, {how}", "Skywork-OR1, He et al. 2025")
     if estimator.normalise != "none":
         yield Line("A becomes", {"mean": "A - mean(A)", "std": "(A - mean(A)) / std(A)"}[estimator.normalise])
     if estimator.clip is not None:

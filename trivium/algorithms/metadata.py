@@ -33,6 +33,7 @@ COLUMNS = frozenset(SCORES.values()) | {
     "turn_state",
     "greedy_reward",
     "uniform",
+    "group",
     "moments",
     "role_mean",
 }
@@ -83,8 +84,9 @@ class FunctionMetadata:
 class SelectionMetadata(FunctionMetadata):
     """Metadata of `f(x: PolicyInputs, *, options...) -> (B, L) bool`, a selection of tokens over a whole mini-batch.
 
-    `needs` may name `log_prob` and `entropy`, computed with the weights before the update, and `uniform`, a number in
-    [0, 1) for each token that is independent of the rest of the batch.
+    `needs` may name `log_prob` and `entropy`, computed with the weights before the update, `uniform`, a number in
+    [0, 1) for each token that is independent of the rest of the batch, and `group`, the number of the row's group. The
+    result may also be a number for each token.
     """
 
     decorator = "selection"

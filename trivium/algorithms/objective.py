@@ -13,7 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from trivium.algorithms.aggregation import Counts
-from trivium.algorithms.batches import padded, ragged, token_uniforms
+from trivium.algorithms.batches import numbered, padded, ragged, token_uniforms
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import corrected, live_weights, measured
 from trivium.algorithms.metadata import EntropyMetadata, KlMetadata, PolicyLossMetadata, TokenWeightMetadata
@@ -211,7 +211,7 @@ class PolicyObjective:
         for term in (self.entropy, self.kl, self.distill):
             columns |= term.metadata.needs if term is not None else set()
         for each in (*(weight.metadata for weight in self.token_weights), self.metadata.selection):
-            columns |= each.needs - SCORED_AHEAD - {"uniform"} if each is not None else set()
+            columns |= each.needs - SCORED_AHEAD - {"uniform", "group"} if each is not None else set()
         weighs_ahead = self.correction is not None and self.correction.weights != "none" and not self.correction.live
         added = {
             "rollout_is_weights": self.weighted or weighs_ahead,
@@ -270,6 +270,9 @@ class PolicyObjective:
         columns = {name: zero_outside(padded(arrays), mask) for name, arrays in batch.columns.items()}
         columns["rollout_log_prob"] = padded([e.rollout_log_prob for e in batch.experiences])
         columns["uniform"] = token_uniforms(batch, self.seed, "selection", *address)
+        columns["group"] = torch.from_numpy(numbered([e.group_id for e in batch.experiences]))[:, None].expand(
+            mask.shape
+        )  # pyright: ignore[reportUnknownMemberType]
         log_prob = columns.get("log_prob", torch.zeros(mask.shape))
         version = padded([e.policy_version for e in batch.experiences])
         return PolicyInputs(log_prob, mask, columns, expert_rows(version, mask), columns.get("entropy"))

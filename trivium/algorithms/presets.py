@@ -127,6 +127,27 @@ DECOUPLED_PPO = GRPO.replace(
     correction={"kind": "decoupled_token_is"},
 )
 
+FIPO = GRPO.replace("FIPO, Ma et al. 2026 (arXiv 2603.19835)", policy_loss={"kind": "fipo"})
+
+SCALE_RL = CISPO.replace(
+    "the loss of ScaleRL, Khatri et al. 2025 (arXiv 2510.13786): CISPO, prompt means, no groups of equal rewards",
+    advantage={"std_level": "batch"},
+    gates=("prompt_mean",),
+    filters=("zero_variance",),
+)
+
+REAL = GRPO.replace(
+    "REAL, Zhai et al. 2026 (arXiv 2602.05630): rewards above 0 are labels",
+    advantage={"kind": "reinforce"},
+    policy_loss={"kind": "real"},
+    aggregate="seq-mean-token-mean",
+)
+
+IW_OPD = GRPO.replace(
+    "IW-OPD, Xie et al. 2026 (arXiv 2606.22600), with the ratio of PPO",
+    advantage={"kind": "on_policy_distill", "prefix_gamma": 0.5},
+)
+
 ECHO = GRPO.replace("ECHO, Shrivastava et al. 2026: GRPO, and the prediction of observations", observation_coef=0.05)
 
 SDPO = GRPO.replace(

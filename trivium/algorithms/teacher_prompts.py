@@ -5,7 +5,7 @@ The completion keeps its token ids: only the tokens before it are others (`Exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from trivium.errors import DataError
 from trivium.protocols import Renderer
-from trivium.types import Batch, Experience, Group, Message, Task, Trajectory
+from trivium.types import Batch, Experience, Group, Task, Trajectory, with_system
 
 FIELDS = ("prompt", "feedback", "success")
 """What a template may name beside the task's columns: the text of the last message of the prompt, the environment's
@@ -34,8 +34,8 @@ class TeacherPrompts:
     renderer: Renderer
     templates: Sequence[str]
     """The first one whose fields are all known for a rollout is used. A rollout that has none is not taught."""
-    prompt: Callable[[Task], Sequence[Message]]
-    """The conversation that the policy read."""
+    system: str | None = None
+    """The system message that the workflow puts before a task's prompt."""
 
     def added(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """The batch with `teacher_prompt` of every sequence, and the column `taught`: 0 for those without one."""
@@ -50,7 +50,8 @@ class TeacherPrompts:
         text = next((t for t in (_filled(template, known, group.task) for template in self.templates) if t), None)
         if text is None:
             return e
-        *earlier, last = self.prompt(group.task)
+        prompt = group.task.prompt
+        *earlier, last = prompt if self.system is None else with_system(prompt, self.system)
         shown = self.renderer.render([*earlier, last]).tokens
         if not np.array_equal(shown, e.tokens[: e.first]):
             raise DataError(

@@ -1,5 +1,5 @@
-"""Token weights (`algorithm.gates`): factors 0 or 1 of a token's policy loss. A token of weight 0 has no gradient and
-stays in the mean: the counts that the loss is divided by include it, unless the section sets `narrow`.
+"""Token weights (`algorithm.gates`): factors of a token's policy loss, most of them 0 or 1. A token of weight 0 has no
+gradient and stays in the mean: the counts that the loss is divided by include it, unless the section sets `narrow`.
 
 Legend: B sequences, L tokens. A token weight of scope `row` is computed with the current weights of the policy; one of
 scope `batch` sees the whole mini-batch and is computed with the weights before the update. Expert tokens have no ratio
@@ -15,6 +15,7 @@ from pydantic import Field
 from trivium.algorithms.entropy import given_entropy
 from trivium.algorithms.metadata import gate
 from trivium.algorithms.policy_losses.base import PolicyInputs, row_mean
+from trivium.algorithms.stats import distinct
 from trivium.models.late import torch
 
 if TYPE_CHECKING:
@@ -86,6 +87,22 @@ def top_entropy(
     last = kept.double().floor().long().clamp(min=1) - 1
     lowest = candidates.sort(-1, descending=True).values.gather(-1, last)
     return (x.response_mask & (x.expert | (given >= lowest))).to(given.dtype)
+
+
+@gate(
+    formula="tokens / (prompts * tokens of the prompt): with token-mean, the mean over prompts of their token means",
+    source="prompt-level loss aggregation, ScaleRL, Khatri et al. 2025 (arXiv 2510.13786)",
+    needs={"group"},
+    scope="batch",
+)
+def prompt_mean(x: PolicyInputs) -> Tensor:
+    """Every prompt weighs the same, however long its completions are. Meant for the aggregation `token-mean`."""
+    _, group, members = distinct(x.columns["group"].amax(-1))
+    tokens = x.response_mask.sum(-1)
+    of_prompt = torch.zeros_like(members).index_add(0, group, tokens)
+    prompts = (of_prompt > 0).sum().clamp(min=1)
+    weight = tokens.sum() / (prompts * of_prompt[group].clamp(min=1))
+    return weight.unsqueeze(-1).expand_as(x.log_prob).to(x.log_prob.dtype)
 
 
 @gate(

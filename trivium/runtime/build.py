@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
-from trivium.types import SERVED, TRAINER, Message, Task, Teacher, capabilities_of, with_system
+from trivium.types import SERVED, TRAINER, capabilities_of
 
 
 @dataclass(frozen=True)
@@ -157,16 +157,6 @@ def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
     return HeldOut(taskset, build_buffer(stage, in_order), len(tasks))
 
 
-def _teacher_prompts(stage: Stage, teacher: Teacher) -> TeacherPrompts:
-    """Builds the renderer of a teacher's context. The policy reads the prompt of a task after `workflow.system`."""
-    system = getattr(stage.config.workflow, "system", None)
-
-    def prompt(task: Task) -> Sequence[Message]:
-        return task.prompt if system is None else with_system(task.prompt, system)
-
-    return TeacherPrompts(stage.renderer, teacher.context, prompt)
-
-
 BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
 
 
@@ -185,7 +175,9 @@ def build_trainer(
     config, buffer = stage.config, endpoints.buffer
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
     if algorithm.teacher is not None and algorithm.teacher.context:
-        algorithm = replace(algorithm, teacher_prompts=_teacher_prompts(stage, algorithm.teacher))
+        system = getattr(config.workflow, "system", None)
+        prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system)
+        algorithm = replace(algorithm, teacher_prompts=prompts)
     schedule = build_schedule(stage)
     strategy = build(
         "sample_strategies",

@@ -28,7 +28,7 @@ def teacher(tmp_path: Path) -> str:
 
 def least(kind: str, teacher: str) -> dict[str, object]:
     """The least that a user must say about a preset."""
-    return {"kind": kind, "teacher": {"path": teacher}} if kind.startswith("distill") else {"kind": kind}
+    return {"kind": kind, "teacher": {"path": teacher}} if kind.startswith(("distill", "iw_opd")) else {"kind": kind}
 
 
 def as_it_runs(algorithm: dict[str, object]) -> RunConfig:
@@ -63,6 +63,7 @@ def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher
         "opsd": {"teacher_top"},
         "sdft": {"student_top"},
         "sdpo": {"student_top"},
+        "iw_opd": {"teacher"},
         "decoupled_ppo": {"old"},
         "dpo": {"ref"},
         "ipo": {"ref"},

@@ -34,7 +34,7 @@ GROUP = Group(0, TASK, (member(0, 0.0, "too small"), member(1, 1.0), member(2, 0
 
 
 def read(*templates: str, group: Group = GROUP) -> list[str | None]:
-    prompts = TeacherPrompts(Letters(), templates, lambda task: task.prompt)
+    prompts = TeacherPrompts(Letters(), templates)
     batch = prompts.added(batch_of([group]), [group])
     taught = [bool(row.all()) for row in batch.columns["taught"]]
     assert taught == [e.teacher_prompt is not None for e in batch.experiences]

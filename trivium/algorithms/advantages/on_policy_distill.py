@@ -19,14 +19,28 @@ _NEEDS = ("old_log_prob", "teacher_log_prob")
 
 
 @advantage(
-    formula="kl_coef (teacher_log_prob - old_log_prob)",
-    source="on-policy distillation, Agarwal et al. 2024; Lu and Thinking Machines Lab 2025",
+    formula="kl_coef d{prefix_gamma: (1 + prefix_gamma (1 - sum of |d| before the token / sum of |d| over the row))}; d = teacher_log_prob - old_log_prob",  # noqa: E501
+    source="on-policy distillation, Agarwal et al. 2024; Lu and Thinking Machines Lab 2025; prefix weights, IW-OPD, "
+    "Xie et al. 2026 (arXiv 2606.22600), algorithm 1",
     needs=frozenset(_NEEDS),
     judged=False,
 )
-def on_policy_distill(x: AdvantageInputs, *, kl_coef: KlCoef = 1.0) -> Advantages:
+def on_policy_distill(
+    x: AdvantageInputs,
+    *,
+    kl_coef: KlCoef = 1.0,
+    prefix_gamma: Annotated[
+        float, Field(ge=0, description="how much more tokens count before policy and teacher have parted; 0: all alike")
+    ] = 0.0,
+) -> Advantages:
     """The teacher's log-probability minus the policy's; the mean is minus KL(policy, teacher)."""
-    return _per_token(kl_coef * (x.columns["teacher_log_prob"].double() - x.columns["old_log_prob"].double()), x)
+    gap = x.columns["teacher_log_prob"].double() - x.columns["old_log_prob"].double()
+    if not prefix_gamma:
+        return _per_token(kl_coef * gap, x)
+    apart = torch.where(x.response_mask, gap, 0.0).abs()
+    total = apart.sum(-1, keepdim=True)
+    share = (apart.cumsum(-1) - apart) / torch.where(total == 0, 1.0, total)
+    return _per_token(kl_coef * gap * (1 + prefix_gamma * (1 - share)), x)
 
 
 @advantage(

@@ -57,11 +57,20 @@ class EntropyConfig(Config):
     """Its weight."""
     term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
     """The entropy term: a name, or a function of yours."""
+    target: float | None = Field(default=None, gt=0)
+    """Steers the weight: the bonus acts in steps whose tokens were sampled with an entropy of at most this, in nats;
+    `coef` is the first weight. Null for a constant weight."""
+    step: float = Field(default=0.005, gt=0)
+    """How much a train step changes a steered weight: up below the target, down above it."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """Keys that have no effect."""
-        for name in changed(self) if self.coef == 0 else ():
+        for name in changed(self) if self.coef == 0 and self.target is None else ():
             yield Problem(f"{where}.{name}", f"an entropy bonus's {name}", "its coefficient is 0", f"set {where}.coef")
+        if self.coef and self.target is None and "step" in changed(self):
+            yield Problem(
+                f"{where}.step", "the step of a steered weight", "the weight is constant", f"set {where}.target"
+            )
         yield from section_problems(self.term, "entropies", EntropyMetadata, f"{where}.term")
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from trivium.algorithms.advantages.finishing import Normalise
 from trivium.algorithms.algorithm import AnyObjective, Estimator, GroupAlgorithm
 from trivium.algorithms.correction import Correction
+from trivium.algorithms.entropy import EntropyController
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
 from trivium.algorithms.metadata import (
@@ -446,7 +447,7 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         **_loss_of(config),
         weighted=correction.decoupled and correction.weights != "none",
         correction=correction if correction.active and not correction.decoupled else None,
-        entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyMetadata),
+        entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyMetadata, config.entropy.target),
         kl=_term(kl.coef if kl.place == "loss" else 0.0, "kl_estimators", kl.estimator, KlMetadata),
         observation_coef=config.observation_coef,
         distill=_term(config.distill.coef, "policy_losses", config.distill.loss, PolicyLossMetadata),
@@ -479,6 +480,9 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         mask_truncated=config.mask_truncated,
         resample=config.resample,
         kl_coef=policy.kl.coef if policy.kl else 0.0,
+        entropy_controller=None
+        if config.entropy.target is None
+        else EntropyController(config.entropy.coef, config.entropy.target, config.entropy.step),
         epochs=config.epochs,
         mini_batches=config.mini_batches,
         teacher=config.teacher.teacher() if config.teacher is not None else None,
@@ -505,8 +509,10 @@ def _loss_of(config: UpdateConfig) -> dict[str, Any]:
     return {"policy_loss": loss, "metadata": metadata, "aggregate": config.aggregate, "select_tokens": select}
 
 
-def _term(coef: float, kind: str, section: Plugin, metadata_type: type[TermMetadataT]) -> Term[TermMetadataT] | None:
-    return Term(coef, *resolve_function(kind, section, metadata_type)) if coef else None
+def _term(
+    coef: float, kind: str, section: Plugin, metadata_type: type[TermMetadataT], steered: float | None = None
+) -> Term[TermMetadataT] | None:
+    return Term(coef, *resolve_function(kind, section, metadata_type)) if coef or steered is not None else None
 
 
 def _shaping(section: Plugin) -> Shaping:

@@ -79,7 +79,7 @@ class RunSetup:
     def needs(self) -> Needs:
         """The models that the run uses. Raises ConfigError for a model that no role holds."""
         config, needed = self.run_config, algorithm_of(self.run_config).needs
-        if "teacher" in needed or "teacher_top" in needed:
+        if needed & {"teacher", "teacher_top", "student_top"}:
             raise ConfigError(
                 f"algorithm.kind {config.algorithm.kind!r}",
                 "no role of RayPPOTrainer holds a teacher",
