@@ -4,7 +4,7 @@
 
 A tiny model is trained with GRPO by the real engines, in five ways: synchronously, one step off, with `max_staleness`
 4, in an environment with a long tail (2 s for every twentieth rollout, else up to 0.2 s), and one step off with the
-train engine in a process of its own. The rates come from the synchronous run alone; only the latencies of the
+train engine in a process of its own. The rates come from the synchronous runs alone; only the latencies of the
 environment come from a run with it. The table compares the mean of several runs with the mean of predictions from five
 seeds: where `max_staleness` just suffices, one late group decides whether groups are called off for the rest of a run.
 `--keep` keeps the runs, and reuses those that a directory holds.

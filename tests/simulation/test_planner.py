@@ -30,6 +30,7 @@ RATES = Rates(
     save_s=0.1,
     prompt_tokens=(20.0,),
     response_tokens=(100.0, 200.0),
+    shared_speed=0.5,
 )
 
 

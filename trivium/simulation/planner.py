@@ -140,9 +140,9 @@ def _values(text: str, default: int, *, doubles: bool) -> list[int]:
 
 def forecast(stage: RunConfig, rates: Rates, case: Case, planned: RunConfig) -> Forecast:
     """Runs the planned config of a case in virtual time."""
-    is_shared = stage.cluster.kind == "local" and not getattr(stage.train, "own_process", False)
-    is_shared &= case.explorers == case.ranks == 1
-    device = DEVICE[0] = Device(rates.shared_speed if is_shared else 1.0)
+    is_shared = stage.cluster.kind == "local" and case.explorers == case.ranks == 1
+    speed = rates.own_process_speed if getattr(stage.train, "own_process", False) else rates.shared_speed
+    device = DEVICE[0] = Device(speed if is_shared else 1.0)
     computer, process = Computer(0, jitter_s=1e-6), Process("run")
     logger = logging.getLogger("trivium")
     handlers = list(logger.handlers)

@@ -89,7 +89,7 @@ class Part:
     """By rollout, the seconds after each turn."""
     reward_s: list[float]
     done: asyncio.Future[float]
-    """Its time."""
+    """Gets the time of its end."""
     began: float = math.inf
     """When its first turn got a row."""
 

@@ -66,9 +66,12 @@ class Rates(Config):
     """Seconds in which a reward is computed."""
     equal_groups: float = Field(default=0.0, ge=0, le=1)
     """Part of the groups whose members all get the same reward. A filter of the algorithm may refuse them."""
-    shared_speed: float = Field(default=0.5, gt=0, le=1)
-    """How fast engine and trainer are while both compute in one process on one device; 1 alone. 0.5 is an assumption:
-    they take turns. It applies to local runs without train.own_process."""
+    shared_speed: float = Field(default=0.3, gt=0, le=1)
+    """How fast engine and trainer are while both compute in one process on one device; 1 alone. 0.3 was measured on two
+    cores, where both also wait for one interpreter. It applies to local runs without train.own_process."""
+    own_process_speed: float = Field(default=0.5, gt=0, le=1)
+    """The same with train.own_process: 1 if engine and trainer have devices of their own, 0.5 if they take turns on the
+    cores of one CPU."""
     rank_efficiency: float = Field(default=0.9, gt=0, le=1)
     """Speed that is left of a train step, for each rank, each time that the number of ranks doubles. An assumption."""
     explorer_gpus: float = Field(default=1.0, gt=0)
