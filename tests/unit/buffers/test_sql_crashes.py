@@ -48,7 +48,7 @@ def states(url: str) -> dict[str, int]:
 
 
 def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: Path) -> None:
-    number, chance = 360, random.Random(0)
+    number, chance = 240, random.Random(0)
     checkpoint, rollouts, writers = tmp_path / "checkpoint.json", tmp_path / "rollouts", 0
     running: dict[str, Any] = {}
     kills = {"write": 0, "train": 0}
@@ -76,7 +76,7 @@ def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: P
     while len(trained()) < number:
         assert time.monotonic() < deadline, (states(url), len(trained()))
         keep_running()
-        time.sleep(chance.uniform(0.02, 0.25))
+        time.sleep(chance.uniform(0.02, 0.12))
         if sum(kills.values()) < 12 and len(trained()) < number - 30:
             victim = ("train", "write-0", "write-1")[sum(kills.values()) % 3]
             running[victim].kill()
