@@ -19,17 +19,6 @@ from trivium.simulation.seeds import prepare, run_seeds, run_spec
 from trivium.simulation.spec import FAMILY, Fault, Spec
 
 SEEDS = range(40)
-FOUND = {
-    "the error of a full disk at a sync of metrics.jsonl had no advice": (21, "full_disk@0.7294:trainer:0.1"),
-    "a loss of power removed config.yaml and kept a checkpoint": (36, "power@0.4513:trainer:1"),
-    "explorers of a complete run waited for a trainer": (144, "kill@0.0214:explorer-1:1 power@0.9373:explorer-1:8"),
-    "the error of a full disk at a sync of buffer.id had no advice": (
-        323,
-        "kill@0.0702:trainer:0.1 full_disk@0.1159:explorer-0:8",
-    ),
-    "an unfinished file of a killed process stayed": (326, "kill@0.1674:trainer:8 power@0.57:trainer:0.1"),
-}
-"""Defects of the product that worlds have found, each with its seed and faults."""
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +34,6 @@ def test_worlds_keep_their_promises(model: Path) -> None:
             broken[outcome.spec.seed] = outcome.problems
     assert not broken
     assert {"kill", "power", "pause", "clock", "slow_disk", "twin"} <= set(faults)
-
-
-@pytest.mark.parametrize("what", FOUND)
-def test_a_defect_stays_fixed(what: str, model: Path) -> None:
-    seed, faults = FOUND[what]
-    assert not run_spec(replace(Spec.of(seed), faults=tuple(map(Fault.parsed, faults.split()))), model).problems
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ class Fault:
             raise ConfigError(
                 "a fault", repr(text), "write KIND@AT:COMMAND:SECONDS, as a broken world prints"
             ) from error
-        if kind not in {*_KINDS, "abandon"}:
-            raise ConfigError("a kind of fault", repr(kind), f"use one of {sorted({*_KINDS, 'abandon'})}")
+        if kind not in (known := {*_KINDS, "abandon"}):
+            raise ConfigError("a kind of fault", repr(kind), f"use one of {sorted(known)}")
         return fault
 
 
