@@ -56,6 +56,12 @@ class TestMap:
         for taken, _ in enumerate(workers.map(begun.append, range(9, 18))):
             assert len(begun) <= 9 + taken + 3
 
+    def test_the_caller_computes_a_single_item_with_one_torch_thread(self) -> None:
+        torch.set_num_threads(2)
+        found = [*WorkerThreads(2, 2).map(lambda _: (threading.get_ident(), torch.get_num_threads()), [0])]
+        assert found == [(threading.get_ident(), 1)]
+        assert torch.get_num_threads() == 2
+
     def test_an_error_ends_what_runs(self) -> None:
         workers, done = WorkerThreads(2, 2), []
 

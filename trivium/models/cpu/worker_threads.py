@@ -8,7 +8,7 @@ order of the parts, so their sums do not depend on timing or on the number of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Barrier
@@ -31,13 +31,18 @@ class WorkerThreads:
         self.number, self._threads = number, max(1, threads // number)
         self._pool: ThreadPoolExecutor | None = None
 
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yields the function's results in the order of the items. Keeps at most one item more than there are workers.
         When it raises, no function is running. The caller has one torch thread until the last result, so that it does
-        not take cores from the workers.
+        not take cores from the workers. It computes a single item itself, which saves the change of threads.
 
-        torch's settings of a thread (grad mode, inference mode) in the function are not those of the caller.
+        torch's settings of a thread (grad mode, inference mode) in the function may differ from those of the caller.
         """
+        if len(items) == 1:
+            with one_thread():
+                result = function(items[0])
+            yield result
+            return
         pool = self._pool = self._pool or self._started()
         waiting: deque[Future[Result]] = deque()
         with one_thread():
