@@ -102,7 +102,7 @@ def test_the_death_of_a_rank_ends_the_run_naming_it_and_the_same_command_continu
         os.kill(pids(tmp_path)[1], signal.SIGKILL)
         killed = time.monotonic()
         said = process.communicate()[0]
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < 60
     assert process.returncode != 0
     root_cause = said.partition("Root Cause")[2]
     assert "rank      : 1 " in root_cause

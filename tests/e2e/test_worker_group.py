@@ -333,7 +333,7 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: A
         with refused(ActorDied, "ref-rank-1"):
             asyncio.run(group.watch())
         group.shutdown()
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < 100
         assert not survivors(pids)
         with refused(TriviumError, "ref-rank-0"):
             group.first()

@@ -505,7 +505,7 @@ async def test_what_is_not_heard_of_is_forgotten_and_its_slot_replaced(tmp_path:
 
 
 async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, deadline_s=0.3) as here:
+    async with served(tmp_path, group_size=1, deadline_s=1.5) as here:
         await here.chat("x", session="s")
         await here.eventually(failed=1)
         late = await here.feedback(session="s", reward=1, expect=410)
@@ -517,7 +517,7 @@ async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
 
 
 async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, groups=1, staleness=0, deadline_s=0.5) as here:
+    async with served(tmp_path, group_size=1, groups=1, staleness=0, deadline_s=2.0) as here:
         await here.chat("a", task_id="a", session="s")
         await here.feedback(task_id="a", session="s", reward=1)
         body = {"model": "policy", "messages": [{"role": "user", "content": "b"}]}

@@ -90,7 +90,8 @@ async def test_an_engine_that_another_process_hosts_needs_two_tensors_beside_its
         other.kill()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["whole"]
-    assert report["rise"] < 4 * tensor + size / 8, report  # one is loaded while the next one arrives, in parts
+    # One is loaded while the next one arrives, in parts, and a busy machine frees them later.
+    assert report["rise"] < 5 * tensor + size / 8 < size, report
 
 
 async def test_a_trainer_that_dies_half_way_is_named_and_its_half_answers_nothing(

@@ -45,7 +45,7 @@ def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
             group.run_on_all_ranks("take", bytes(num_bytes))
     finally:
         os.kill(life.pid, signal.SIGCONT)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     return str(failed.value).replace(str(life.pid), "PID")
 
 
