@@ -114,21 +114,22 @@ class EmulatedGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {**(kwargs or {})}
-        if str(kwargs.get("device")) == "meta" and not _Calls.meta:  # torch's own code asks for the device of a tensor
+        # torch's own code asks for the device of a tensor.
+        if "device" in kwargs and str(kwargs["device"]) == "meta" and not _Calls.meta:
             kwargs["device"] = DEVICE
         name = func._schema.name.removeprefix("aten::")
         if name in ("pin_memory", "_pin_memory"):
             return _pinned(args[0].clone())
-        is_ours = any(isinstance(each, GpuTensor) for each in _leaves((args, kwargs)))
+        tensors = _tensors([*args, *kwargs.values()])
+        is_ours = any(isinstance(each, GpuTensor) for each in tensors)
         if not (is_ours or _is_gpu(kwargs.get("device")) or kwargs.get("pin_memory")):
             return func(*args, **kwargs)
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        return self._run(func, name, args, kwargs)
+        return self._run(func, name, args, kwargs, tensors)
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         wrappers = {id(each.inner): each for each in tensors if isinstance(each, GpuTensor)}
         target = kwargs.get("device")
         on_gpu = bool(wrappers) if target is None else _is_gpu(target)
@@ -186,9 +187,14 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _mapped(found.append, value)
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among some arguments, and in the lists among them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
     return found
 
 
@@ -348,7 +354,7 @@ class _Calls(TorchFunctionMode):
             return _moved(torch.tensor(*args, **{**kwargs, "device": "cpu"}), DEVICE)
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], GpuTensor):
             return _attention(*args, **kwargs)
-        named = str(kwargs.get("device")) == "meta"
+        named = "device" in kwargs and str(kwargs["device"]) == "meta"
         _Calls.meta += named
         try:
             result = func(*args, **kwargs)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_game
+import guessing
 import pytest
 from anthropic import AsyncAnthropic
 
@@ -178,7 +179,7 @@ def test_one_game_behind_every_door_gives_equal_tokens_rewards_and_weights(
             fields = {**fields, "kind": door, "id": "Guess-v0", "act": f"{GAME}:act"}
             del fields["url"]
         if door == "mcp":
-            command, env = [sys.executable, GAME, "mcp"], {"PYTHONPATH": os.pathsep.join(sys.path)}
+            command, env = [sys.executable, guessing.__file__], {"PYTHONPATH": os.pathsep.join(sys.path)}
             fields = {"kind": door, "command": command, "env": env, "start_tool": "begin", "reward_tool": "score"}
             fields |= {"max_calls": 11, "rows": False}
         weights, rollouts = outcome(tmp_path / "run", **fields)

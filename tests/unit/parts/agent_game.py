@@ -1,8 +1,7 @@
-"""One game of guessing a digit, behind several doors: an environment class, Gymnasium, OpenEnv, MCP.
+"""One game of guessing a digit, behind several doors: an environment class, Gymnasium, OpenEnv; `guessing` has MCP.
 
-`python agent_game.py mcp [PORT]` is an MCP server on its standard streams or at a port. `agent_game.py openenv PORT
-[STEPS]` is an OpenEnv server, which kills itself after so many steps. All doors write the same messages, and their
-rewards are sums of the same binary fractions.
+`python agent_game.py openenv PORT [STEPS]` is an OpenEnv server, which kills itself after so many steps. All doors
+write the same messages, and their rewards are sums of the same binary fractions.
 """
 
 from __future__ import annotations
@@ -134,39 +133,5 @@ async def serve_openenv(port: int) -> None:
         await server.serve_forever()
 
 
-def mcp_server() -> Any:
-    """An MCP server: `begin(secret)`, `guess(digit)`, `score()`. Each session has a game."""
-    from mcp.server.mcpserver import Context, MCPServer
-
-    server, games = MCPServer("guess"), dict[str | None, Game]()
-
-    def session_of(context: Any) -> str | None:
-        return (context.headers or {}).get("mcp-session-id")
-
-    def begin(secret: int, context: Any) -> str:
-        games[session_of(context)] = Game(secret)
-        return ""
-
-    def guess(digit: Any, context: Any) -> str:
-        if digit == "crash":
-            raise RuntimeError("no digit")
-        return games[session_of(context)].guess(digit)
-
-    def score(context: Any) -> str:
-        return str(games[session_of(context)].reward)
-
-    for tool in (begin, guess, score):
-        tool.__annotations__["context"] = Context  # the package is optional, so it is imported here
-    server.add_tool(begin)
-    server.add_tool(guess, description=TOOL["description"])
-    server.add_tool(score)
-    return server
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "mcp" and len(sys.argv) > 2:
-        mcp_server().run("streamable-http", port=int(sys.argv[2]))
-    elif sys.argv[1] == "mcp":
-        mcp_server().run()
-    else:
-        asyncio.run(serve_openenv(int(sys.argv[2])))
+    asyncio.run(serve_openenv(int(sys.argv[2])))

@@ -118,7 +118,7 @@ def held(completion: str) -> dict[str, str]:
 
 
 async def test_the_game_behind_mcp(reference: list[str]) -> None:
-    fields = {"command": [sys.executable, GAME, "mcp"], "env": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    fields = {"command": [sys.executable, guessing.__file__], "env": {"PYTHONPATH": os.pathsep.join(sys.path)}}
     episodes = workflow("mcp", **fields, start_tool="begin", reward_tool="score")
     player = policy(*COMPLETIONS)
     assert await episodes.run(WITHOUT_TOOLS, player) == EARNED
@@ -177,7 +177,7 @@ async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_re
 async def mcp_at(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """An MCP server process that listens at a port of loopback."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(sys.executable, GAME, "mcp", str(port), env=env)
+    process = await asyncio.create_subprocess_exec(sys.executable, guessing.__file__, str(port), env=env)
     try:
         async with asyncio.timeout(60):
             while True:
