@@ -40,39 +40,40 @@ LONG = (
 """The longest first: 15 to 60 CPU seconds each, the first two 100 with what uses the same Ray instance."""
 
 
-RAY = {
-    "tests/e2e/test_ray.py": (
-        "test_ray_parts",
-        "test_ray_ranks",
-        "test_trinity_monitor",
-        "test_verl_scripts",
-        "test_worker_group",
+TOGETHER = {
+    "e2e/test_ray": (
+        "e2e/test_ray_parts",
+        "e2e/test_ray_ranks",
+        "e2e/test_trinity_monitor",
+        "e2e/test_verl_scripts",
+        "e2e/test_worker_group",
     ),
-    "tests/e2e/test_verl_door.py": (
-        "test_shown",
-        "test_three_ways",
-        "test_trinity_door",
-        "test_trinity_synchronizer",
-        "test_verl_vision",
+    "e2e/test_verl_door": (
+        "e2e/test_shown",
+        "e2e/test_three_ways",
+        "e2e/test_trinity_door",
+        "e2e/test_trinity_synchronizer",
+        "e2e/test_verl_vision",
     ),
+    "unit/monitors/test_monitors": ("unit/inspection/test_report",),
 }
-"""Files that use the session's Ray instance, in two parts: starting one takes five CPU seconds, and every test process
-would start its own."""
+"""Files of one test process: those that use the session's Ray instance, in two parts, since every test process would
+start its own for five CPU seconds; and those that import wandb and mlflow, which takes as long."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One test process takes all files of a part."""
+    """One test process takes all files of a part of `TOGETHER`."""
     from xdist.scheduler import LoadFileScheduling
 
-    first = {f"tests/e2e/{name}.py": file for file, names in RAY.items() for name in names}
+    first = {f"tests/{name}.py": f"tests/{file}.py" for file, names in TOGETHER.items() for name in names}
 
-    class ByInstance(LoadFileScheduling):
+    class ByPart(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return first.get(file, file)
 
-    return ByInstance(config, log) if config.getoption("dist") == "loadfile" else None
+    return ByPart(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
