@@ -72,9 +72,12 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true; AssertionError, with the page's text, at the deadline."""
+        """The value of an expression as soon as it is true; AssertionError, with the page's text, at the deadline. An
+        expression about an element that is not in the page yet is not true."""
         end = time.monotonic() + self._deadline_s
-        expression = f"((value) => (value instanceof Node ? true : value))({expression})"
+        absent = "catch (error) { if (!(error instanceof TypeError)) throw error; }"
+        found = f"const value = {expression}; return value instanceof Node ? true : value;"
+        expression = f"(() => {{ try {{ {found} }} {absent} }})()"
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, f"{expression} on a page of\n{self.evaluate('document.body.innerText')}"
             time.sleep(0.02)
