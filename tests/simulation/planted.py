@@ -145,7 +145,11 @@ PLANTED = {
         179,
     ),
     "a repeated call takes effect twice": Fault(
-        "buffers/sql/buffer.py", "if tried and (answered", "if not tried and (answered", True
+        "buffers/sql/buffer.py",
+        "if tried and (answered",
+        "if not tried and (answered",
+        True,
+        1017,
     ),
     "failed rollouts are trained": Fault(
         "types/trajectories.py",
@@ -189,6 +193,7 @@ PLANTED = {
         "        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)\n",
         "",
         True,
+        438,
     ),
 }
 
