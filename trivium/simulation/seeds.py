@@ -101,8 +101,8 @@ def _run_family(sender: Connection, specs: list[Spec], model: Path, quiet: bool)
             if calm is None:
                 calm = _run(replace(spec, seed=spec.seed // FAMILY * FAMILY, faults=()), model, 0)
             outcome = _with_faults(spec, calm, model)
-        except Exception:
-            outcome = Outcome(spec, [f"seed {spec.seed}: {traceback.format_exc()}"])
+        except Exception as error:
+            outcome = Outcome(spec, [f"seed {spec.seed}: {''.join(traceback.format_exception(error))}"])
         sender.send(outcome)
 
 
