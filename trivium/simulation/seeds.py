@@ -102,7 +102,8 @@ def _run_family(sender: Connection, specs: list[Spec], model: Path, quiet: bool)
                 calm = _run(replace(spec, seed=spec.seed // FAMILY * FAMILY, faults=()), model, 0)
             outcome = _with_faults(spec, calm, model)
         except Exception as error:
-            outcome = Outcome(spec, [f"seed {spec.seed}: {''.join(traceback.format_exception(error))}"])
+            sender.send(Outcome(spec, [f"seed {spec.seed}: {''.join(traceback.format_exception(error))}"]))
+            raise  # the worlds that are left run in another process
         sender.send(outcome)
 
 
