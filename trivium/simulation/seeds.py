@@ -84,9 +84,9 @@ def _outcomes(families: Iterable[list[Spec]], model: Path, processes: int, *, qu
             except EOFError:
                 process.join()
                 del running[receiver]
-                if left:
-                    yield Outcome(left[0], [f"its process ended with {process.exitcode}"])
-                    waiting = itertools.chain([left[1:]], waiting) if left[1:] else waiting
+                if left and process.exitcode != 1:  # 1: an error that was reported
+                    yield Outcome(left.pop(0), [f"its process ended with {process.exitcode}"])
+                waiting = itertools.chain([left], waiting) if left else waiting
 
 
 def _run_family(sender: Connection, specs: list[Spec], model: Path, quiet: bool) -> None:
