@@ -64,6 +64,7 @@ MAY_CATCH_EVERYTHING = {
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),
     "trivium.simulation.computer": (1, "an error ends a simulated process or thread, and is kept with it"),
+    "trivium.buffers.memory": (1, "what the work of a waiter raises is raised by the waiter, which runs it again"),
     "trivium.simulation.seeds": (1, "an error in the check of a world is the outcome of the world"),
     "trivium.simulation.world": (1, "a world that does not end has broken a promise"),
     "trivium.concurrency": (2, "an error crosses from a thread to the coroutine that waits for it, or that watches it"),

@@ -254,7 +254,9 @@ class RunRole:
         patience_s = POLL_S if self.heartbeat_s is None else self.heartbeat_s / 4
         trackers = defaultdict[str, HeartbeatTracker](lambda: HeartbeatTracker((self.heartbeat_s or 0.0) / 2))
         while True:
-            values = await self.board.poll(lambda v: self._broken(v) or bool(unreaped(v)), patience_s)
+            values = await self.board.poll(
+                lambda v: self._broken(v) or bool(unreaped(v)) or role in dead_explorers(v), patience_s
+            )
             self._refuse_broken(values)
             if role in dead_explorers(values):
                 raise RoleFailed(role, f"it was declared dead: {dead_explorers(values)[role]}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from golden_cases import DATA
@@ -56,7 +56,7 @@ def everything() -> dict[str, Any]:
     found |= {id(function): (f"corrections/{function.__name__}", function) for function in BEHIND}
     for name in trivium.algorithms.__all__:
         function = getattr(trivium.algorithms, name)
-        if inspect.isfunction(function) and "Tensor" in str(get_type_hints(function).get("return")):
+        if inspect.isfunction(function) and "Tensor" in str(function.__annotations__.get("return")):
             found.setdefault(id(function), (name, function))
     return dict(found.values())
 

@@ -270,9 +270,8 @@ class PolicyObjective:
         columns = {name: zero_outside(padded(arrays), mask) for name, arrays in batch.columns.items()}
         columns["rollout_log_prob"] = padded([e.rollout_log_prob for e in batch.experiences])
         columns["uniform"] = token_uniforms(batch, self.seed, "selection", *address)
-        columns["group"] = torch.from_numpy(numbered([e.group_id for e in batch.experiences]))[:, None].expand(
-            mask.shape
-        )  # pyright: ignore[reportUnknownMemberType]
+        groups = torch.from_numpy(numbered([e.group_id for e in batch.experiences]))  # pyright: ignore[reportUnknownMemberType]
+        columns["group"] = groups[:, None].expand(mask.shape)
         log_prob = columns.get("log_prob", torch.zeros(mask.shape))
         version = padded([e.policy_version for e in batch.experiences])
         return PolicyInputs(log_prob, mask, columns, expert_rows(version, mask), columns.get("entropy"))

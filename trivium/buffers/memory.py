@@ -141,8 +141,8 @@ class MemoryBuffer(SlotBuffer):
         slots.head = dict(slots.head)
         try:
             return work(slots) is not None or slots.changed
-        except StopAsyncIteration:
-            return True
+        except Exception:
+            return True  # the waiter runs `work` again, and raises it
 
 
 class MemoryRows:

@@ -428,7 +428,7 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
     if isinstance(model, TinyVisionModel.Config):
         return ChatRenderer(model.tokenizer(), images=TinyVisionModel.images(model, max_pixels))
     if isinstance(model, TinyModel.Config):
-        return ChatRenderer(model.fast_tokenizer())
+        return ChatRenderer(model.fast_tokenizer() or model.tokenizer())
     if not isinstance(model, HuggingFaceModel.Config):
         return None
     try:

@@ -93,9 +93,10 @@ class TinyModel:
             """Its tokenizer, without building it."""
             return tiny_tokenizer(self.alphabet, self.max_position)
 
-        def fast_tokenizer(self) -> FastTokenizer:
-            """Its tokenizer, without transformers."""
-            return fast_tiny_tokenizer(self.alphabet)
+        def fast_tokenizer(self) -> FastTokenizer | None:
+            """Its tokenizer, without transformers; None if a derived class has another one."""
+            own = type(self).tokenizer is TinyModel.Config.tokenizer
+            return fast_tiny_tokenizer(self.alphabet) if own else None
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trivium.errors import DataError
@@ -41,7 +42,7 @@ class TrainerStage(Stage):
 
     user_renderer: Renderer
 
-    @property
+    @cached_property
     def renderer(self) -> Renderer:
         return self.user_renderer
 
