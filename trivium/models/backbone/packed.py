@@ -162,9 +162,9 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
     trivium_pack: Pack | None = None,
     trivium_sequence: SequenceGroup | None = None,
+    s_aux: torch.Tensor | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack: (1, H, T, D) -> (1, T, H, D).
