@@ -216,7 +216,8 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     if rows:
         atomic_write(run_dir / _ROWS, json.dumps(rows, indent=1))
     atomic_write(path, to_yaml(config))
-    fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
+    with writing(run_dir):
+        fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
     atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
 
 
