@@ -111,11 +111,13 @@ class Tables:
         self._connection: sqlite3.Connection | None = None
         self._commits = 0
         self._board: Mapping[str, Any] = {}
+        self._known = False
+        """Whether the board has been read since the start, or since a loss of power, which may have reverted it."""
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._board = None, {}
+        self._connection, self._board, self._known = None, {}, False
 
     def check(self) -> None:
         """Checks the board after a commit: its versions increase, and a version is complete once it is published."""
@@ -128,7 +130,9 @@ class Tables:
         rows = self._connection.execute("SELECT board FROM trivium_boards").fetchall() if tables else []
         for (text,) in rows:
             before, self._board = self._board, json.loads(text)
-            self._compare(before, self._board)
+            if self._known:
+                self._compare(before, self._board)
+            self._known = True
 
     def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get("incarnation") != now.get("incarnation"):
