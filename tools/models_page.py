@@ -87,11 +87,12 @@ Layers with a state other than keys and values are supported if transformers com
   whatever the length of its sequence: about 75 MB for Qwen3-Next-80B-A3B, as 3000 tokens of its keys and values.
   `trivium check` does not count them; `engine.max_rows` bounds them.
 - In float64, a sequence alone, in a pack, with a shared prefix and in the engine has log-probabilities that agree
-  within 1e-9 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py).
+  within 1e-9, those of Mamba 2 and Nemotron-H in the engine within 1e-6, because transformers returns their logits in
+  float32 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py).
 - **CUDA graphs** are not used (`engine.cuda_graphs` has no effect), and a step decodes one token of each row: a state
   cannot be taken back.
-- The scans are those of transformers: kernels of `flash-linear-attention` or `mamba-ssm` on a GPU if these packages are
-  installed, else torch operations, which are much slower there.
+- The scans are those of transformers: kernels of `flash-linear-attention` or `mamba-ssm` if these packages are
+  installed, which need a GPU, else torch operations, which are much slower there.
 - **LoRA** adds adapters to the input and output projections. For the types `mamba2`, `falcon_h1` and `nemotron_h`, peft
   refuses `out_proj`, so it has none.
 - **Models without `max_position_embeddings`** (Mamba 2) need `engine.max_context`.

@@ -73,7 +73,8 @@ def real_step() -> object:
 
 @pytest.mark.parametrize("tau", [0.5, 2.0])
 def test_real_has_the_gradient_of_the_classification(tau: float) -> None:
-    """The mean over groups of log(1 + sum_+ e^(-s/tau)) + log(1 + sum_- e^(s/tau)), differentiated by autograd, as by `label_slopes`."""
+    """The mean over groups of log(1 + sum_+ e^(-s/tau)) + log(1 + sum_- e^(s/tau)), differentiated by autograd
+    (`label_slopes`)."""
     step = real_step()
     objective = policy_objective("real", "seq-mean-token-mean", tau=tau)
     found = run(objective, step).gradients["log_prob"]

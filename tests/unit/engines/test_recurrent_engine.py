@@ -83,7 +83,7 @@ async def completions(directory: Path, rows: int, requests: Sequence[Request]) -
         await engine.close()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "zamba2"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "zamba2", "qwen3_5_text", "falcon_h1"])
 async def test_the_other_rows_change_no_bit_of_a_completion(name: str, tmp_path: Path) -> None:
     write_hybrid(tmp_path, name)
     requests = [

@@ -106,6 +106,7 @@ def test_an_update_does_not_depend_on_how_it_is_computed(name: str, tmp_path: Pa
         ("lfm2", {"in_proj", "out_proj", "q_proj", "w1"}),
         ("qwen3_next", {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"}),
         ("mamba2", {"in_proj"}),
+        ("zamba2", {"in_proj", "out_proj", "q_proj"}),
     ],
 )
 def test_adapters_are_added_to_the_projections_of_recurrent_layers(

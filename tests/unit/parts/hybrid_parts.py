@@ -23,6 +23,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24,
     },
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "mamba2": {"num_heads": 8, "head_dim": 4, "expand": 2, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "falcon_h1": {
         "head_dim": 8,

@@ -190,12 +190,6 @@ def packed_attention(
         dtype = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
         tokens = [x.to(dtype) for x in tokens]
     if trivium_sequence is not None:
-        if s_aux is not None:
-            raise ConfigError(
-                f"train.sequence_parallel {trivium_sequence.size} for {type(module).__name__}",
-                "its heads have attention sinks, which ranks cannot share",
-                "leave it at 1 for this model",
-            )
         tokens = heads_apart(tokens, trivium_sequence)
     backend = None if device == "cpu" else backend_for(tokens[0], tokens[2])
     if s_aux is not None:
@@ -372,6 +366,12 @@ class Backbone:
             raise ConfigError(
                 f"train.sequence_parallel {size} for {name}",
                 "a recurrent state passes through all tokens of a sequence, so ranks cannot share one",
+                "leave it at 1 for this model",
+            )
+        if any(each.rpartition(".")[2] == "sinks" for each, _ in self.module.named_parameters()):
+            raise ConfigError(
+                f"train.sequence_parallel {size} for {name}",
+                "its heads have attention sinks, which ranks cannot share",
                 "leave it at 1 for this model",
             )
         if not self.packs:

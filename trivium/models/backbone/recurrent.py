@@ -226,7 +226,7 @@ def _convolve(
         return _activated(convolved(x, weight, bias), activation).to(hidden_states.dtype)
     rows = _rows_of(trivium_pack.segments, trivium_pack.tokens.device)
     count = len(rows.collect)
-    x = hidden_states[0, :, :count].T.to(weight.dtype)
+    x, weight, bias = _wide(hidden_states[0, :, :count].T, weight, bias)
     with_zero = torch.cat([x, x.new_zeros(1, x.shape[1])])
     taps = weight.T.unbind()
     output, at = x * taps[-1], rows.before
@@ -240,11 +240,18 @@ def _convolve(
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(B, C, K - 1 + length) -> (B, C, length) for weights (C, K). Sums and products of single numbers: their bits do
     not depend on B."""
+    x, weight, bias = _wide(x, weight, bias)
     taps, length = weight.shape[-1], x.shape[-1] - weight.shape[-1] + 1
     output = x[..., taps - 1 :] * weight[:, -1:]
     for tap in reversed(range(taps - 1)):
         output = output + x[..., tap : tap + length] * weight[:, tap : tap + 1]
     return output if bias is None else output + bias[:, None]
+
+
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same in float32 (float64 for that type): sums in bfloat16 would round each term."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
 
 
 def _convolve_step(

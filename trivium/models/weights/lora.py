@@ -301,7 +301,8 @@ def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear layers in a part of a model, without the output layer."""
     output = module.get_output_embeddings()
     linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)
-    names = {name.rpartition(".")[2] for name in linear}
+    # peft would take the number of a layer in a list for the number of a block.
+    names = {last for last in (name.rpartition(".")[2] for name in linear) if not last.isdecimal()}
     if module.config.model_type in _FUSED_TYPES:
         names.discard("out_proj")
     layers = (layer for layer in part.modules() if not isinstance(layer, nn.Conv1d))
