@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from configs import algorithm_problems, with_algorithm
@@ -275,6 +276,20 @@ def test_sampled_tokens_of_a_distillation_are_the_policys_own(teacher: str) -> N
         with_algorithm(least("distill", teacher), max_staleness=1)
     with_algorithm(least("distill_top_k", teacher), max_staleness=1)
     assert with_algorithm(least("distill_top_k", teacher)).algorithm.epochs == 1
+
+
+def test_sampled_tokens_of_a_distillation_beside_rewards_are_the_policys_own(teacher: str) -> None:
+    def said(loss: str, **changes: Any) -> dict[str, object]:
+        term = {"coef": 0.5, "loss": {"kind": loss}}
+        return {"kind": "grpo", "teacher": {"path": teacher}, "distill": term, **changes}
+
+    mixed = {"buffer": {"strategy": {"kind": "mix", "taskset": "experts"}}}
+    cases = [({}, {"max_staleness": 1}), ({"epochs": 2}, {}), ({"policy_loss": "mix"}, {"sections": mixed})]
+    for changes, given in cases:
+        assert "algorithm.distill.loss" in algorithm_problems(said("distill", **changes), **given), changes
+        if "sections" not in given:
+            with_algorithm(said("distill_top_k", **changes), **given)
+    with_algorithm(said("distill"), max_staleness=0)
 
 
 def test_a_distillation_asks_for_no_reward_unless_it_is_evaluated(teacher: str) -> None:

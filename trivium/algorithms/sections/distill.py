@@ -11,9 +11,8 @@ from trivium.algorithms.sections.parts import (
     UpdateConfig,
     candidate_problems,
     is_explored,
-    is_mixed,
     metadata_or_problem,
-    ratio_problems,
+    sampled_problems,
 )
 from trivium.algorithms.sections.policy_gradient import supervised
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
@@ -51,16 +50,7 @@ class DistillConfig(UpdateConfig):
                 "it needs advantages, and no advantages are estimated here",
                 "use kind: distill or distill_top_k, or algorithm.kind grpo",
             )
-        if "teacher_log_prob" in loss.needs and (is_mixed(run) or not is_explored(run)):
-            where_from = f"strategy {run.buffer.strategy.kind!r}" if is_explored(run) else f"kind {run.buffer.kind!r}"
-            yield Problem(
-                f"{where}.policy_loss",
-                f"the loss {self.policy_loss.kind!r} on buffer.{where_from}",
-                "it assumes that the policy sampled each token, and an expert wrote these",
-                "use kind: distill_top_k, or buffer.kind memory without such a strategy",
-            )
-        elif "teacher_log_prob" in loss.needs:
-            yield from ratio_problems(self, loss, run, where, "policy_loss.kind distill_top_k")
+        yield from sampled_problems(loss, self.policy_loss.kind, self.updates, run, f"{where}.policy_loss")
 
 
 def distillation(config: DistillConfig, seed: int) -> GroupAlgorithm:

@@ -145,8 +145,9 @@ class DistillTermConfig(Config):
     loss: PolicyLossPlugin = Field(default={"kind": "distill_student_top_k"})  # pyright: ignore[reportAssignmentType]
     """The loss of a token that follows the teacher: a name, or a function of yours."""
 
-    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """Keys that have no effect, and losses that follow no teacher."""
+    def problems(self, run: RunConfig, where: str, updates: int) -> Iterator[Problem]:
+        """Keys that have no effect, and losses that follow no teacher or are wrong for the samples of this run, whose
+        steps have so many `updates`."""
         if self.coef == 0 and self.loss.kind != type(self)().loss.kind:
             yield Problem(f"{where}.loss", "a loss that follows a teacher", "its share is 0", f"set {where}.coef")
         yield from section_problems(self.loss, "policy_losses", PolicyLossMetadata, f"{where}.loss")
@@ -160,6 +161,27 @@ class DistillTermConfig(Config):
             )
         if self.coef and isinstance(metadata, PolicyLossMetadata):
             yield from candidate_problems(metadata, self.loss.kind, run)
+            yield from sampled_problems(metadata, self.loss.kind, updates, run, f"{where}.loss")
+
+
+def sampled_problems(
+    loss: PolicyLossMetadata, kind: str, updates: int, run: RunConfig, where: str
+) -> Iterator[Problem]:
+    """Problems of a loss that follows a teacher at the sampled token only: it is correct only for samples of the
+    current weights."""
+    if "teacher_log_prob" not in loss.needs:
+        return
+    instead = f"{where}.kind distill_top_k"
+    if is_mixed(run) or not is_explored(run):
+        where_from = f"strategy {run.buffer.strategy.kind!r}" if is_explored(run) else f"kind {run.buffer.kind!r}"
+        yield Problem(
+            where,
+            f"the loss {kind!r} on buffer.{where_from}",
+            "it assumes that the policy sampled each token, and an expert wrote these",
+            f"use {instead}, or buffer.kind memory without such a strategy",
+        )
+    else:
+        yield from ratio_problems(loss, kind, updates, run, where, instead)
 
 
 def candidate_problems(loss: PolicyLossMetadata, kind: str, run: RunConfig) -> Iterator[Problem]:
@@ -236,6 +258,11 @@ class PassesConfig(AlgorithmConfig):
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps per train step."""
+        return self.epochs * self.mini_batches
+
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from mini_batch_problems(self.mini_batches, run, f"{where}.mini_batches")
 
@@ -273,29 +300,29 @@ def changed(section: Config) -> list[str]:
 
 
 def ratio_problems(
-    config: UpdateConfig,
     loss: PolicyLossMetadata,
+    kind: str,
+    updates: int,
     run: RunConfig,
     where: str,
     instead: str,
     correction: Correction | None = None,
 ) -> Iterator[Problem]:
     """Problems of a loss without ratio and weights, which is correct only for samples of the current weights."""
-    updates = config.epochs * config.mini_batches
     if "old_log_prob" in loss.needs or loss.off_policy:
         return
     weights = correction.against if correction is not None and correction.weights != "none" else "none"
     if run.max_age > 0 and weights == "none":
         yield Problem(
-            f"{where}.policy_loss",
-            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_age} version(s) old",
+            where,
+            f"the loss {kind!r} with groups up to {run.max_age} version(s) old",
             "it has no ratio, so samples of older weights would bias its gradient",
             f"use {instead}, or set schedule.max_staleness to 0, and replay nothing",
         )
     elif updates > 1 and weights != "current":
         yield Problem(
-            f"{where}.policy_loss",
-            f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
+            where,
+            f"the loss {kind!r} with {updates} updates per step",
             "it has no ratio, so later updates would treat samples of older weights as their own",
             f"use {instead}, or leave epochs and mini_batches at 1",
         )

@@ -200,7 +200,7 @@ class PolicyGradientConfig(UpdateConfig):
         yield from self.critic.own_problems(run, self.critic_warmup, f"{where}.critic")
         yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
-        yield from self.distill.problems(run, f"{where}.distill")
+        yield from self.distill.problems(run, f"{where}.distill", self.updates)
         for number, gate in enumerate(self.gates):
             yield from section_problems(gate, "gates", TokenWeightMetadata, f"{where}.gates[{number}]")
         for number, step in enumerate(self.shaping):
@@ -286,7 +286,8 @@ class PolicyGradientConfig(UpdateConfig):
             )
         else:
             instead = f"algorithm.kind rloo or grpo, {where}.correction bypass_token_is"
-            yield from ratio_problems(self, loss, run, where, instead, self.for_run(run).correction)
+            key, correction = f"{where}.policy_loss", self.for_run(run).correction
+            yield from ratio_problems(loss, self.policy_loss.kind, self.updates, run, key, instead, correction)
         yield from self._correction_problems(loss, self.for_run(run).correction, where)
         yield from self._sequence_problems(loss, where)
         entropy = metadata_or_problem(self.entropy.term, "entropies", EntropyMetadata, where)
