@@ -26,6 +26,10 @@ _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """The classes in a tokenizer_config.json that add nothing to tokenizer.json."""
 _FAMILIES = (None, "gpt2", "llama", "qwen3")
 """The model types for which transformers loads these classes as they are."""
+_UNREAD = ("additional_chat_templates", "added_tokens.json")
+"""Files that `saved_tokenizer` does not read and transformers does."""
+_LEGACY = "special_tokens_map.json"
+"""transformers reads it if tokenizer_config.json does not list the added tokens."""
 
 
 class FastTokenizer:
@@ -116,13 +120,18 @@ def saved_tokenizer(directory: Path) -> FastTokenizer | None:
     plain = config.get("tokenizer_class") in _CLASSES and "auto_map" not in config and path.is_file()
     if not plain or read_json(directory / "config.json").get("model_type") not in _FAMILIES:
         return None
-    if config.get("split_special_tokens") or (directory / "additional_chat_templates").exists():
+    if config.get("split_special_tokens") or any((directory / name).exists() for name in _UNREAD):
+        return None
+    if _names_more(config) or ("added_tokens_decoder" not in config and (directory / _LEGACY).exists()):
         return None
     backend, file = Tokenizer.from_file(str(path)), directory / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     named = {name: _text(config[name]) for name in _NAMED if config.get(name) is not None}
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    more = [_text(token) for token in (more.values() if isinstance(more, dict) else more)]
+    if backend.padding is not None or not {"pad_token", "eos_token"} & {*named}:
+        return None  # transformers takes the pad token from there; `hf_tokenizer` refuses a tokenizer without both
+    more = [
+        _text(token) for token in config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    ]
     added = {token.content: (number, token) for number, token in backend.get_added_tokens_decoder().items()}
     declared = [(int(number), each) for number, each in config.get("added_tokens_decoder", {}).items()]
     same = all(each["content"] in added and _equal(number, each, *added[each["content"]]) for number, each in declared)
@@ -130,6 +139,16 @@ def saved_tokenizer(directory: Path) -> FastTokenizer | None:
     if not (same and special) or not isinstance(template, str | None) or "<end_of_turn>" in added:
         return None
     return FastTokenizer(backend, named, chat_template=template, more_special=more, name_or_path=str(directory))
+
+
+def _names_more(config: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer_config.json names special tokens beyond `_NAMED`, or one in a form that transformers
+    refuses."""
+    texts = {name for name, value in config.items() if name.endswith("_token") and isinstance(value, str | dict)}
+    named = [config[name] for name in _NAMED if name in texts]
+    untyped = any(isinstance(token, dict) and "__type" not in token for token in named)
+    mapped = any(isinstance(config.get(name), dict) for name in ("extra_special_tokens", "additional_special_tokens"))
+    return bool(texts - {*_NAMED}) or untyped or mapped or "model_specific_special_tokens" in config
 
 
 def _equal(number: int, declared: Mapping[str, Any], actual: int, token: AddedToken) -> bool:

@@ -29,6 +29,22 @@ FEATURES = """{%- set seen = namespace(n=0) -%}{{ bos_token }}{{ dict(a=1)['a'] 
 {% endfor %}
 {%- if add_generation_prompt %}assistant{{ strftime_now('%Y') }}{% endif %}"""
 """What chat templates use beyond plain Jinja."""
+UNLIKE: list[dict[str, Any]] = [
+    {"tokenizer_class": "Qwen2Tokenizer"},
+    {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+    {"split_special_tokens": True},
+    {"pad_token": "<|absent|>"},
+    {"eos_token": "<think>"},
+    {"eos_token": {"content": "<|end|>"}},
+    {"eos_token": None},
+    {"image_token": "<|user|>"},
+    {"extra_special_tokens": {"image_token": "<|user|>"}},
+    {"chat_template": None, "extra_special_tokens": ["<|new|>"]},
+    {"added_tokens_decoder": {"1": {"content": "<|end|>", "special": True}}},
+]
+"""What a tokenizer_config.json may hold that makes transformers load another tokenizer, or refuse it."""
+PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "<|user|>"}
 TEXTS = ["1+1=", " two  spaces\n\ttabs ", "é漢字🙂 don't I'LL", "<|end|>a<|user|> <|unknown|>", "", "a" * 300]
 CONVERSATIONS = [
     [Message("user", text)] if number % 2 else [Message("system", "<&>"), Message("user", text), Message("tool", "3")]
@@ -36,7 +52,7 @@ CONVERSATIONS = [
 ]
 
 
-def byte_level_bpe(directory: Path, model_type: str | None = None, **config: Any) -> Path:
+def byte_level_bpe(directory: Path, model_type: str | None = None) -> Path:
     """Saves a byte-level BPE with trained merges, as Llama 3's, and returns its directory."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
@@ -51,8 +67,6 @@ def byte_level_bpe(directory: Path, model_type: str | None = None, **config: Any
         tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>", chat_template=FEATURES
     )
     tokenizer.save_pretrained(directory)
-    saved = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**saved, **config}))
     if model_type is not None:
         (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return directory
@@ -116,7 +130,7 @@ def test_a_directory_with_byte_level_bpe(model_type: str | None, tmp_path: Path)
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     directory = byte_level_bpe(tmp_path)
-    tools = [{"type": "function", "function": {"name": "add", "description": "<é>", "parameters": {}}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "description": "<é>", "parameters": {}}}]
     fast, full = saved_tokenizer(directory), hf_tokenizer(directory, correct_pad_token=False)
     assert fast is not None
     messages = [{"role": "user", "content": "1+1"}]
@@ -126,21 +140,23 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "config"),
+    ("model_type", "files"),
     [
         ("qwen2", {}),
         ("mistral", {}),
-        (None, {"tokenizer_class": "Qwen2Tokenizer"}),
-        (None, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}}),
-        (None, {"split_special_tokens": True}),
-        (None, {"pad_token": "<|absent|>"}),
-        (None, {"eos_token": "<think>"}),
-        (None, {"chat_template": None, "extra_special_tokens": ["<|new|>"]}),
-        (None, {"added_tokens_decoder": {"1": {"content": "<|end|>", "special": True}}}),
+        *((None, {"tokenizer_config.json": config}) for config in UNLIKE),
+        (None, {"added_tokens.json": {"<x>": 500}}),
+        (None, {"special_tokens_map.json": {"eos_token": "<|user|>"}}),
+        (None, {"tokenizer.json": {"padding": PADDING}}),
     ],
 )
-def test_what_only_transformers_loads(model_type: str | None, config: dict[str, Any], tmp_path: Path) -> None:
-    assert saved_tokenizer(byte_level_bpe(tmp_path, model_type, **config)) is None
+def test_what_only_transformers_loads(model_type: str | None, files: dict[str, Any], tmp_path: Path) -> None:
+    directory = byte_level_bpe(tmp_path, model_type)
+    for name, content in files.items():
+        path = directory / name
+        saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(json.dumps({**saved, **content}), encoding="utf-8")
+    assert saved_tokenizer(directory) is None
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
