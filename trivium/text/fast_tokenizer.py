@@ -8,7 +8,7 @@ only directories for which both are known to be equal.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -96,12 +96,14 @@ class FastTokenizer:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation. Raises TemplateError if the template refuses it."""
+        """The text of a conversation. Raises TemplateError if the template refuses it, ValueError if it is empty."""
         assert not tokenize
+        if not conversation:
+            raise ValueError("a chat template is applied to at least one message")
         template = chat_template if chat_template is not None else self.chat_template
         assert template is not None
         return _compiled(template).render(
-            messages=conversation,
+            messages=[{key: value for key, value in each.items() if value is not None} for each in conversation],
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
@@ -176,9 +178,23 @@ def _compiled(template: str) -> Template:
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # As in transformers, a variable that is set inside keeps its former value outside.
+            return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+
+        def _same(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    class Dict:
+        """Makes a dict. Hides the attributes of Python's `dict`, for templates are not trusted."""
+
+        def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
+            return dict(*args, **entries)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
 
     class PublicNamespace(Namespace):
         """A namespace without attributes of Python's own, for templates are not trusted."""
@@ -212,6 +228,6 @@ def _compiled(template: str) -> Template:
     environment.filters["tojson"] = as_json  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["namespace"] = namespace
-    environment.globals["dict"] = lambda *args, **entries: dict(*args, **entries)
+    environment.globals["dict"] = Dict()
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)

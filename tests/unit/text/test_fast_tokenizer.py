@@ -20,12 +20,16 @@ from trivium.text.tiny import TEMPLATE, fast_tiny_tokenizer, tiny_tokenizer
 from trivium.types import Message, StopReason
 
 FEATURES = """{%- set seen = namespace(n=0) -%}{{ bos_token }}{{ dict(a=1)['a'] }}{{ documents }}
+{{- dict.fromkeys(['a'], 2)['a'] }}
+{%- set mark = '.' -%}
 {%- if tools %}{% for tool in tools %}{{ tool | tojson(indent=2) }}{% endfor %}{% endif -%}
 {%- for message in messages %}
     {% if message.role == 'tool' %}{% continue %}{% endif %}
     {%- set seen.n = seen.n + 1 %}
 {{ message.role }}<{{ message.content | tojson }}> {{ seen.n }}{{ eos_token }}{{ unk_token }}
-    {%- if message.role == 'assistant' %}{% generation %}!{% endgeneration %}{% endif %}
+    {%- if message.role == 'assistant' %}{% generation %}
+        {%- set mark = '!' %}{{ mark }}
+    {%- endgeneration %}{{ mark }}{% endif %}
 {% endfor %}
 {%- if add_generation_prompt %}assistant{{ strftime_now('%Y') }}{% endif %}"""
 """What chat templates use beyond plain Jinja."""
@@ -47,7 +51,9 @@ PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of
 PADDING |= {"pad_type_id": 0, "pad_token": "<|user|>"}
 TEXTS = ["1+1=", " two  spaces\n\ttabs ", "é漢字🙂 don't I'LL", "<|end|>a<|user|> <|unknown|>", "", "a" * 300]
 CONVERSATIONS = [
-    [Message("user", text)] if number % 2 else [Message("system", "<&>"), Message("user", text), Message("tool", "3")]
+    [Message("user", text)]
+    if number % 2
+    else [Message("system", "<&>"), Message("user", text), Message("assistant", "2"), Message("tool", "3")]
     for number, text in enumerate(TEXTS)
 ]
 
@@ -128,15 +134,18 @@ def test_a_directory_with_byte_level_bpe(model_type: str | None, tmp_path: Path)
     assert_equal(saved, hf_tokenizer(directory), [None, TEMPLATE])
 
 
-def test_tools_reach_the_template(tmp_path: Path) -> None:
+def test_tools_and_messages_reach_the_template(tmp_path: Path) -> None:
     directory = byte_level_bpe(tmp_path)
     tools: list[Any] = [{"type": "function", "function": {"name": "add", "description": "<é>", "parameters": {}}}]
     fast, full = saved_tokenizer(directory), hf_tokenizer(directory, correct_pad_token=False)
     assert fast is not None
-    messages = [{"role": "user", "content": "1+1"}]
+    messages = [{"role": "user", "content": "1+1", "name": None}]
     text = fast.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
     assert text == full.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert '"<é>"' in text
+    for empty in (fast, full):
+        with pytest.raises(ValueError, match="at least one message"):
+            empty.apply_chat_template([], tokenize=False)
 
 
 @pytest.mark.parametrize(
