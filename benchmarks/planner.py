@@ -4,9 +4,10 @@
 
 A tiny model is trained with GRPO by the real engines, in five ways: synchronously, one step off, with `max_staleness`
 4, in an environment with a long tail (2 s for every twentieth rollout, else up to 0.2 s), and one step off with the
-train engine in a process of its own. The rates come from the synchronous runs alone; only the latencies of the
-environment come from a run with it. The table compares the mean of several runs with the mean of predictions from five
-seeds: where `max_staleness` just suffices, one late group decides whether groups are called off for the rest of a run.
+train engine in a process of its own. The rates come from the synchronous runs, the latencies of the environment from a
+run with it; `shared_speed` and `own_process_speed` are the defaults, which runs one step off have set. The table
+compares the mean of several runs with the mean of predictions from five seeds: where `max_staleness` just suffices, one
+late group decides whether groups are called off for the rest of a run.
 `--keep` keeps the runs, and reuses those that a directory holds.
 
 With `--paced`, engine and trainer wait instead of computing, for times that follow from hidden rates. The runs are real

@@ -27,8 +27,10 @@ def replace_and_lose_power(directory: Path, seed: int, *, syncs: bool, age_s: fl
     for path, content in ((file, "old"), (staging, "new")):
         path.write_text(content)
         sync(disk, path)
-    disk.renamed(staging, file, at=0.0)
+    disk.renaming(staging, directory / "nothing")  # a rename that fails changes nothing
+    renamed = disk.renaming(staging, file)
     staging.replace(file)
+    renamed(0.0)
     if syncs:
         sync(disk, directory)
     disk.lose_power(random.Random(seed), now=age_s)

@@ -44,15 +44,20 @@ class Disk:
         elif path.is_file():
             self._files[_identity(path)] = path.read_bytes()
 
-    def renamed(self, source: AnyPath, target: AnyPath, at: float) -> None:
-        """A process is about to rename a file or a directory."""
-        replaced = self._forget(Path(target))
+    def renaming(self, source: AnyPath, target: AnyPath) -> Callable[[float], None]:
+        """A process is about to rename a file or a directory. The result is called with the time when it has."""
+        old = _identity(Path(target)) if os.path.lexists(target) else None
 
-        def undo() -> None:
-            os.rename(target, source)
-            self._write(Path(target), replaced)
+        def renamed(at: float) -> None:
+            replaced = None if old is None else self._files.pop(old, None)
 
-        self._changes.append(_Change(Path(target).parent, at, undo))
+            def undo() -> None:
+                os.rename(target, source)
+                self._write(Path(target), replaced)
+
+            self._changes.append(_Change(Path(target).parent, at, undo))
+
+        return renamed
 
     def unlinked(self, path: AnyPath, at: float, dir_fd: int | None = None) -> None:
         """A process is about to remove this file."""

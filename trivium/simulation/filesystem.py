@@ -112,10 +112,13 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
 
     def renaming(rename: Callable[..., None]) -> Callable[..., None]:
         def renamed(source: Any, target: Any, **kwargs: Any) -> None:
-            if computer.current is not None:
-                computer.sleep(computer.random.random() * _RENAME_S)
-                disk.renamed(source, target, computer.now)
+            if computer.current is None:
+                rename(source, target, **kwargs)
+                return
+            computer.sleep(computer.random.random() * _RENAME_S)
+            done = disk.renaming(source, target)
             rename(source, target, **kwargs)
+            done(computer.now)
 
         return renamed
 

@@ -155,11 +155,10 @@ class World:
         if not isinstance(first_cause(error), TriviumError):
             return False
         recent = [fault for at, fault in self._happened if self.computer.now - at < fault.seconds + _LASTS_S]
-        if name == "trainer":
-            everyone = {"twin", "full_disk"}
-            alone = {"pause", "cut", "lost_answers"}
-            return any(f.kind in everyone or (f.kind in alone and f.command == name) for f in recent)
-        return bool(recent)
+        # A trainer that is started again is back before the deadline of its explorers, one that is abandoned never.
+        everyone = {"twin", "full_disk", *(() if name == "trainer" else ("abandon",))}
+        alone = {"pause", "cut", "lost_answers"}
+        return any(f.kind in everyone or (f.kind in alone and f.command == name) for f in recent)
 
     def _updated(self, version: int, digest: tuple[bytes, bytes], batch: Batch) -> None:
         self._progress_at = self.computer.now
