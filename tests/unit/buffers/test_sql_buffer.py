@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from failing import refused
 from postgres import Server
 from sql_roles import TASKS, count_on_board, make_end, make_group, make_schedule
 from sqlalchemy import event
+from sqlalchemy.exc import InvalidRequestError
 
 from tests.processes import fork_server
 from trivium.buffers.sql.buffer import SqlBuffer
@@ -355,6 +357,61 @@ async def test_calls_that_arrive_together_share_transactions(url: str, tmp_path:
     assert len({lease.slot for lease in leases}) == 40
     assert len(await buffer.take(40, 0)) == 40
     assert sum(statement.startswith("BEGIN") for statement, _ in statements) < 70
+
+
+async def together(buffer: SqlBuffer, *works: Callable[[Any], Any]) -> list[Any]:
+    """The results or errors of calls that share one transaction, each made in a context with its number."""
+
+    async def call(number: int, work: Callable[[Any], Any]) -> Any:
+        NUMBER.set(number)
+        return await buffer._change(work, joins=True)
+
+    with buffer._writing:
+        calls = [asyncio.create_task(call(number, work)) for number, work in enumerate(works)]
+        async with asyncio.timeout(10):
+            while len(buffer._waiting) < len(works):
+                await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+NUMBER: ContextVar[int] = ContextVar("number")
+
+
+class Ended(BaseException):
+    """An exception that is not an Exception."""
+
+
+async def test_a_call_runs_in_the_context_of_its_caller(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path)
+    assert await together(buffer, *[lambda _: NUMBER.get()] * 3) == [0, 1, 2]
+
+
+async def test_every_call_of_a_batch_gets_a_result_after_any_exception(url: str, tmp_path: Path) -> None:
+    def end(_: Any) -> None:
+        raise Ended
+
+    buffer = await opened(url, tmp_path)
+    assert [type(result) for result in await together(buffer, lambda _: 1, end, lambda _: 2)] == [Ended] * 3
+    assert await together(buffer, lambda _: 1) == [1]
+
+
+async def test_a_lost_database_ends_all_calls_of_a_batch_at_once(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        monkeypatch.setattr(buffer._database, "_once", lose)
+        raise ValueError
+
+    def lose(*_: object) -> None:
+        lost.append(None)
+        raise InvalidRequestError("gone")
+
+    buffer = await opened(url, tmp_path)
+    lost: list[None] = []
+    results = await together(buffer, lambda _: 1, fail, lambda _: 2)
+    assert [type(result) for result in results] == [RoleFailed] * 3
+    assert len(lost) == 1
 
 
 async def test_a_wait_reads_the_tables_only_after_a_commit(url: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import math
 import socket
@@ -55,6 +56,8 @@ class _Call:
     joins: bool
     caller: str
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The context of the caller, for `work`: the thread of another call may run it."""
     tried: bool = False
     """Whether a transaction has run it, and may have been committed."""
     answer: str = "null"
@@ -119,7 +122,7 @@ class SqlBuffer(SlotBuffer):
         self._waiting: deque[_Call] = deque()
         """The calls that no transaction has taken yet."""
         self._writing = threading.Lock()
-        """Held for each transaction of this process that writes."""
+        """Held while calls of this buffer are committed. `restore` and `MediaRows.keep` write without it."""
         self._idle: list[str] = []
         """Caller names that no call is using; the database keeps one result per name."""
 
@@ -285,26 +288,40 @@ class SqlBuffer(SlotBuffer):
         call = _Call(work, joins, self._idle.pop() if self._idle else uuid.uuid4().hex)
         self._waiting.append(call)
         with self._writing:
-            while not call.committed.done():
+            while self._waiting and not call.committed.done():
                 self._commit([self._waiting.popleft() for _ in range(min(len(self._waiting), _MANY_CALLS))])
         self._idle.append(call.caller)
-        call.committed.result()
+        call.committed.result(0)  # the thread that dequeues a call sets its result before it releases the lock
         return _decoded(call.answer)
 
     def _commit(self, calls: Sequence[_Call]) -> None:
+        """Gives each call its result. A RoleFailed, or an exception that ends the process, ends all calls that have
+        none yet."""
+        try:
+            self._transact(calls)
+        except BaseException as error:
+            for call in calls:
+                if not call.committed.done():
+                    call.committed.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _transact(self, calls: Sequence[_Call]) -> None:
         """Runs calls in one transaction. After an error of one, which undoes the others, each runs in its own."""
         try:
             self._database.transact(lambda connection: self._run(connection, calls))
+        except RoleFailed:
+            raise
         except Exception as error:
-            if len(calls) > 1 and not isinstance(error, RoleFailed):
-                for call in calls:
-                    self._commit([call])
+            if len(calls) == 1:
+                calls[0].committed.set_exception(error)
                 return
-            for call in calls:
-                call.committed.set_exception(error)
         else:
             for call in calls:
                 call.committed.set_result(None)
+            return
+        for call in calls:
+            self._transact([call])
 
     def _run(self, connection: sa.Connection, calls: Sequence[_Call]) -> None:
         mine, head, rows = self._session, self._head(connection, lock=True), None
@@ -321,7 +338,7 @@ class SqlBuffer(SlotBuffer):
             assert head is not None
             rows = rows or SqlRows(connection, head)
             slots = Slots(rows, self.schedule)
-            call.answer = json.dumps(call.work(slots), default=_row_columns)
+            call.answer = json.dumps(call.context.run(call.work, slots), default=_row_columns)
             if slots.changed:
                 values = {"caller": call.caller, "buffer": self._name, "token": call.token, "answer": call.answer}
                 records.append(values)
