@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.concurrency import usable_cores
@@ -274,7 +274,7 @@ def settings(stage: _StageHere) -> Iterator[Problem]:
         yield from (Caution(*problem) for problem in section.warnings(config, where))
     if teacher is not None and teacher.path is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
-        yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
+        yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths, load=_tokenizer))
 
 
 @STAGE_RULES.rule
@@ -422,6 +422,11 @@ def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
         yield Caution(f"tasks.{taskset.name}", "images that can be decoded", found, do)
 
 
+def _tokenizer(directory: Path) -> Any:
+    """Returns the tokenizer of a model directory. Imports transformers only if `saved_tokenizer` cannot read it."""
+    return saved_tokenizer(directory) or hf_tokenizer(directory)
+
+
 def _renderer(config: RunConfig) -> ChatRenderer | None:
     """Returns the renderer of the model, without loading the model; None for a user's own kind of model."""
     model, max_pixels = config.model, config.workflow.max_image_pixels
@@ -432,7 +437,7 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
     if not isinstance(model, HuggingFaceModel.Config):
         return None
     try:
-        tokenizer = saved_tokenizer(Path(model.path)) or hf_tokenizer(Path(model.path))
+        tokenizer = _tokenizer(Path(model.path))
     except (ValueError, KeyError, TypeError, ImportError) as error:  # transformers raises this for damaged files
         if isinstance(error, TriviumError):
             raise

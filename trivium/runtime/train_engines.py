@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,6 @@ from trivium.registry import resolve
 from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
-from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.training.launched import launched_ranks
 from trivium.types import capabilities_of
 
@@ -150,9 +150,10 @@ def train_device(config: RunConfig) -> str:
     return device_of(getattr(config.train, "device", "cpu")).type
 
 
-def check_vocabulary(teacher: Path, policy: Path) -> None:
-    """Raises ConfigError if teacher and policy have different tokens for an id."""
-    tokenizers = [saved_tokenizer(path) or hf_tokenizer(path) for path in (teacher, policy)]
+def check_vocabulary(teacher: Path, policy: Path, load: Callable[[Path], Any] = hf_tokenizer) -> None:
+    """Raises ConfigError if the tokenizers that `load` returns for teacher and policy have different tokens for an
+    id."""
+    tokenizers = [load(path) for path in (teacher, policy)]
     if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise ConfigError(
             f"learn from the teacher {teacher}",

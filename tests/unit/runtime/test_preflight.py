@@ -22,6 +22,7 @@ from trivium.config.resume import resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
+from trivium.runtime.train_engines import check_vocabulary
 from trivium.tasks.drawings import png
 from trivium.text.tiny import TinyModel
 
@@ -217,6 +218,21 @@ def test_a_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, ROWS, {"model": {"kind": "hf", "path": str(directory)}}).problems
     assert problem.where == "model"
     assert "tokenizer" in problem.asked
+
+
+def test_a_teacher_with_another_token_is_refused_by_a_check_and_by_training(tmp_path: Path) -> None:
+    config = config_from_mapping({"model": TINY, "tasks": {"train": "arithmetic"}, "rewards": ["exact"]}).model
+    assert isinstance(config, TinyModel.Config)
+    policy, teacher = (TinyModel(config, seed=0).materialize(tmp_path / name) for name in ("model", "mentor"))
+    check_vocabulary(teacher, policy)
+    (teacher / "added_tokens.json").write_text(json.dumps({"<x>": 100}))
+    with refused(ConfigError, teacher, policy):
+        check_vocabulary(teacher, policy)
+    change = {
+        "model": {"kind": "hf", "path": str(policy)},
+        "algorithm": {"kind": "distill", "teacher": {"path": str(teacher)}},
+    }
+    assert "algorithm.teacher" in [problem.where for problem in look(tmp_path, ROWS, change).problems]
 
 
 def test_prompts_that_the_chat_template_refuses_are_counted(tmp_path: Path) -> None:
