@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from failing import refused
 
 from trivium.errors import ConfigError, UnknownName
-from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.models import late
+from trivium.registry import CATALOGUE, lazy_names, resolve, suggest
 
 
 @pytest.mark.parametrize(
@@ -68,3 +74,15 @@ def test_an_error_inside_a_users_file_keeps_its_own_message(tmp_path: Path) -> N
     for _ in range(2):  # a module that failed must not be found half loaded the second time
         with pytest.raises(ModuleNotFoundError, match="package_that_is_not_there"):
             resolve("rewards", "broken.py:judge", tmp_path)
+
+
+@pytest.mark.parametrize("door", ["lightrft", "trinity"])
+def test_a_star_imports_every_lazy_name(door: str) -> None:
+    module, names = importlib.import_module(f"trivium.frontdoors.{door}"), {}
+    exec(f"from {module.__name__} import *", names)
+    assert {*names} - {"__builtins__"} == {*lazy_names(str(module.__file__))}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda late: pickle.loads(pickle.dumps(late))])
+def test_a_copy_of_a_late_module_is_the_module(copied: Callable[[object], object]) -> None:
+    assert copied(late.torch) is sys.modules["torch"]

@@ -7,6 +7,8 @@ nothing, and torch takes longer to import than the rest of the check.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ class _Late:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self._name), name)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """A copy is the module itself. Without this, copying would look up `__getattr__`'s own attributes."""
+        return importlib.import_module, (self._name,)
 
 
 if not TYPE_CHECKING:

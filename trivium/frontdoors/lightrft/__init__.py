@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.lightrft.objects.trainer import SPMDPPOTrainerVL as SPMDPPOTrainerVL
     from trivium.frontdoors.lightrft.translation import namespace_of as namespace_of
 
+__all__ = [*lazy_names(__file__)]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in lazy_names(__file__):

@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.types import SyncMethod as SyncMethod
     from trivium.types import SyncStyle as SyncStyle
 
+__all__ = [*lazy_names(__file__)]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in lazy_names(__file__):
