@@ -15,6 +15,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from trivium.cli import Outcome, app, first_cause
+from trivium.config import load_config
+from trivium.config.choices import choices
+from trivium.config.machine import Machine
+from trivium.config.plan import choices_of
 from trivium.errors import ConfigError, DataError
 from trivium.runtime.logs import logging_to
 
@@ -86,6 +90,15 @@ def test_check_prints_what_is_chosen_by_the_machine_and_the_benchmark_of_each_ru
     named = {found for each in first.values() for found in re.findall(r"benchmarks/\w+\.py", each)}
     assert len(named) > 2
     assert all((root / name).is_file() for name in named)
+    assert first["micro-batches"].startswith("2 at once")
+
+
+def test_choices_that_a_stage_does_not_make_are_not_printed() -> None:
+    config = load_config(Path(__file__).parents[2] / "recipes/arithmetic.yaml", [])
+    made = [yaml.safe_load(choices_of(config, 2, Machine(), ranks))["choices"][0] for ranks in (1, 2)]
+    assert [each["micro-batches"][:8] for each in made] == ["2 at onc", "one at a"]
+    scripted = choices(config.stage_configs()[0], 1000, 2, None, ("cpu", "float32"), parallel=True)
+    assert not {"engine weights", "decode steps"} & scripted.keys()
 
 
 @pytest.mark.parametrize("command", ["run", "check", "eval"])

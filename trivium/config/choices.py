@@ -1,6 +1,7 @@
 """What Trivium chooses by the machine and by the size of the model: the limits, and `choices` for one stage.
 
-No choice changes what a run computes, except for the last bits. `choices` names the benchmark of each.
+The data type changes the precision of what a run computes. Other choices change at most the last bits. `choices` names
+the benchmark of each.
 """
 
 from __future__ import annotations
@@ -88,18 +89,29 @@ def threads_of(stage: RunConfig, cores: int, ranks: int, *, own_process: bool) -
 
 
 def choices(
-    stage: RunConfig, parameters: int, threads: int, engine: tuple[str, str], trainer: tuple[str, str]
+    stage: RunConfig,
+    parameters: int,
+    threads: int,
+    engine: tuple[str, str] | None,
+    trainer: tuple[str, str],
+    *,
+    parallel: bool,
 ) -> dict[str, Choice]:
-    """The choices for a stage with a model of so many parameters; `engine` and `trainer` are (device, dtype)."""
+    """The choices for a stage with a model of so many parameters.
+
+    `engine` and `trainer` are (device, dtype); `engine` is None for engines that choose for themselves. `parallel` is
+    whether micro-batches may be computed at once: by one rank, for a model that reads text only.
+    """
+    sampling = "" if engine is None else f"engine {engine[1]} on {engine[0]}, "
     chosen = {
         "threads": Choice(f"{threads}", "cluster.threads, else usable cores by what computes at once", "async.py"),
         "dtype": Choice(
-            f"engine {engine[1]} on {engine[0]}, trainer {trainer[1]} on {trainer[0]}",
+            f"{sampling}trainer {trainer[1]} on {trainer[0]}",
             "auto: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is faster on some processors only",
             "peers.py --dtype bfloat16",
         ),
     }
-    if engine[0] == "cpu":
+    if engine is not None and engine[0] == "cpu":
         size = parameters * BYTES[engine[1]]
         rows = decoding_threads(size, threads)
         chosen["engine weights"] = Choice(
@@ -115,10 +127,11 @@ def choices(
     max_tokens = getattr(stage.train, "max_tokens_per_micro_batch", None)
     if trainer[0] == "cpu" and max_tokens is not None:
         size = parameters * BYTES[trainer[1]]
-        workers = updating_threads(size, threads, max_tokens)
+        workers = updating_threads(size, threads, max_tokens) if parallel else 1
+        limit = f"{_limit(size, UPDATE_BYTES, 'weights')} for all threads together, {UPDATE_TOKENS} tokens each"
         chosen["micro-batches"] = Choice(
             f"{workers} at once, a thread each" if workers > 1 else f"one at a time, {threads} thread(s)",
-            f"{_limit(size, UPDATE_BYTES, 'weights')} for all threads together, {UPDATE_TOKENS} tokens each",
+            limit if parallel else "at once only with one rank and a model that reads text only",
             "peers.py",
         )
         chosen["matrix products"] = Choice(

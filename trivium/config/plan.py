@@ -101,9 +101,10 @@ def choices_of(config: RunConfig, cores: int, machine: Machine, ranks: int = 1) 
             continue
         own = stage.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
         threads = threads_of(stage, cores, ranks, own_process=own)
-        engine = planned_engine(stage, plan_batch(stage, ranks), machine)
+        ours = getattr(stage.engine, "kind", None) == "torch"
+        engine = planned_engine(stage, plan_batch(stage, ranks), machine) if ours else None
         trainer = planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), machine)
-        made = choices(stage, shape.parameters, threads, engine, trainer)
+        made = choices(stage, shape.parameters, threads, engine, trainer, parallel=ranks == 1 and shape.vision is None)
         shown.append({name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()})
     return yaml.safe_dump({"choices": shown}, sort_keys=False, width=1000)
 
