@@ -248,6 +248,7 @@ declare("train/log_ratio_abs", "mean distance of current and old log-probability
 declare("train/gate_closed", "fraction of trained tokens with a gate of 0 in the policy loss")
 declare("train/kl", "estimate of KL(old, current) over trained tokens", unit="nats")
 declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens", unit="nats", better="down")
+declare("train/taught", "fraction of sequences that a teacher with a context teaches: a template fits them")
 declare("train/teacher_kl", "estimate of KL(current, teacher) over trained tokens", unit="nats", better="down")
 declare(
     "train/teacher_mass", "mean total probability of the teacher's top_k tokens under the teacher, over trained tokens"

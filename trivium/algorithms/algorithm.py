@@ -237,6 +237,8 @@ class GroupAlgorithm:
         metrics: Metrics = {"train/kl_coef": self.kl_coef} if self.kl_coef else {}
         batch, kept = self._compared(batch)
         metrics |= batch.metrics
+        if len(taught := batch.columns.get("taught", ())):
+            metrics["train/taught"] = sum(bool(row.any()) for row in taught) / len(taught)
         if self.estimator is None:
             return batch, metrics
         own = np.flatnonzero(~batch.experts).tolist()

@@ -13,7 +13,7 @@ import numpy as np
 
 from trivium.errors import DataError
 from trivium.protocols import Renderer
-from trivium.types import Batch, Experience, Group, Task, Trajectory, with_system
+from trivium.types import Batch, Experience, Group, Message, Task, Trajectory, with_system
 
 FIELDS = ("prompt", "feedback", "success")
 """What a template may name beside the task's columns: the text of the last message of the prompt, the environment's
@@ -23,8 +23,16 @@ SUCCESS = 1.0
 
 
 def fields_of(template: str) -> list[str]:
-    """The names in a template. Raises ValueError for a template that `str.format` cannot read."""
-    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    """The names in a template. Raises ValueError for a template that `str.format` cannot fill with texts by name."""
+    names: list[str] = []
+    for _, name, spec, conversion in Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or name.isdigit():
+            raise ValueError(f"the field {{{name}}} has no name")
+        format(Formatter().convert_field("", conversion), spec or "")  # raises ValueError
+        names.append(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,12 @@ class TeacherPrompts:
 
     renderer: Renderer
     templates: Sequence[str]
-    """The first one whose fields are all known for a rollout is used. A rollout that has none is not taught."""
+    """The first one counts whose fields are all known for a rollout, and whose text leaves room for the completion. A
+    rollout that has none is not taught."""
     system: str | None = None
     """The system message that the workflow puts before a task's prompt."""
+    limit: int | None = None
+    """The longest sequence that the teacher reads, in tokens; None for no limit."""
 
     def added(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """The batch with `teacher_prompt` of every sequence, and the column `taught`: 0 for those without one."""
@@ -46,30 +57,46 @@ class TeacherPrompts:
 
     def _with_prompt(self, e: Experience, group: Group) -> Experience:
         member = next(each for each in group.trajectories if each.index == e.index)
-        known = dict(_known(group, member))
-        text = next((t for t in (_filled(template, known, group.task) for template in self.templates) if t), None)
-        if text is None:
-            return e
-        prompt = group.task.prompt
-        *earlier, last = prompt if self.system is None else with_system(prompt, self.system)
+        *earlier, last = self._prompt(group.task)
         shown = self.renderer.render([*earlier, last]).tokens
-        if not np.array_equal(shown, e.tokens[: e.first]):
+        first = member.turns[0].prompt_tokens if member.turns else e.tokens[: e.first]
+        if not np.array_equal(shown, first):
             raise DataError(
                 f"the prompt of task {group.task.task_id!r}, which the teacher's context replaces",
-                f"the policy read {e.first} tokens before its completion, and the task's prompt is {len(shown)} others",
-                "use a workflow that shows the task's prompt as it is, whose turns extend one another",
+                f"the policy read {len(first)} tokens before its completion, and the task's prompt is {len(shown)} others",
+                "use a workflow that shows the task's prompt as it is",
             )
-        return replace(e, teacher_prompt=self.renderer.render([*earlier, replace(last, content=text)]))
+        if not np.array_equal(shown, e.tokens[: e.first]):  # a later turn rewrote the history
+            return e
+        known, completion = dict(_known(group, member)), len(e) - e.first
+        for text in (_filled(template, known, group.task) for template in self.templates):
+            if not text:
+                continue
+            prompt = self.renderer.render([*earlier, replace(last, content=text)])
+            if self.limit is None or len(prompt) + completion <= self.limit:
+                return replace(e, teacher_prompt=prompt)
+        return e
+
+    def _prompt(self, task: Task) -> Sequence[Message]:
+        """The messages that the policy reads. Raises DataError if there is none."""
+        prompt = task.prompt if self.system is None else with_system(task.prompt, self.system)
+        if not task.prompt:
+            raise DataError(
+                f"the last message of task {task.task_id!r}, which the teacher's context replaces",
+                "its prompt is empty",
+                "give the task a prompt, or leave algorithm.teacher.context out",
+            )
+        return prompt
 
 
 def _known(group: Group, member: Trajectory) -> Iterator[tuple[str, str]]:
     """The fields of a rollout that are not empty."""
     for name, value in group.task.columns.items():
-        if value not in (None, ""):
-            yield name, value if isinstance(value, str) else str(value)
+        if value is not None and (text := str(value)):
+            yield name, text
     others = (t for t in group.alive if t.index != member.index and t.rewards and t.reward >= SUCCESS)
     success = next((t.completion for t in others), "")
-    prompt = group.task.prompt[-1].content if group.task.prompt else ""
+    prompt = group.task.prompt[-1].content
     yield from ((name, text) for name, text in zip(FIELDS, (prompt, member.feedback, success), strict=True) if text)
 
 

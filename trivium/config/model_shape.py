@@ -165,12 +165,27 @@ class ModelShape:
 
 def read_shape(directory: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory. Raises DataError if config.json lacks a size."""
+    return shape_of(_config_in(directory))
+
+
+def positions_in(directory: str | Path) -> int | None:
+    """The longest sequence of the model in a Hugging Face directory, in tokens; None if config.json has no limit."""
+    positions = _text_config(_config_in(directory)).get("max_position_embeddings")
+    return None if positions is None else int(positions)
+
+
+def _config_in(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"read {path}", str(error), "name a Hugging Face model directory") from error
-    return shape_of(config)
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json about the language model, by the present names of its keys."""
+    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else dict(config)
+    return text | {new: text[old] for old, new in _OLD_NAMES.items() if text.get(old) is not None}
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
@@ -178,8 +193,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
     Raises DataError if a size is missing.
     """
-    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else dict(config)
-    text |= {new: text[old] for old, new in _OLD_NAMES.items() if text.get(old) is not None}
+    text = _text_config(config)
     missing = [
         name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if name not in text
     ]

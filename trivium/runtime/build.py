@@ -23,6 +23,7 @@ from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
+from trivium.config.model_shape import positions_in
 from trivium.config.recording import recorded
 from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
@@ -176,7 +177,8 @@ def build_trainer(
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
     if algorithm.teacher is not None and algorithm.teacher.context:
         system = getattr(config.workflow, "system", None)
-        prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system)
+        limit = positions_in(algorithm.teacher.path or stage.model_dir)
+        prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system, limit)
         algorithm = replace(algorithm, teacher_prompts=prompts)
     schedule = build_schedule(stage)
     strategy = build(

@@ -33,8 +33,8 @@ TASK = Task("t", (Message("system", "be brief"), Message("user", "2+2=")), {"ans
 GROUP = Group(0, TASK, (member(0, 0.0, "too small"), member(1, 1.0), member(2, 0.0), member(3, 1.0)))
 
 
-def read(*templates: str, group: Group = GROUP) -> list[str | None]:
-    prompts = TeacherPrompts(Letters(), templates)
+def read(*templates: str, group: Group = GROUP, limit: int | None = None) -> list[str | None]:
+    prompts = TeacherPrompts(Letters(), templates, limit=limit)
     batch = prompts.added(batch_of([group]), [group])
     taught = [bool(row.all()) for row in batch.columns["taught"]]
     assert taught == [e.teacher_prompt is not None for e in batch.experiences]
@@ -69,12 +69,36 @@ def test_a_workflow_that_shows_another_prompt_is_refused() -> None:
         read("{answer}", group=other)
 
 
+def test_a_text_that_leaves_no_room_for_the_completion_does_not_count() -> None:
+    short = "s:be brief;u:4;"
+    assert read("{prompt} is {answer}", "{answer}", limit=len(short) + 3) == [short] * 4
+    assert read("{prompt} is {answer}", "{answer}", limit=len(short) + 2) == [None] * 4
+
+
+def test_a_sequence_of_rewritten_history_is_not_taught() -> None:
+    (first,) = GROUP.trajectories[0].turns
+    rewritten = replace(GROUP.trajectories[0], turns=(first, turn([7, 7], [1])))
+    assert read("{answer}", group=replace(GROUP, trajectories=(rewritten,))) == ["s:be brief;u:4;", None]
+
+
+def test_columns_of_any_type_are_written() -> None:
+    task = replace(TASK, columns={"answer": np.array([1, 2])})
+    assert read("{answer}", group=replace(GROUP, task=task))[0] == "s:be brief;u:[1 2];"
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with refused(DataError, "'t'", "empty"):
+        read("{answer}", group=replace(GROUP, task=replace(TASK, prompt=())))
+
+
 @pytest.mark.parametrize(
     ("teacher", "where"),
     [
         ({"context": []}, "algorithm.teacher"),
         ({"context": "{answer}", "weights": "current", "rate": 0.5}, "algorithm.teacher.rate"),
         ({"context": "{answer"}, "algorithm.teacher.context"),
+        ({"context": "{}"}, "algorithm.teacher.context"),
+        ({"context": "{answer:5d}"}, "algorithm.teacher.context"),
     ],
 )
 def test_a_teacher_that_knows_nothing_more_is_refused(teacher: dict[str, object], where: str) -> None:
