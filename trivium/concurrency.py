@@ -216,9 +216,11 @@ class ProgressDeadline:
         """Seconds left; 0 once the deadline has expired."""
         return max(0.0, self._progressed + self.seconds - time.monotonic())
 
-    def observe(self, state: object) -> None:
+    def observe(self, state: object, changed_at: float | None = None) -> None:
+        """`changed_at` is the time of the change, by `time.monotonic`; None for now."""
         if state != self.state:
-            self.state, self._progressed = state, time.monotonic()
+            changed_at = time.monotonic() if changed_at is None else changed_at
+            self.state, self._progressed = state, max(self._progressed, changed_at)
 
     def error(self, waiting: Waiting) -> SyncError:
         now = time.monotonic()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,9 +50,9 @@ class MemoryBuffer(SlotBuffer):
         self._slots = Slots(self.rows, schedule)
         self._arrived_before = 0
         """Groups with a lower arrival number were restored from earlier sessions."""
-        self._changes = 0
+        self._changes, self._changed_at = 0, 0.0
         self._waiting: dict[asyncio.Future[None], Work] = {}
-        """What each waiter waits for."""
+        """What each waiter waits for, called in the context of the waiter, whose activity it reports progress to."""
 
     async def undo(self, method: str, answer: Lease, *args: object) -> None:
         """Takes back the answer of a call from another process that was cancelled: the slot of a `lease`."""
@@ -99,16 +103,16 @@ class MemoryBuffer(SlotBuffer):
             answer = self._done(work)
             if answer is not None:
                 return answer, None
-            before, woken = self._changes, asyncio.get_running_loop().create_future()
-            self._waiting[woken] = work
+            woken = asyncio.get_running_loop().create_future()
+            self._waiting[woken] = partial(copy_context().run, work)
             try:
-                async with asyncio.timeout(None if waits is None else deadline.left_s):
-                    await woken
-            except TimeoutError:
-                return None, deadline.state if before == self._changes else object()  # any change is progress
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if waits is None else deadline.left_s):
+                        await woken
             finally:
                 del self._waiting[woken]
-            return None, object()
+            deadline.observe(self._changes, self._changed_at)  # any change is progress
+            return None, deadline.state
 
         def describe() -> Waiting:
             assert waits is not None
@@ -128,7 +132,7 @@ class MemoryBuffer(SlotBuffer):
         self._slots.changed = False
         answer = work(self._slots)
         if self._slots.changed and not isinstance(answer, Row):
-            self._changes += 1
+            self._changes, self._changed_at = self._changes + 1, time.monotonic()
             for woken, waiting in self._waiting.items():
                 if not woken.done() and self._can_continue(waiting):
                     woken.set_result(None)

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import struct
 import sys
+import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -17,6 +19,7 @@ import pytest
 import torch
 from failing import refused
 
+from trivium import phases
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded
@@ -225,6 +228,44 @@ async def test_a_wait_has_a_deadline_that_names_both_sides(tmp_path: Path) -> No
         await buf.lease("e")
     with refused(SyncError, "2 in progress"):
         await buf.drain(0)
+
+
+async def test_the_deadline_of_a_wait_begins_at_the_last_change(tmp_path: Path) -> None:
+    made = await buffer(tmp_path, deadline_s=0.6)
+    await made.advance("e", 0)
+    taking = await blocked(made.take(2, 0))
+    await asyncio.sleep(0.1)
+    await made.put("e", group(cast(Lease, await made.lease("e")).slot))
+    changed = time.monotonic()
+    with refused(SyncError, "trainer", "1 finished"):
+        await taking
+    assert 0.5 < time.monotonic() - changed < 1.0  # a deadline that begins again when it expires ends after 1.1 s
+
+
+async def test_a_wait_reports_every_group_to_the_activity_of_the_trainer(tmp_path: Path) -> None:
+    class Shown:
+        def show(self, activities: Sequence[phases.Activity]) -> None:
+            shown.append([(each.name, each.done) for each in activities])
+
+        def say(self, text: str) -> None: ...
+
+    async def take() -> list[Group]:
+        with phases.activity("rollouts", 3):
+            return await made.take(3, 0)
+
+    shown: list[list[tuple[str, int | None]]] = []
+    made = await buffer(tmp_path, groups_per_step=3)
+    await made.advance("e", 0)
+    end = phases.watch(Shown())
+    try:
+        taking = await blocked(take())
+        with phases.activity("an explorer"):
+            for done in range(1, 4):
+                await made.put("e", group(cast(Lease, await made.lease("e")).slot))
+                assert shown[-1] == [("rollouts", done), ("an explorer", None)]
+        assert len(cast(list[Group], await taking)) == 3
+    finally:
+        end()
 
 
 async def test_a_stage_that_ends_while_an_explorer_waits_for_its_slots_is_no_failure(tmp_path: Path) -> None:
