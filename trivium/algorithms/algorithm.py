@@ -25,7 +25,7 @@ from trivium.algorithms.filters import Filter
 from trivium.algorithms.importance_weights import corrected, measured
 from trivium.algorithms.kl import AdaptiveKLController, KlController, apply_kl_penalty, k1
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
-from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective
+from trivium.algorithms.objective import FORWARD_COLUMNS, TEACHER_COLUMNS, PolicyObjective
 from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
 from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import Resampling
@@ -67,8 +67,9 @@ class Estimator:
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
         """The columns that the function needs, (B, L) each, and the weights of a correction if the batch has them."""
-        weights = {"rollout_is_weights"} & batch.columns.keys()
-        return {name: estimator_column(batch, name, self.seed) for name in self.metadata.needs | weights}
+        further = {"rollout_is_weights"} | ({"taught"} if self.metadata.needs & TEACHER_COLUMNS else set[str]())
+        names = self.metadata.needs | (further & batch.columns.keys())
+        return {name: estimator_column(batch, name, self.seed) for name in names}
 
     def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
         """The function's result, normalised and clipped."""
@@ -77,8 +78,12 @@ class Estimator:
             name = getattr(getattr(self.function, "func", self.function), "__name__", "the estimator")
             raise DataError(f"Advantages(advantages, returns) from {name!r}", f"a {type(done).__name__}", "wrap them")
         values, returns = (check_per_token(each, x.response_mask, "the advantage estimator") for each in done)
+        mask = x.response_mask
+        if "taught" in x.columns:  # where the teacher read no context, its opinion does not count
+            mask = mask & (x.columns["taught"] != 0)
+            values, returns = (torch.where(mask, each, 0.0) for each in (values, returns))
         if self.normalise != "none":
-            values = normalised(values, x.response_mask, by_std=self.normalise == "std")
+            values = normalised(values, mask, by_std=self.normalise == "std")
         if self.clip is None:
             return Advantages(values, returns), {}
         beyond = (values.abs() > self.clip).sum() / x.response_mask.sum().clamp(min=1)

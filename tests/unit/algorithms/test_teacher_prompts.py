@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from configs import algorithm_problems
+from configs import algorithm_problems, with_algorithm
 from episodes import turn
 from failing import refused
 
+from trivium.algorithms import build_algorithm
 from trivium.algorithms.batches import batch_of
 from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.errors import DataError
@@ -79,6 +80,18 @@ def test_a_sequence_of_rewritten_history_is_not_taught() -> None:
     (first,) = GROUP.trajectories[0].turns
     rewritten = replace(GROUP.trajectories[0], turns=(first, turn([7, 7], [1])))
     assert read("{answer}", group=replace(GROUP, trajectories=(rewritten,))) == ["s:be brief;u:4;", None]
+
+
+def test_an_estimator_that_reads_the_teacher_skips_untaught_rows() -> None:
+    teacher = {"context": "{feedback}", "weights": "average"}
+    config = with_algorithm({"kind": "iw_opd", "normalise_advantages": "none", "teacher": teacher})
+    algorithm = replace(build_algorithm(config.algorithm), teacher_prompts=TeacherPrompts(Letters(), ("{feedback}",)))
+    batch = algorithm.batch([GROUP])
+    rows = [np.where(e.response_mask, -0.3, 0).astype(np.float32) for e in batch.experiences]
+    old = [e.rollout_log_prob for e in batch.experiences]
+    done, metrics = algorithm.advantages(batch.with_columns(teacher_log_prob=rows, old_log_prob=old))
+    assert [bool(row.any()) for row in done.columns["advantages"]] == [True, False, False, False]
+    assert metrics["train/taught"] == 0.25
 
 
 def test_columns_of_any_type_are_written() -> None:
