@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,12 +111,13 @@ def run(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its children too, which hold the pipe
         output, _ = process.communicate()
     lines = output.splitlines()
     figures = [json.loads(line)["figure"] for line in lines if line.startswith('{"figure"')]
@@ -170,7 +172,9 @@ def main() -> int:
         return 2
     machine = described()
     done = json.loads(args.json.read_text()) if args.json.is_file() else {}
-    parts = done["parts"] if done.get("machine") == machine else {}  # figures of another machine or commit are dropped
+    # Figures of another machine, commit or device are dropped.
+    same = machine["commit"] != "unknown" and (done.get("machine"), done.get("device")) == (machine, args.device)
+    parts = done["parts"] if same else {}
     with tempfile.TemporaryDirectory() as folder:
         package = described_package(Path(folder))
         for name in args.parts:
