@@ -63,7 +63,7 @@ class TeacherPrompts:
         if not np.array_equal(shown, first):
             raise DataError(
                 f"the prompt of task {group.task.task_id!r}, which the teacher's context replaces",
-                f"the policy read {len(first)} tokens before its completion, and the task's prompt is {len(shown)} others",
+                f"the policy read {len(first)} tokens first, and the task's prompt is {len(shown)} others",
                 "use a workflow that shows the task's prompt as it is",
             )
         if not np.array_equal(shown, e.tokens[: e.first]):  # a later turn rewrote the history

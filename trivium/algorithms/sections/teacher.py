@@ -35,9 +35,9 @@ class TeacherConfig(Config):
     """The share of the current weights in the average after each update."""
     context: str | tuple[str, ...] = ()
     """What the teacher reads in place of the last message of the prompt: a template, or several, of which the first one
-    with known fields that leaves room for the completion counts. The fields are `{prompt}` (that message), the columns of the task, `{feedback}` (what the
-    environment said at the end) and `{success}` (a completion of the group with a reward of at least 1). A rollout with
-    no known template learns nothing from the teacher."""
+    with known fields that leaves room for the completion counts. The fields are `{prompt}` (that message), the columns
+    of the task, `{feedback}` (what the environment wrote at the end) and `{success}` (a completion of the group with a
+    reward of at least 1). A rollout with no such template learns nothing from the teacher."""
 
     @field_validator("context")
     @classmethod
