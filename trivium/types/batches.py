@@ -171,10 +171,14 @@ class Experience:
 
     @property
     def observed(self) -> BoolArray:
-        """(L,): the tokens between two turns: what the environment answered, with the template's tokens around it."""
+        """(L,): the tokens between two turns: what the environment answered, with the template's tokens around it.
+        Tokens of media are left out: their ids mean nothing."""
         mask = np.zeros(len(self), np.bool_)
         for before, after in pairwise(self.turns):
             mask[before.stop : after.start] = True
+        for item in self.media:
+            if item.span is not None:
+                mask[slice(*item.span)] = False
         return mask
 
     @property

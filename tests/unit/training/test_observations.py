@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from trivium.algorithms import PolicyObjective, catalogue
 from trivium.loops import prepare_mini_batch
 from trivium.training.batching import count
-from trivium.types import Batch, Trajectory, experiences_of
+from trivium.types import Batch, Media, Trajectory, experiences_of
 
 TEMPERATURE, COEF = 0.8, 0.3
 PPO = catalogue("policy_losses")["ppo"]
@@ -67,6 +67,13 @@ def test_observations_are_the_tokens_between_turns() -> None:
     for e in batch.experiences:
         assert not (e.observed & e.response_mask).any()
         assert not e.observed[: e.response_mask.argmax()].any(), "the prompt of the task is no observation"
+
+
+def test_an_image_between_turns_is_no_observation() -> None:
+    after = turn([5, 6, 1, 2, 30, 30, 30, 7], [3], media=(Media("image/png", b"x", (4, 7)),))
+    member = Trajectory(0, (turn([5, 6], [1, 2]), after), {"exact": 0.0})
+    (e,) = experiences_of(group(0, member), member)
+    assert np.flatnonzero(e.observed).tolist() == [7]
 
 
 @pytest.mark.parametrize("config", [{}, {"max_tokens_per_micro_batch": 8}, {"share_prefix": True}])
