@@ -149,7 +149,7 @@ class Episodes(ABC):
             if done:
                 break
         policy.metrics["env_done"] = float(done)
-        policy.feedback = "\n".join(message.content for message in seen) if done else ""
+        policy.feedback = "\n".join(message.content for message in seen)
         if isinstance(environment, FinishedEnvironment):
             finish = await self._ask(f"{self._name}.finish", task, environment.finish, self._end_s)
             reward, metrics = self._finish(finish, task)
