@@ -33,10 +33,8 @@ def fipo(
     clip_high: ClipHigh = 0.2,
     dual_clip: DualClip = 10.0,
 ) -> PerToken:
-    """Tokens whose continuation the update makes more likely get a larger part of the advantage, others a smaller one.
-
-    The paper's code also leaves out discouraged tokens of very high ratio, which the dual clip holds here.
-    """
+    """Tokens whose continuation the update makes more likely get a larger part of the advantage, others a smaller
+    one."""
     change = zero_outside(x.log_ratio.detach(), x.response_mask)
     if dual_clip is not None:
         change = change.masked_fill(change > log(dual_clip), 0.0)

@@ -145,7 +145,7 @@ class DistillTermConfig(Config):
     loss: PolicyLossPlugin = Field(default={"kind": "distill_student_top_k"})  # pyright: ignore[reportAssignmentType]
     """The loss of a token that follows the teacher: a name, or a function of yours."""
 
-    def problems(self, run: RunConfig, where: str, updates: int) -> Iterator[Problem]:
+    def own_problems(self, run: RunConfig, where: str, updates: int) -> Iterator[Problem]:
         """Keys that have no effect, and losses that follow no teacher or are wrong for the samples of this run, whose
         steps have so many `updates`."""
         if self.coef == 0 and self.loss.kind != type(self)().loss.kind:

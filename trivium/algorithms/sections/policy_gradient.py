@@ -200,7 +200,7 @@ class PolicyGradientConfig(UpdateConfig):
         yield from self.critic.own_problems(run, self.critic_warmup, f"{where}.critic")
         yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
-        yield from self.distill.problems(run, f"{where}.distill", self.updates)
+        yield from self.distill.own_problems(run, f"{where}.distill", self.updates)
         for number, gate in enumerate(self.gates):
             yield from section_problems(gate, "gates", TokenWeightMetadata, f"{where}.gates[{number}]")
         for number, step in enumerate(self.shaping):
