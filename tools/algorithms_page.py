@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -89,6 +90,8 @@ def _yaml(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in section.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_yaml(inner) for inner in value) + "]"
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)  # a line break would end the row of the table
     return format_value(value)
 
 

@@ -319,3 +319,12 @@ def test_a_filter_of_rewards_wants_rewards(teacher: str) -> None:
     assert config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["overlong"]}})
     with refused(ConfigError, "algorithm.filters"):
         config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["zero_variance"]}})
+
+
+def test_a_context_that_shows_a_success_needs_a_group() -> None:
+    def teacher(*context: str) -> dict[str, object]:
+        return {"kind": "sdft", "teacher": {"weights": "initial", "context": context}}
+
+    assert list(algorithm_problems(teacher("{success}"), group_size=1)) == ["algorithm.teacher.context"]
+    with_algorithm(teacher("{success}"), group_size=2)
+    with_algorithm(teacher("{success}", "{feedback}"), group_size=1)

@@ -136,7 +136,8 @@ class PolicyGradientConfig(UpdateConfig):
     @property
     def reads_rewards(self) -> bool:
         metadata = metadata_or_problem(self.advantage, "advantages", EstimatorMetadata, "advantage")
-        return isinstance(metadata, Problem) or metadata.judged
+        taught = self.teacher is not None and self.teacher.reads_rewards
+        return taught or isinstance(metadata, Problem) or metadata.judged
 
     @property
     def has_critic(self) -> bool:

@@ -114,10 +114,11 @@ def teacher_problems(
         yield Problem(
             f"{where}.rate", f"a rate of {teacher.rate:g}", "nothing is averaged", f"set {where}.weights: average"
         )
-    if teacher.reads_rewards and not (run.rewards or run.schedule.group_size > 1):
+    needs_success = bool(teacher.context) and all("success" in fields_of(each) for each in teacher.context)
+    if needs_success and run.schedule.group_size == 1:
         yield Problem(
             f"{where}.context",
-            "a completion of the group that succeeded",
-            f"schedule.group_size is {run.schedule.group_size}, and no reward is configured",
-            "use larger groups and a reward, or another field",
+            "another completion of the group that succeeded",
+            "schedule.group_size is 1",
+            "use larger groups, or a template with other fields",
         )
