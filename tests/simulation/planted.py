@@ -67,9 +67,6 @@ PLANTED = {
     ),
     "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
     "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True),
-    "a role is declared dead too early": Fault(
-        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True
-    ),
     "checkpoints are not synced": Fault(
         "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False
     ),
@@ -116,13 +113,6 @@ PLANTED = {
         True,
         15,
     ),
-    "a silent role is never declared dead": Fault(
-        "run_role.py",
-        'self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)',
-        "pass",
-        True,
-        138,
-    ),
     "a board forgets a concurrent write": Fault(
         "buffers/sql/database.py",
         ".where(mine, _boards.c.revision == revision)",
@@ -130,26 +120,12 @@ PLANTED = {
         True,
         188,
     ),
-    "the leases of a dead explorer stay": Fault(
-        "buffers/slot_machine.py",
-        "        self._update(leased, state=SlotState.FREE, owner=None)\n        # It will not",
-        "        # It will not",
-        True,
-        138,
-    ),
     "the id of a run is not synced": Fault(
         "buffers/sql/buffer.py",
         "            fsync(folder)\n",
         "            pass\n",
         True,
         179,
-    ),
-    "a repeated call takes effect twice": Fault(
-        "buffers/sql/buffer.py",
-        "if tried and (answered",
-        "if not tried and (answered",
-        True,
-        1017,
     ),
     "failed rollouts are trained": Fault(
         "types/trajectories.py",
@@ -180,21 +156,7 @@ PLANTED = {
         True,
         323,
     ),
-    "an unfinished journal stays": Fault(
-        "buffers/journal.py",
-        "            unfinished.unlink()\n",
-        "            pass\n",
-        False,
-        326,
-    ),
     "the config of a run is not synced": Fault("runtime/run_dir.py", "    fsync(run_dir)", "    pass", False, 36),
-    "a complete run does not say so": Fault(
-        "runtime/launch.py",
-        "        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)\n",
-        "",
-        True,
-        438,
-    ),
 }
 
 
