@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from importlib.metadata import version
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -51,13 +52,19 @@ class _Pack(Protocol):
     def segments(self) -> tuple[Segment, ...]: ...
 
 
+def _is_supported() -> bool:
+    """Whether transformers computes these layers by the functions in `_REPLACED`: since 5.20."""
+    major, minor = version("transformers").split(".")[:2]
+    return (int(major), int(minor)) >= (5, 20)
+
+
 def follow_sequences(module: nn.Module) -> bool:
     """Makes the layers with a recurrent state follow packs (their argument `trivium_pack`) and padded prompts (`valid`
     of their cache), in place. Returns False if there are none, or any that this module does not know. Layers in float64
     are computed in float64; transformers rounds to float32."""
     layers = [(layer, _following(type(layer))) for layer in module.modules() if _keeps_state(type(layer))]
     known = [(layer, forward) for layer, forward in layers if forward is not None]
-    if len(known) < len(layers):
+    if len(known) < len(layers) or not _is_supported():
         return False
     for layer, forward in known:
         layer.forward = partial(_forward, forward, layer)
