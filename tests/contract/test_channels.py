@@ -29,13 +29,16 @@ def makers(tmp_path: Path) -> dict[str, Make]:
     def files(role: str, synchronizer: Synchronizer) -> WeightChannel:
         return FileChannel(keep=2, directory=tmp_path / "sync", synchronizer=synchronizer, role=role)
 
+    def differences(role: str, synchronizer: Synchronizer) -> WeightChannel:
+        return FileChannel(keep=2, directory=tmp_path / "sync", synchronizer=synchronizer, role=role, full_every=8)
+
     def broadcast(role: str, synchronizer: Synchronizer) -> WeightChannel:
         return CollectiveChannel(keep=2, directory=tmp_path, synchronizer=synchronizer, role=role)
 
-    return {"memory": one_object(MemoryChannel), "checkpoint": files, "nccl": broadcast}
+    return {"memory": one_object(MemoryChannel), "checkpoint": files, "differences": differences, "nccl": broadcast}
 
 
-@pytest.mark.parametrize("name", ["memory", "checkpoint", "nccl"])
+@pytest.mark.parametrize("name", ["memory", "checkpoint", "differences", "nccl"])
 async def test_shipped_channels(name: str, tmp_path: Path) -> None:
     await check_channel(makers(tmp_path)[name], tmp_path / "saved")
 

@@ -34,7 +34,10 @@ def written(path: Path, change: dict[str, Any]) -> Path:
 
 def small(directory: Path, url: str | None, **schedule: Any) -> Path:
     """A run of a few seconds, over a database or, without a URL, in one process."""
-    meeting = {"buffer": {"kind": "sql", "url": url}, "sync": {"method": "checkpoint", "heartbeat_s": BEAT_S}}
+    meeting = {
+        "buffer": {"kind": "sql", "url": url},
+        "sync": {"method": "checkpoint", "heartbeat_s": BEAT_S, "full_every": 3},
+    }
     return written(
         directory / "run.yaml",
         {

@@ -120,6 +120,13 @@ def check_channel(config: RunConfig) -> Iterator[Problem]:
             "it keeps no files, so the key has no effect",
             "use sync.method: checkpoint, or leave the key out",
         )
+    if sync.full_every > 1 and not channel.sends_differences:
+        yield Problem(
+            "sync.full_every",
+            f"differences between versions with sync.method '{sync.method}'",
+            "it sends every version whole",
+            "use sync.method: checkpoint, or leave the key out",
+        )
 
 
 @CONFIG_RULES.rule

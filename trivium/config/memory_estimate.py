@@ -309,6 +309,9 @@ def _travelling(config: RunConfig, batch: BatchPlan, shape: ModelShape, width: i
     items: dict[str, int] = {}
     if config.sync.method is SyncMethod.MEMORY:
         items["published versions"] = kept_versions(config) * shape.parameters * width // batch.ranks
+    if config.sync.full_every > 1:  # on both sides: what the next version is compared with, and what it is applied to
+        sides = 2 if config.cluster.kind == "local" and config.run.mode == "both" else 1
+        items["the last version"] = sides * shape.parameters * width // batch.ranks
     if config.cluster.kind == "local" and _engines(config, batch.ranks) > 1:
         items["weights received"] = 2 * shape.embedding * width  # one tensor is loaded while the next arrives
     return items

@@ -136,6 +136,10 @@ class SyncSection(BaseConfig):
     dir: ConfigPath | None = free(None)
     """Directory of the `checkpoint` method, for this run alone, that all its roles see; unset means `sync` in the run
     directory."""
+    full_every: int = free(1, ge=1)
+    """With the `checkpoint` method, one of so many versions is written whole; the others hold only the elements that
+    changed since the version before. Trainer and explorers then keep the weights of a version in host memory. In
+    bfloat16 at the learning rates of RL, a version takes a few percent of its bytes."""
     deadline_s: float = free(3600.0, gt=0)
     """Longest wait of one side for the other."""
     heartbeat_s: float = free(10.0, gt=0)

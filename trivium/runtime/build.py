@@ -123,7 +123,10 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
 def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
     """Builds the weight channel of `role`."""
     config = stage.config
-    return resolve("channels", config.sync.method)(
+    channel = resolve("channels", config.sync.method)
+    differences = {"full_every": config.sync.full_every} if capabilities_of(channel).sends_differences else {}
+    return channel(
+        **differences,
         keep=kept_versions(config),
         directory=made_directory(Path(config.sync.dir), "sync.dir") if config.sync.dir else stage.run_dir / "sync",
         synchronizer=synchronizer,

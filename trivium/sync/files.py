@@ -3,6 +3,10 @@
 `version-000012/` holds `weights-00000.safetensors`, ... and `manifest.json` with the file and the hash of each tensor.
 A folder is staged and renamed, so a folder with its final name is complete. There are no locks, because machines may
 share the file system.
+
+With `full_every` above 1, a version may hold differences from the version before (`sync.differences`). An explorer that
+has that version reads only these; any other one reads all versions since the last whole one. Older versions that newer
+ones need are kept as `base-000009/`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +29,10 @@ from trivium.errors import DataError, SyncError, VersionGone
 from trivium.models.late import torch
 from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights
+from trivium.sync.differences import Difference, difference, patched
 from trivium.sync.hashes import copied, joined, verify
 from trivium.synchronizer import Synchronizer
-from trivium.types import TRAINER
+from trivium.types import TRAINER, Capabilities
 
 if TYPE_CHECKING:
     from trivium.models.weights.saved_tensors import SafetensorsFiles
@@ -38,9 +44,29 @@ FILE_BYTES = 2**30
 APPEARS_S = 60.0
 """The longest time until a folder is visible on another machine."""
 _POLL_S = 0.2
-_PREFIX = "version-"
+_PREFIX, _BASE = "version-", "base-"
 _MANIFEST = "manifest.json"
 _DO = "check the disk or the file system; the trainer writes each version anew"
+
+
+@dataclass
+class _LastVersion:
+    """The tensors of one version, on the CPU."""
+
+    version: int
+    hash: str = ""
+    """The hash of all tensors: a trainer that was started again may give a version other weights."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Folder:
+    """An open folder: the entries of the tensors by name, and the files that they name."""
+
+    base: tuple[int, str] | None
+    """The version that its differences are from, and the hash of that; None if it is whole."""
+    entries: dict[str, dict[str, Any]]
+    files: SafetensorsFiles
 
 
 class FileChannel:
@@ -49,21 +75,42 @@ class FileChannel:
     `collect` opens every file of a version at once, so that files which the trainer removes meanwhile stay readable.
     """
 
-    def __init__(self, *, keep: int, directory: Path, synchronizer: Synchronizer, role: str) -> None:
+    capabilities = Capabilities(sends_differences=True)
+
+    def __init__(
+        self, *, keep: int, directory: Path, synchronizer: Synchronizer, role: str, full_every: int = 1
+    ) -> None:
+        """`full_every`: one of so many versions is whole; the others hold what differs from the version before. Above
+        1, trainer and explorers keep the tensors of their last version in memory."""
         self._keep, self._directory, self._synchronizer, self._role = keep, directory, synchronizer, role
+        self._full_every = full_every
         self._own: list[int] | None = None
         """The versions that this trainer offered or restored, and keeps; None before the first."""
+        self._whole: list[int] = []
+        """The whole versions among those that are on disk, bases included."""
+        self._since_whole = 0
+        """Versions that were offered since the last whole one, that one included."""
+        self._last: _LastVersion | None = None
+        """The version that was offered or read last, if `full_every` is above 1 and it was complete."""
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        with self._staged(version) as staging:
-            self.offered = _write(staging, version, weights)
+        before, self._last = self._last, None
+        if before is not None and (self._since_whole >= self._full_every or before.version >= version):
+            before = None
+        last = _LastVersion(version) if self._full_every > 1 else None
+        with self._staged(version, is_whole=before is None) as staging:
+            self.offered = _write(staging, version, weights, before, last)
+        self._since_whole = 1 if before is None else self._since_whole + 1
+        if last is not None:
+            last.hash, self._last = self.offered, last
         return True
 
     def collect(self, version: int) -> Described:
-        entries, files = self._open(version)
-        specs = (TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in entries)
-        return Described(tuple(specs), _read(version, entries, files))
+        before, self._last = self._last, None
+        folders = self._open(version, before)
+        specs = (TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in folders[-1].entries.values())
+        return Described(tuple(specs), self._arriving(version, folders, before))
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -71,21 +118,26 @@ class FileChannel:
         return tuple((self._own or ()) if self._role == TRAINER else self._there())
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
-        """Copies the folders of versions, which explorers may still need."""
+        """Copies versions, which explorers may still need. A copy is whole."""
         for version in versions:
-            shutil.copytree(self._folder(version), directory / self._folder(version).name)
+            folder = directory / self._folder(version).name
+            if version in self._whole:
+                shutil.copytree(self._folder(version), folder)
+            else:
+                folder.mkdir(parents=True)
+                _write(folder, version, _read(version, self._open(version, None), None), None, None)
 
     def restore(self, directory: Path) -> None:
         """Restores the versions that `save` wrote, and removes all others."""
         self._clear()
         for version in _versions_in(directory):
-            with self._staged(version) as staging:
+            with self._staged(version, is_whole=True) as staging:
                 shutil.copytree(directory / self._folder(version).name, staging, dirs_exist_ok=True)
 
     # ------------------------------------------------------------------ the trainer's side
 
     @contextmanager
-    def _staged(self, version: int) -> Generator[Path]:
+    def _staged(self, version: int, *, is_whole: bool) -> Generator[Path]:
         """A folder to fill. After the block it is on disk under its final name, and old versions are removed."""
         own = self._clear() if self._own is None else self._own  # the first offer removes those of earlier processes
         folder = self._folder(version)
@@ -98,46 +150,83 @@ class FileChannel:
             fsync(self._directory)
         own = sorted({*own, version})
         self._own = own[-self._keep :]
-        for old in own[: -self._keep]:
-            self._remove(old)
+        if is_whole:
+            self._whole = sorted({*self._whole, version})
+        self._retire(own[: -self._keep])
+
+    def _retire(self, versions: Sequence[int]) -> None:
+        """Removes these old versions, or turns them into bases if a kept version needs them. Removes the bases that no
+        kept version needs any more."""
+        assert self._own is not None
+        needed = max((whole for whole in self._whole if whole <= self._own[0]), default=self._own[0])
+        for version in versions:
+            if version >= needed:
+                self._folder(version).rename(self._folder(version, _BASE))
+        for version in {*versions, *_versions_in(self._directory, _BASE)}:
+            if version < needed:
+                self._remove(version)
+        self._whole = [whole for whole in self._whole if whole >= needed]
 
     def _clear(self) -> list[int]:
         """Removes the folders of earlier trainer processes, newer versions included."""
-        for version in self._there():
+        for version in {*self._there(), *_versions_in(self._directory, _BASE)}:
             self._remove(version)
-        for staging in self._directory.glob(f".{_PREFIX}*"):
-            shutil.rmtree(staging, ignore_errors=True)
-        self._own = []
+        for prefix in (_PREFIX, _BASE):
+            for staging in self._directory.glob(f".{prefix}*"):
+                shutil.rmtree(staging, ignore_errors=True)
+        self._own, self._whole, self._last = [], [], None
         return self._own
 
     def _remove(self, version: int) -> None:
         """Renames a version before it removes the files, so that no explorer reads a part of it."""
-        folder = self._folder(version)
-        away = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-        if folder.exists():
-            folder.rename(away)
-            # A file that another machine reads may stay; the first offer of the next trainer process tries again.
-            shutil.rmtree(away, ignore_errors=True)
+        for folder in (self._folder(version), self._folder(version, _BASE)):
+            away = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+            if folder.exists():
+                folder.rename(away)
+                # A file that another machine reads may stay; the first offer of the next trainer process tries again.
+                shutil.rmtree(away, ignore_errors=True)
 
     # ------------------------------------------------------------------ the explorer's side
 
-    def _open(self, version: int) -> tuple[list[dict[str, Any]], SafetensorsFiles]:
-        """The manifest's entries of the tensors, and the files that they name."""
+    def _open(self, version: int, before: _LastVersion | None) -> list[_Folder]:
+        """The folder of a version and those that its differences need, oldest first: back to the one after `before`, or
+        to a whole one."""
+        self._wait_for(version)
+        folders = [self._opened(version, version)]
+        have = None if before is None else (before.version, before.hash)
+        while (base := folders[0].base) is not None and base != have:
+            folders.insert(0, self._opened(base[0], version))
+        return folders
+
+    def _opened(self, version: int, wanted: int) -> _Folder:
+        """Opens the folder of `version`, which is read for the version `wanted`."""
         from trivium.models.weights.saved_tensors import SafetensorsFiles
 
-        folder = self._folder(version)
-        self._wait_for(version)
+        # The trainer may turn the version into a base at any time, but not back.
+        folder = next((each for each in self._places(version) if each.exists()), self._folder(version))
         try:
-            entries = _manifest(folder, version)
-            return entries, SafetensorsFiles(
-                [folder / name for name in dict.fromkeys(each["file"] for each in entries)]
-            )
+            base, entries = _manifest(folder, version)
+            paths = [folder / name for name in dict.fromkeys(each["file"] for each in entries)]
+            return _Folder(base, {each["name"]: each for each in entries}, SafetensorsFiles(paths))
         except FileNotFoundError as error:
             if (folder / _MANIFEST).is_file():
                 raise _damaged(version, f"the files of {folder}", f"{error.filename} is missing") from error
-            raise self._gone(version) from error
+            if not folder.exists() and any(each.exists() for each in self._places(version)):
+                return self._opened(version, wanted)
+            raise self._gone(wanted) from error
         except DataError as error:
             raise _damaged(version, f"the files of {folder}", f"{error.asked}: {error.found}") from error
+
+    def _arriving(self, version: int, folders: Sequence[_Folder], before: _LastVersion | None) -> Iterator[Named]:
+        """Yields every tensor, verified. Holds them if the next version may be read as differences."""
+        last = _LastVersion(version)
+        for name, tensor in _read(version, folders, before):
+            if self._full_every > 1:
+                last.tensors[name] = tensor
+            yield name, tensor
+        if self._full_every > 1:
+            last.hash = joined({name: each["hash"] for name, each in folders[-1].entries.items()})
+            self._last = last
 
     def _wait_for(self, version: int) -> None:
         """Waits until the version is visible. Raises VersionGone if there are newer ones, if it is not published, or if
@@ -162,51 +251,90 @@ class FileChannel:
             "give trainer and explorers the same directory (sync.dir), and use it for this run only",
         )
 
-    def _folder(self, version: int) -> Path:
-        return self._directory / f"{_PREFIX}{version:06d}"
+    def _folder(self, version: int, prefix: str = _PREFIX) -> Path:
+        return self._directory / f"{prefix}{version:06d}"
+
+    def _places(self, version: int) -> tuple[Path, Path]:
+        return self._folder(version), self._folder(version, _BASE)
 
 
-def _write(folder: Path, version: int, weights: Weights) -> str:
-    """Writes the files of a version, the manifest last. Returns the hash of all tensors. At most the tensors of one
-    file are in memory."""
+def _write(folder: Path, version: int, weights: Weights, before: _LastVersion | None, last: _LastVersion | None) -> str:
+    """Writes the files of a version, the manifest last: differences from `before` where they are smaller. Returns the
+    hash of all tensors. At most the tensors of one file are in memory, beside those in `before` and `last`."""
     from safetensors.torch import save_file
 
     entries: list[dict[str, Any]] = []
     hashes = dict[str, str]()
     for number, group in enumerate(groups(copied(weights, hashes), FILE_BYTES)):
-        file = folder / f"weights-{number:05d}.safetensors"
-        save_file(dict(group), file)
+        file, written = folder / f"weights-{number:05d}.safetensors", dict[str, torch.Tensor]()
         for name, tensor in drained(group):
-            described = spec(name, tensor)._asdict()
-            entries.append({**described, "bytes": tensor.nbytes, "file": file.name, "hash": hashes[name]})
-    content = {"version": version, "tensors": entries}
+            old = None if before is None else before.tensors.pop(name, None)
+            change = None if old is None else difference(old, tensor)
+            written |= {name: tensor} if change is None else dict(zip(_named(name), change, strict=True))
+            entry = {**spec(name, tensor)._asdict(), "bytes": tensor.nbytes, "file": file.name, "hash": hashes[name]}
+            entries.append(entry if change is None else {**entry, "changed": [len(each) for each in change]})
+            if last is not None:
+                last.tensors[name] = tensor
+        save_file(written, file)
+    base = {} if before is None else {"base": [before.version, before.hash]}
+    content = {"version": version, **base, "tensors": entries}
     manifest = {**content, "hash": _hash_of(content)}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return joined(hashes)
 
 
-def _read(version: int, entries: Sequence[Mapping[str, Any]], files: SafetensorsFiles) -> Iterator[Named]:
-    """Yields every tensor, verified."""
-    for entry in entries:
-        name, tensor = entry["name"], torch.empty(entry["shape"], dtype=type_named(entry["dtype"]))
-        what = f"{name!r} in {entry['file']}"
-        try:
-            files.copy_bytes(name, tensor)
-        except OSError as error:
-            if error.errno == errno.ESTALE:  # another machine removed it, and its file system keeps no open files
-                raise VersionGone(
-                    f"collect {what} of version {version}", "it was removed", "ask for a newer version"
-                ) from error
-            raise _damaged(version, what, str(error)) from error
-        except (DataError, KeyError) as error:
-            raise _damaged(version, what, getattr(error, "found", "the file does not name it")) from error
+def _named(name: str) -> tuple[str, str]:
+    """The names of the tensors of a difference, in the order of its fields."""
+    return f"{name}#gaps", f"{name}#values"
+
+
+def _read(version: int, folders: Sequence[_Folder], before: _LastVersion | None) -> Iterator[Named]:
+    """Yields every tensor of the last folder, verified. Takes those of `before` out of it."""
+    for name, entry in folders[-1].entries.items():
+        tensor = None if before is None else before.tensors.pop(name, None)
+        whole = [i for i, each in enumerate(folders) if name in each.entries and "changed" not in each.entries[name]]
+        if whole:
+            folder = folders[whole[-1]]
+            tensor = _copied(version, name, folder.entries[name], folder)
+        assert tensor is not None, "the first folder is whole, or its differences are from `before`"
+        for folder in folders[whole[-1] + 1 if whole else 0 :]:
+            tensor = _patched(version, name, tensor, folder)
         found = f"its bytes in {entry['file']} differ from those that were offered"
         verify([(name, tensor)], {name: entry["hash"]}, version, found, _DO)
         yield name, tensor
 
 
-def _manifest(folder: Path, version: int) -> list[dict[str, Any]]:
-    """The manifest's entries. Raises SyncError if it is damaged, or of another version."""
+def _patched(version: int, name: str, tensor: torch.Tensor, folder: _Folder) -> torch.Tensor:
+    counts, entry = folder.entries[name]["changed"], folder.entries[name]
+    parts = [
+        _copied(version, key, {**entry, "shape": [count], "dtype": dtype}, folder)
+        for key, count, dtype in zip(_named(name), counts, ("uint8", entry["dtype"]), strict=True)
+    ]
+    try:
+        return patched(tensor, Difference(*parts))
+    except ValueError as error:
+        raise _damaged(version, f"{name!r} in {entry['file']}", str(error)) from error
+
+
+def _copied(version: int, key: str, entry: Mapping[str, Any], folder: _Folder) -> torch.Tensor:
+    """The tensor `key` of a file, of the shape and the type of the entry."""
+    tensor, what = torch.empty(entry["shape"], dtype=type_named(entry["dtype"])), f"{key!r} in {entry['file']}"
+    try:
+        folder.files.copy_bytes(key, tensor)
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # another machine removed it, and its file system keeps no open files
+            raise VersionGone(
+                f"collect {what} of version {version}", "it was removed", "ask for a newer version"
+            ) from error
+        raise _damaged(version, what, str(error)) from error
+    except (DataError, KeyError) as error:
+        raise _damaged(version, what, getattr(error, "found", "the file does not name it")) from error
+    return tensor
+
+
+def _manifest(folder: Path, version: int) -> tuple[tuple[int, str] | None, list[dict[str, Any]]]:
+    """The version that the manifest's differences are from, with its hash, and the entries. Raises SyncError if it is
+    damaged, or of another version."""
     text = (folder / _MANIFEST).read_text(encoding="utf-8", errors="replace")
     try:
         content = json.loads(text)
@@ -217,7 +345,8 @@ def _manifest(folder: Path, version: int) -> list[dict[str, Any]]:
         raise _damaged(
             version, f"{folder / _MANIFEST}", "it differs from the manifest that was written for this version"
         )
-    return content["tensors"]
+    base = content.get("base")
+    return None if base is None else (base[0], base[1]), content["tensors"]
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
@@ -232,7 +361,7 @@ def _damaged(version: int, what: str, found: str) -> SyncError:
     )
 
 
-def _versions_in(directory: Path) -> list[int]:
+def _versions_in(directory: Path, prefix: str = _PREFIX) -> list[int]:
     """The versions in a directory, oldest first."""
-    numbers = [path.name.removeprefix(_PREFIX) for path in directory.glob(f"{_PREFIX}*")]
+    numbers = [path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*")]
     return sorted(int(number) for number in numbers if number.isdecimal())

@@ -44,6 +44,8 @@ class Capabilities:
     """It sends a version to all explorers at once and keeps none."""
     uses_directory: bool = True
     """It keeps versions as files in `sync.dir`."""
+    sends_differences: bool = False
+    """It can send what changed since the version before. Its constructor takes `full_every` (`sync.full_every`)."""
     # rollout engines
     exact_sampling: bool = False
     """It samples with the per-position uniforms of a request's key."""

@@ -59,3 +59,8 @@ def test_a_directory_is_for_a_channel_that_has_files(tmp_path: Path) -> None:
 def test_an_unknown_method_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     assert "sync.method" in problems(tmp_path, sync={"method": "memry"})
     assert "sync.method" in problems(tmp_path, sync={"method": "trivium.sync.memory:Nothing"})
+
+
+def test_differences_need_a_channel_that_sends_them(tmp_path: Path) -> None:
+    assert problems(tmp_path, sync={"method": "checkpoint", "full_every": 5}) == {}
+    assert "whole" in problems(tmp_path, sync={"method": "memory", "full_every": 5})["sync.full_every"]
