@@ -14,6 +14,7 @@ TriviumError
 ├── SyncError            trainer and explorer lost contact, or weights arrived damaged
 │   └── VersionGone      a version is no longer offered: request a newer one
 └── RoleFailed           a role of the run (trainer, an explorer, its engine, the buffer, ...) died
+    └── ProcessDied      ... because its process ended
 """
 
 from __future__ import annotations
@@ -138,6 +139,10 @@ class RoleFailed(TriviumError):
 
     def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:
         return type(self), (self.role, self.cause)  # pickled by its own arguments
+
+
+class ProcessDied(RoleFailed):
+    """The process of a role died. A run that started the process may start it again (`cluster.max_restarts`)."""
 
 
 def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) -> str:

@@ -146,7 +146,8 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
             nonlocal killed
             killed = kill(run, role, at_step)
 
-        run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address, pause_s=0.3), meanwhile=kill_it)
+        how = on_ray(ray_address, pause_s=0.3, max_restarts=0)
+        run = run_command(tmp_path / "run", *arguments, *how, meanwhile=kill_it)
         assert run.code == 1, run.said
         assert run.ended - killed < 30
         assert f"found: {role} failed: " in run.said
@@ -159,14 +160,30 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
     assert outcome_of(run.dir) == one_process(*arguments)
 
 
+def test_a_command_continues_by_itself_after_the_death_of_a_role(
+    ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    def kill_two(run: Run) -> None:
+        before = run.pids()["trainer"] if kill(run, "trainer", 3) else 0
+        run.until(lambda: run.pids().get("trainer", before) != before and run.steps >= 5)
+        kill(run, "buffer", 5)
+
+    arguments = [PLAIN, *DETERMINISTIC]
+    how = on_ray(ray_address, pause_s=0.3, max_restarts=2)
+    run = run_command(tmp_path / "run", *arguments, *how, meanwhile=kill_two)
+    assert run.code == 0, run.said
+    assert run.said.count("the run continues from the last checkpoint") == 2
+    assert outcome_of(run.dir) == one_process(*arguments)
+
+
 @pytest.mark.parametrize("role", ["buffer", "synchronizer"])
 def test_a_host_that_is_stopped_ends_the_run_naming_it(ray_address: str, role: str, tmp_path: Path) -> None:
     def stop(run: Run) -> None:
         run.until(lambda: run.steps >= 1)
         os.kill(run.pids()[role], signal.SIGSTOP)
 
-    how = ["sync.deadline_s=20", "schedule.steps=1000"]
-    run = run_command(tmp_path / "run", PLAIN, *how, *on_ray(ray_address, pause_s=0.1), meanwhile=stop)
+    how = ["sync.deadline_s=20", "schedule.steps=1000", *on_ray(ray_address, pause_s=0.1)]
+    run = run_command(tmp_path / "run", PLAIN, *how, meanwhile=stop)
     assert run.code == 1, run.said
     assert f"found: {role} failed: its process did not answer within 20 s" in run.said
     assert not survivors(run.pids().values())

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.e2e.test_kill import outcome_of
 from tests.processes import Forked, eventually, trivium
 
 HERE = Path(__file__).parent
@@ -23,12 +24,13 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 
-def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(run_dir: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
+        f"--max-restarts={restarts}",
         "--nproc-per-node",
         "2",
         "-m",
@@ -116,6 +118,21 @@ def test_the_death_of_a_rank_ends_the_run_naming_it_and_the_same_command_continu
     assert sum(map(int, sampled)) > 0  # not the first rank alone
     assert "continuing from step-" in (tmp_path / "log.txt").read_text()
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] >= 6
+
+
+def test_torchrun_starts_ranks_again_and_the_bits_are_those_of_a_run_without_deaths(tmp_path: Path) -> None:
+    with start(tmp_path / "killed", "workflow.pause_s=0.2", "schedule.steps=12", restarts=1) as process:
+        end = time.monotonic() + 120
+        while steps(tmp_path / "killed") < 3:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(pids(tmp_path / "killed")[1], signal.SIGKILL)
+        said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert "continuing from step-" in (tmp_path / "killed" / "log.txt").read_text()
+    assert_ranks_end(0, tmp_path / "whole", "workflow.pause_s=0.2", "schedule.steps=12")
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
 
 
 def test_a_rank_holds_the_run_directory_and_ends_with_the_driving_rank(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
 """How often the run is killed at a random call, and begun again at once."""
 
 
-def arguments(run_dir: Path, own_process: bool = True) -> list[str]:
+def arguments(run_dir: Path, own_process: bool = True, restarts: int = 2) -> list[str]:
     how = f"stages.1.train.own_process={str(own_process).lower()}"
     return [
         "run",
@@ -33,6 +33,7 @@ def arguments(run_dir: Path, own_process: bool = True) -> list[str]:
         how,
         f"stages.1.schedule.steps={max(STEPS - 5, 2 * KILLS)}",
         "evaluation.every=0",
+        f"cluster.max_restarts={restarts}",
     ]
 
 
@@ -54,14 +55,25 @@ def trainers_of(command: Forked) -> list[int]:
 def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     with commands(tmp_path) as start:
         start("whole", *arguments(tmp_path / "whole", own_process=False)).ended()
-        for step, victim in ((12, "trainer"), (25, "run")):
-            command = start(victim, *arguments(tmp_path / "killed"))
-            eventually(partial(has_trained, tmp_path / "killed", step), 120, partial(text_of, command), command)
-            (trainer,) = trainers_of(command)
-            os.kill(trainer if victim == "trainer" else command.pid, signal.SIGKILL)
-            assert command.wait(60) == (1 if victim == "trainer" else -9), command.text
-            assert not survivors([trainer])
-            assert "trainer's process failed: it ended with exit code -9" in command.text or victim == "run"
+        killed = tmp_path / "killed"
+        command = start("without restarts", *arguments(killed, restarts=0))
+        eventually(partial(has_trained, killed, 12), 120, partial(text_of, command), command)
+        (trainer,) = trainers_of(command)
+        os.kill(trainer, signal.SIGKILL)
+        assert command.wait(60) == 1, command.text
+        assert "trainer's process failed: it ended with exit code -9" in command.text
+        assert not survivors([trainer])
+
+        command = start("with one restart", *arguments(killed, restarts=1))
+        eventually(partial(has_trained, killed, 20), 120, partial(text_of, command), command)
+        os.kill(trainers_of(command)[0], signal.SIGKILL)
+        eventually(partial(has_trained, killed, 30), 120, partial(text_of, command), command)
+        assert "continues from the last checkpoint (0 restarts left)" in command.text
+        (trainer,) = trainers_of(command)
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.wait(60) == -9, command.text
+        assert not survivors([trainer])
+
         start("last", *arguments(tmp_path / "killed")).ended()
         start("replay", "replay", str(tmp_path / "killed"), "--step", "30").ended()
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
@@ -136,7 +148,7 @@ def only_stopped(command: Forked, trainer: int) -> None:
 @pytest.mark.parametrize("act", [interrupted_with_a_stopped_trainer, only_stopped])
 def test_a_stopped_train_process_holds_no_run(act: Callable[[Forked, int], None], tmp_path: Path) -> None:
     with commands(tmp_path) as start:
-        command = start("run", *arguments(tmp_path / "run"))
+        command = start("run", *arguments(tmp_path / "run", restarts=0))
         eventually(partial(has_trained, tmp_path / "run", 12), 120, partial(text_of, command), command)
         (trainer,) = trainers_of(command)
         act(command, trainer)

@@ -23,7 +23,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from trivium.errors import RoleFailed, TriviumError
+from trivium.errors import ProcessDied, RoleFailed, TriviumError
 from trivium.processes.answers import Answer, Failures
 from trivium.runtime.logs import logging_to
 
@@ -42,7 +42,7 @@ Inputs = tuple[Sequence[object], Mapping[str, object]]
 """Positional and keyword arguments of one call."""
 
 
-class ActorDied(RoleFailed):
+class ActorDied(ProcessDied):
     """The process of an actor died."""
 
 

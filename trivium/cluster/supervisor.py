@@ -189,7 +189,7 @@ class Supervisor:
         again = int(restarts or 0) + 1
         is_restarted = again <= self._stage.config.cluster.max_restarts
         if not (is_restarted or self._explorers):
-            return [ActorDied(name, cause)]
+            return [RoleFailed(name, f"its process died for the {again}th time: {cause}")]
         try:
             num_released = self._reap(name, cause)
         except RoleFailed as failed:

@@ -391,7 +391,7 @@ def check_cluster(config: RunConfig) -> Iterator[Problem]:
             "on a cluster one command starts explorers and trainer",
             "use run.mode: both, or cluster.kind: local for commands that share a buffer",
         )
-    for name in ("address", "explorers", "engines", "ranks", "max_restarts"):
+    for name in ("address", "explorers", "engines", "ranks"):
         if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
             yield Problem(
                 f"cluster.{name}",

@@ -227,7 +227,9 @@ class ClusterSection(BaseConfig):
     """Processes that train together. With Ray they are actors beside the trainer's: each with its own GPU for training
     on GPUs, else all on one machine. Without Ray, `torchrun` starts this number."""
     max_restarts: int = free(2, ge=0)
-    """How often explorers and engines that died are started again before their death ends the run."""
+    """How often explorers and engines that died are started again before their death ends the run. After the death of
+    another process that the command started (`train.own_process`; trainer, ranks and hosts on Ray), the run continues
+    from the last checkpoint, as often."""
     threads: int = free(0, ge=0)
     """Threads for model work of each role. 0: all cores, or half of them each if engine and trainer compute at the same
     time (`train.own_process`). Results are bit-equal only at equal thread counts."""

@@ -16,7 +16,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, RoleFailed, RunDirError, first_cause
+from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
 from trivium.protocols import Monitor, RestingEngine
@@ -89,28 +89,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
             _log.warning("%s", note)
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
-        store.discard_unfinished()
-        latest = store.latest()
-        if latest is not None:
-            _log.info("continuing from %s", latest.path.name)
-            for reward in (part.reward for part in parts_of(config.rewards)):
-                if is_unnamed(reward.kind):
-                    _log.warning(
-                        "the reward %s has no importable name: it is unknown whether it is the same as before",
-                        reward.kind,
-                    )
-        changes = recorded_changes(run_dir)
-        record: dict[str, Any] = {"changes": changes} if changes else {}
-        trained = False
-        with session(config, run_dir, store, latest) as train_stage:
-            for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
-                if config.stages:
-                    what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
-                    announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
-                record.update(train_stage(stage, resume, record))
-                trained = True
-            if not trained:
-                announce(f"already complete: {store.steps()[-1]} steps; a larger schedule.steps continues it")
+        record = _train_with_restarts(partial(_train, config, run_dir, store, session), _restarts(config))
         if launched_ranks() > 1:
             from trivium.training.distributed.torchrun import stop_ranks
 
@@ -122,6 +101,57 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
         _log.info(summary["verdict"])
         atomic_write(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
+
+
+def _restarts(config: RunConfig) -> int:
+    """How often this command may start processes again that died. The ranks of torchrun are started by torchrun. With
+    run.mode train or serve, other commands and clients see the failure and end."""
+    return config.cluster.max_restarts if config.run.mode == "both" and launched_ranks() == 1 else 0
+
+
+def _train_with_restarts(train: Callable[[], dict[str, Any]], restarts: int) -> dict[str, Any]:
+    """Calls `train`, and up to `restarts` times again after the death of a process that it started. `train` continues
+    from the last checkpoint."""
+    while True:
+        try:
+            return train()
+        except Exception as error:
+            died = first_cause(error)
+            if not (isinstance(died, ProcessDied) and restarts):
+                raise
+            restarts -= 1
+            _log.warning(
+                "%s died (%s); the run continues from the last checkpoint (%d restarts left)",
+                died.role,
+                died.cause,
+                restarts,
+            )
+
+
+def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: OpenSession) -> dict[str, Any]:
+    """Trains the remaining stages from the last checkpoint. Returns the record of the run."""
+    store.discard_unfinished()
+    latest = store.latest()
+    if latest is not None:
+        _log.info("continuing from %s", latest.path.name)
+        for reward in (part.reward for part in parts_of(config.rewards)):
+            if is_unnamed(reward.kind):
+                _log.warning(
+                    "the reward %s has no importable name: it is unknown whether it is the same as before", reward.kind
+                )
+    changes = recorded_changes(run_dir)
+    record: dict[str, Any] = {"changes": changes} if changes else {}
+    trained = False
+    with session(config, run_dir, store, latest) as train_stage:
+        for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
+            if config.stages:
+                what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
+                announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
+            record.update(train_stage(stage, resume, record))
+            trained = True
+        if not trained:
+            announce(f"already complete: {store.steps()[-1]} steps; a larger schedule.steps continues it")
+    return record
 
 
 def ready(config: RunConfig, here: Machine | None = None) -> Findings:

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from trivium.errors import ConfigError
 from trivium.models.backbone.sequence_parallel import SequenceGroup
@@ -120,4 +122,9 @@ def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
     """Opens the group of all ranks once, for CPU tensors and, if `kind` is `cuda`, for CUDA tensors too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+        timeout = timedelta(seconds=deadline_s)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        # The store of torchrun also holds the keys of the ranks before a restart, with addresses where none listens.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

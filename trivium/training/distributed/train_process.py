@@ -19,7 +19,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from trivium.concurrency import HeartbeatTracker, ProcessLife
-from trivium.errors import RoleFailed
+from trivium.errors import ProcessDied, RoleFailed
 from trivium.models.weights.stream import Described, Named, groups
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import Disconnected, Link
@@ -46,7 +46,7 @@ class TrainProcess:
     """The `RankGroup` of a single rank. Its process ends with this one.
 
     While a call waits, the process is killed if it was stopped for `_STOPPED_S` or idle for `deadline_s`. The call then
-    raises RoleFailed, as after any other death.
+    raises ProcessDied, as after any other death.
     """
 
     data_size = 1
@@ -108,7 +108,7 @@ class TrainProcess:
                 return result.result()
             except Disconnected as error:
                 code = self._exit_code()
-                raise RoleFailed(_NAME, self._stall or f"it ended with exit code {code}") from error
+                raise ProcessDied(_NAME, self._stall or f"it ended with exit code {code}") from error
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
