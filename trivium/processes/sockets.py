@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -89,6 +89,18 @@ def own_address() -> str:
         if peer and not (address := _address_towards(peer)).startswith("127."):  # as for a master that runs here
             return address
     return LOOPBACK
+
+
+def own_interface() -> str:
+    """The network interface with this machine's `own_address`; empty for the loopback address."""
+    address = own_address()
+    if address == LOOPBACK:
+        return ""
+    for _, name in socket.if_nameindex():
+        with suppress(SyncError):  # an interface without an IPv4 address
+            if _address_of(name) == address:
+                return name
+    return ""
 
 
 def _address_towards(peer: str) -> str:

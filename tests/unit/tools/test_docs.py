@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -292,3 +294,27 @@ def test_a_name_that_does_not_exist_is_detected() -> None:
 def test_the_recipe_of_the_demo_is_the_one_in_recipes() -> None:
     packaged = files("trivium.runtime") / "arithmetic.yaml"
     assert packaged.read_text() == (ROOT / "recipes" / "arithmetic.yaml").read_text()
+
+
+def test_the_files_of_the_cluster_page_are_valid() -> None:
+    """Scripts parse, keys of commands exist, and the job of Kubernetes mounts what its command names."""
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    scripts = [block for kind, block in blocks if not kind]
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert any("srun torchrun" in script for script in scripts)
+    config, job = (yaml.safe_load(block) for kind, block in blocks if kind == "yaml")
+    commands = [line.strip() for script in scripts for line in script.splitlines() if "trivium run run.yaml" in line]
+    commands.append(job["spec"]["entrypoint"])
+    for command in commands:
+        options = [word for word in command.partition("#")[0].split() if re.fullmatch(r"[a-z_.]+=\S+", word)]
+        if "run.mode" in command:
+            options += [f"{key}={json.dumps(value)}" for key, value in config.items()]
+        load_config(ROOT / "tests" / "e2e" / "ray.yaml", options)
+    ray = job["spec"]["rayClusterSpec"]
+    for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,), (volume,) = pod["containers"], pod["volumes"]
+        assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/run"}]
+    assert "/run/run.yaml" in job["spec"]["entrypoint"]
