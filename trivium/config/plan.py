@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from trivium.config.choices import choices, threads_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import (
@@ -19,6 +17,7 @@ from trivium.config.memory_estimate import (
     vision_in,
 )
 from trivium.config.recording import recorded_in
+from trivium.config.saved import as_yaml
 from trivium.config.schema import Config, RunConfig
 
 
@@ -56,7 +55,7 @@ class Plan(Config):
     threads: int
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=1000)
+        return as_yaml(self.model_dump(mode="json"), width=1000)
 
 
 def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
@@ -106,7 +105,7 @@ def choices_of(config: RunConfig, cores: int, machine: Machine, ranks: int = 1) 
         trainer = planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), machine)
         made = choices(stage, shape.parameters, threads, engine, trainer, parallel=ranks == 1 and shape.vision is None)
         shown.append({name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()})
-    return yaml.safe_dump({"choices": shown}, sort_keys=False, width=1000)
+    return as_yaml({"choices": shown}, width=1000)
 
 
 def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:

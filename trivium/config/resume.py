@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trivium.config.merging import is_mapping
 from trivium.config.reading import flatten
+from trivium.config.saved import as_yaml
 from trivium.config.schema import BufferConfig, RunConfig
 from trivium.config.sections import EvaluationSampling, SamplingConfig
 from trivium.errors import Problem
@@ -25,7 +25,7 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 def to_yaml(config: RunConfig) -> str:
     """The config in full, defaults included, as it is saved in the run directory."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return as_yaml(config.model_dump(mode="json"))
 
 
 def fingerprint(config: RunConfig) -> dict[str, str]:

@@ -23,13 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from trivium.buffers.media import MediaFiles
 from trivium.buffers.step_log import STEPS
 from trivium.buffers.step_tokens import tokens_file
 from trivium.checkpoint.atomic import writing
 from trivium.config.merging import is_mapping
+from trivium.config.saved import as_yaml
 from trivium.errors import RunDirError
 from trivium.inspection.replay_stage import replayed_stage, taken_by
 from trivium.inspection.rollouts import read_groups
@@ -104,7 +103,7 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
             writer.file(path, str(path.relative_to(run.path)))
         values = writer.with_code(run.config.model_dump(mode="json"))
         values["model"] = {"kind": "hf", "path": "base-model"}
-        writer.text("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        writer.text("config.yaml", as_yaml(values))
         about = {
             "step": step,
             "task": task,

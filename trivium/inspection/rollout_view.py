@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from trivium.config.saved import from_yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
@@ -42,7 +42,7 @@ def decoder(run_dir: Path) -> Decode:
     """Returns a function that decodes tokens, including special tokens, with the tokenizer of the run's model."""
     if not (run_dir / "config.yaml").is_file():
         raise RunDirError(f"the run in {run_dir}", "no config.yaml there", "name the directory of a run")
-    config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    config: dict[str, Any] = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     source = Path(config["model"].get("path") or run_dir / "model")
     places = [source, run_dir / "model", *sorted(run_dir.glob("checkpoints/step-*/policy"))]
     path = next((place for place in places if (place / "tokenizer_config.json").is_file()), None)

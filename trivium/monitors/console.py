@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import yaml
 from pydantic import Field
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trivium.config import Plugin
+from trivium.config.saved import from_yaml
 from trivium.phases import Activity, watch
 
 _log = logging.getLogger("trivium")
@@ -319,4 +319,4 @@ def _clock(seconds: float) -> str:
 def _total_steps(run_dir: Path) -> int | None:
     """Returns the planned number of steps of the run; None without a plan."""
     plan = run_dir / "plan.yaml"
-    return yaml.safe_load(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None
+    return from_yaml(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None

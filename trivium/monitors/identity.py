@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trivium.checkpoint.atomic import atomic_write
+from trivium.config.saved import from_yaml
 
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$")
 """Keys of settings that are left out."""
@@ -40,7 +39,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     The result leaves the machine: keys that name a secret, and passwords in URLs, are removed.
     """
     path = run_dir / "config.yaml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = from_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return dict(_flat(config, ""))
 
 

@@ -21,6 +21,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -289,14 +290,22 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
 def _text_columns(config: RewardConfig, columns: Mapping[str, inspect.Parameter]) -> Iterator[str]:
     """The columns that the reward declares as `str`, and those that its source compares with the completion by `==`."""
     yield from (name for name, p in columns.items() if p.annotation in (str, "str"))
+    yield from _compared_names(resolve("rewards", config.kind)) & columns.keys()
+
+
+@lru_cache(64)
+def _compared_names(reward: object) -> frozenset[str]:
+    """The names that the source of a reward compares with the completion by `==`."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(resolve("rewards", config.kind))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(reward)))  # pyright: ignore[reportArgumentType]
     except (OSError, TypeError, SyntaxError):  # no source, or only a part of a line
-        return
+        return frozenset()
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
             sides = {_name_in(node.left), _name_in(node.comparators[0])}
-            yield from (sides - {"completion"}) & columns.keys() if "completion" in sides else ()
+            names |= sides - {"completion"} if "completion" in sides else set()
+    return frozenset(names)
 
 
 def _name_in(side: ast.expr) -> str:

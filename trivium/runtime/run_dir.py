@@ -25,6 +25,7 @@ from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
 from trivium.config.plan import plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
+from trivium.config.saved import from_yaml
 from trivium.errors import ConfigError, Problem, RunDirError, first_cause, one_line
 from trivium.phases import SPANS
 from trivium.runtime.logs import ENDED, logging_to
@@ -234,7 +235,7 @@ def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None
 
 def _saved_config(path: Path) -> dict[str, Any]:
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = from_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _unknown_config(path.parent, f"its config.yaml is damaged: {error}") from error
     if not is_mapping(saved):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,10 +40,10 @@ def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
     sees = device.type == "cuda" and torch.cuda.is_available()
     gpu = {"gpu": torch.cuda.get_device_name(device)} if sees else {}
     return {
-        "trivium": version("trivium"),
+        "trivium": _installed("trivium"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "transformers": _installed("transformers"),
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
@@ -53,6 +54,11 @@ def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
     }
 
 
+_installed = lru_cache(version)
+"""The version of an installed package. Reading it takes milliseconds, and a run may start many times in a process."""
+
+
+@lru_cache
 def processor_name() -> str:
     """The model of the CPU."""
     info = Path("/proc/cpuinfo")
