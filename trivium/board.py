@@ -90,8 +90,8 @@ class Table(Protocol):
         """Stores the values as `revision + 1` if the row still has `revision`; returns whether it did."""
         ...
 
-    async def changed(self, revision: int, patience_s: float) -> None:
-        """Waits until the row is newer than `revision`, for at most `patience_s`."""
+    async def changed(self, revision: int, patience_s: float) -> tuple[int, Values]:
+        """Waits until the row is newer than `revision`, for at most `patience_s`. Returns (revision, values)."""
         ...
 
 
@@ -112,13 +112,11 @@ class SharedBoard:
                 return
 
     async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
-        end = time.monotonic() + patience_s
+        end, revision = time.monotonic() + patience_s, -1
         while True:
-            revision, values = await asyncio.to_thread(self._table.load)
-            left = end - time.monotonic()
-            if left <= 0 or until(values):
+            revision, values = await self._table.changed(revision, max(0.0, end - time.monotonic()))
+            if until(values) or time.monotonic() >= end:
                 return values
-            await self._table.changed(revision, left)
 
 
 _LOOK_S = 0.02
@@ -167,10 +165,11 @@ class FileTable:
                 staging.replace(self._path)
             return True
 
-    async def changed(self, revision: int, patience_s: float) -> None:
+    async def changed(self, revision: int, patience_s: float) -> tuple[int, Values]:
         end = time.monotonic() + patience_s
-        while self.load()[0] <= revision and (left := end - time.monotonic()) > 0:
+        while (row := self.load())[0] <= revision and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(_LOOK_S, left))
+        return row
 
 
 @contextmanager

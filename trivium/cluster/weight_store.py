@@ -21,12 +21,13 @@ class BoardAndWeights:
         """Set and replaced by a new event at every change of the table."""
         self._weights: dict[int, Stored] = {}
 
-    async def changed(self, revision: int, patience_s: float) -> None:
-        """Waits until the table is newer than `revision`, for at most `patience_s`."""
+    async def changed(self, revision: int, patience_s: float) -> tuple[int, Mapping[str, Any]]:
+        """Waits until the table is newer than `revision`, for at most `patience_s`. Returns (revision, values)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._revision <= revision:
                     await self._swapped.wait()
+        return self.load()
 
     def load(self) -> tuple[int, Mapping[str, Any]]:
         """(revision, values) of the table."""

@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import sqlite3
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -142,23 +143,29 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
 
 def databases(computer: Computer, conditions: Conditions) -> list[Replaced]:
     """Connections to SQLite, and the pauses between two reads of a table."""
-    real_connect, real_pause = sqlite3.connect, database.pause
+    real_connect = sqlite3.connect
     waiting = dict[asyncio.Future[None], ComputerThread]()
+    seen = weakref.WeakKeyDictionary[asyncio.Task[Any], int]()
+    """By task, the number of commits when it read a table last."""
 
     async def pause(poll: int, left_s: float) -> None:
         """Lasts until a transaction commits: reads in between, most events of a world, would find nothing new."""
-        await real_pause(0, left_s)  # a commit after the last read
-        if poll == 0:
-            return
-        committed, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
-        timer = loop.call_later(min(left_s, _SLOWEST_POLL_S), _set, committed)
-        waiting[committed] = computer.this()
+        del poll
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        woken = loop.create_future()
+        longest_s = _SLOWEST_POLL_S if seen.get(task) == computer.commits else delay_s()
+        timer = loop.call_later(min(left_s, longest_s), _set, woken)
+        waiting[woken] = computer.this()
         try:
-            await committed
+            await woken
         finally:
             timer.cancel()
-            del waiting[committed]
-        await asyncio.sleep(computer.random.random() * min(left_s, database.SLOWEST_POLL_S))
+            del waiting[woken]
+        seen[task] = computer.commits
+
+    def delay_s() -> float:
+        return computer.random.random() * database.SLOWEST_POLL_S
 
     def unreachable(until: Mapping[str, float]) -> bool:
         return computer.current is not None and computer.now < until.get(computer.current.process.name, 0.0)
@@ -174,6 +181,11 @@ def databases(computer: Computer, conditions: Conditions) -> list[Replaced]:
     class Connection(sqlite3.Connection):
         _changes = 0
 
+        def execute(self, *args: Any) -> Any:
+            if unreachable(conditions.cut_until):
+                raise _disconnected()
+            return super().execute(*args)
+
         def cursor(self, factory: Any = Cursor) -> Any:
             return super().cursor(factory)
 
@@ -184,7 +196,8 @@ def databases(computer: Computer, conditions: Conditions) -> list[Replaced]:
             computer.commits += wrote
             for future, thread in [*waiting.items()] if wrote else ():
                 if thread.process.alive and not future.done():
-                    future.get_loop().call_soon_threadsafe(_set, future)
+                    loop = future.get_loop()
+                    loop.call_soon_threadsafe(loop.call_later, delay_s(), _set, future)
             if wrote and unreachable(conditions.silent_until) and computer.random.random() < 0.5:
                 raise _disconnected()
 

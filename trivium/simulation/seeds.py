@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import os
+import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr
@@ -117,5 +118,10 @@ def _with_faults(spec: Spec, calm: Outcome, model: Path) -> Outcome:
 
 
 def _run(spec: Spec, model: Path, calm_events: int) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="trivium-world-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as path:
-        return World(spec, Path(path), model, calm_events).run()
+    # One path for all worlds of a process: their configs, which name it, are read once.
+    directory = (_IN_MEMORY if _IN_MEMORY.is_dir() else model) / f"trivium-world-{os.getpid()}"
+    directory.mkdir()
+    try:
+        return World(spec, directory, model, calm_events).run()
+    finally:
+        shutil.rmtree(directory)

@@ -9,6 +9,7 @@ import logging
 import random
 import traceback
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ class World:
         self._deaths = 0
         self._ended = set[Process]()
         """The deaths that `_over` has handled, and their processes."""
-        self._configs: dict[tuple[str, ...], RunConfig] = {}
         self._history = History(self._config("train"), self.outcome.problems)
         self._tables = (
             Tables(self.computer, self._database, directory / "run", self.outcome.problems) if spec.shared else None
@@ -75,17 +75,14 @@ class World:
 
     def _config(self, mode: str, explorer: str = "") -> RunConfig:
         """The config of a command. `explorer` is the name of an explorer; empty for the trainer."""
-        key = (mode, explorer, *self._changes)
-        if key not in self._configs:
-            model = f"{{kind: hf, path: {self._model}}}"
-            overrides = {"run.dir": self._directory / "run", "model": model, **self.spec.overrides, **self._changes}
-            if self.spec.shared:
-                database = f"{{kind: sql, url: 'sqlite:///{self._database}'}}"
-                overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 5, "run.mode": mode}
-            if explorer:
-                overrides["run.explorer"] = explorer
-            self._configs[key] = load_config(BASE, [f"{name}={_yaml(value)}" for name, value in overrides.items()])
-        return self._configs[key]
+        model = f"{{kind: hf, path: {self._model}}}"
+        overrides = {"run.dir": self._directory / "run", "model": model, **self.spec.overrides, **self._changes}
+        if self.spec.shared:
+            database = f"{{kind: sql, url: 'sqlite:///{self._database}'}}"
+            overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 5, "run.mode": mode}
+        if explorer:
+            overrides["run.explorer"] = explorer
+        return _config(*(f"{name}={_yaml(value)}" for name, value in overrides.items()))
 
     def run(self) -> Outcome:
         """Runs the world to its end, and checks what it promises."""
@@ -226,6 +223,11 @@ class World:
         if self.processes["trainer"].alive:
             self._abandoned_at = self.computer.now
             self.computer.kill(self.processes["trainer"])
+
+
+@lru_cache
+def _config(*overrides: str) -> RunConfig:
+    return load_config(BASE, overrides)
 
 
 def _described(error: BaseException) -> str:

@@ -6,6 +6,7 @@ SQLite (a file, one machine) and PostgreSQL (a server, many machines) through SQ
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -346,13 +347,26 @@ class SqlTable:
 
     def __init__(self, database: Database, name: str) -> None:
         self._database, self._name = database, name
+        self._query = sa.select(_boards.c.revision, _boards.c.board).where(_boards.c.name == name)
+        self._row: tuple[int, Values] = (0, {})
+        self._commits: int | None = None
+        """The database's number of commits before the row was read. All waits of this process share the row."""
+        self._loading = threading.Lock()
         database.create(_BOARDS)
 
     def load(self) -> tuple[int, Values]:
         """(revision, values); revision 0 and no values if nothing has been written yet."""
-        query = sa.select(_boards.c.revision, _boards.c.board).where(_boards.c.name == self._name)
-        row = self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return (0, {}) if row is None else (row.revision, json.loads(row.board))
+        with self._loading:
+            if not self._is_current():
+                commits = self._database.commits()  # before the row is read, which may change in between
+                row = self._database.read(lambda connection: connection.execute(self._query).one_or_none())
+                self._row = (0, {}) if row is None else (row.revision, json.loads(row.board))
+                self._commits = commits
+            return self._row
+
+    def _is_current(self) -> bool:
+        """Whether nothing was committed since the row was read."""
+        return self._commits is not None and self._commits == self._database.commits()
 
     def swap(self, revision: int, values: Values) -> bool:
         """Stores the values as `revision + 1` if the row still has `revision`. Returns whether it stored them."""
@@ -372,17 +386,13 @@ class SqlTable:
 
         return self._database.transact(work)
 
-    async def changed(self, revision: int, patience_s: float) -> None:
-        """Waits until the row is newer than `revision`, for at most `patience_s`."""
-        query = sa.select(_boards.c.revision).where(_boards.c.name == self._name)
-        end, poll, seen = time.monotonic() + patience_s, 0, None
-        while (left := end - time.monotonic()) > 0:
+    async def changed(self, revision: int, patience_s: float) -> tuple[int, Values]:
+        """Waits until the row is newer than `revision`, for at most `patience_s`. Returns (revision, values)."""
+        end = time.monotonic() + patience_s
+        for poll in itertools.count():
+            row = self._row if self._is_current() else await asyncio.to_thread(self.load)
+            left = end - time.monotonic()
+            if row[0] > revision or left <= 0:
+                return row
             await pause(poll, left)
-            poll += 1
-            commits = self._database.commits()
-            if commits is not None and commits == seen:
-                continue
-            seen = commits  # before the row is read, which may change in between
-            newest = await asyncio.to_thread(self._database.read, lambda c: c.execute(query).scalar_one_or_none())
-            if (newest or 0) > revision:
-                return
+        raise AssertionError("unreachable")
