@@ -93,6 +93,8 @@ class Spec:
             "checkpoint.save_every": draw.choice((0, 1, 1, 2)),
             "checkpoint.asynchronous": draw.random() < 0.5,
         }
+        if shared:
+            overrides["sync.heartbeat_s"] = draw.choice((1, 5))
         names = ("trainer", *(f"explorer-{number}" for number in range(explorers)))
         kinds = [kind for kind in _KINDS if shared or kind not in _OF_SHARED]
         draw = random.Random(f"faults {seed}")

@@ -6,6 +6,7 @@ Killed commands are started again after a while, as an operator or a cluster doe
 from __future__ import annotations
 
 import logging
+import math
 import random
 import traceback
 from collections.abc import Callable, Mapping
@@ -79,7 +80,7 @@ class World:
         overrides = {"run.dir": self._directory / "run", "model": model, **self.spec.overrides, **self._changes}
         if self.spec.shared:
             database = f"{{kind: sql, url: 'sqlite:///{self._database}'}}"
-            overrides |= {"buffer": database, "sync.method": "checkpoint", "sync.heartbeat_s": 5, "run.mode": mode}
+            overrides |= {"buffer": database, "sync.method": "checkpoint", "run.mode": mode}
         if explorer:
             overrides["run.explorer"] = explorer
         return _config(*(f"{name}={_yaml(value)}" for name, value in overrides.items()))
@@ -152,10 +153,14 @@ class World:
         if not isinstance(first_cause(error), TriviumError):
             return False
         recent = [fault for at, fault in self._happened if self.computer.now - at < fault.seconds + _LASTS_S]
+        return any(self._may_end(fault, name) for fault in recent)
+
+    def _may_end(self, fault: Fault, name: str) -> bool:
+        """Whether a fault is a reason for a command to end with an error."""
+        if fault.kind in ("pause", "cut"):  # it sends no heartbeats
+            return fault.command == name and fault.seconds > self.spec.overrides.get("sync.heartbeat_s", math.inf) / 2
         # A trainer that is started again is back before the deadline of its explorers, one that is abandoned never.
-        everyone = {"twin", "full_disk", *(() if name == "trainer" else ("abandon",))}
-        alone = {"pause", "cut", "lost_answers"}
-        return any(f.kind in everyone or (f.kind in alone and f.command == name) for f in recent)
+        return fault.kind in ("twin", "full_disk") or (fault.kind == "abandon" and name != "trainer")
 
     def _updated(self, version: int, digest: tuple[bytes, bytes], batch: Batch) -> None:
         self._progress_at = self.computer.now
