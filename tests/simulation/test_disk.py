@@ -70,7 +70,7 @@ def test_a_database_loses_its_last_transactions(tmp_path: Path) -> None:
         writer.execute("PRAGMA wal_checkpoint")  # the table is synced
         for number in range(10):
             writer.execute("INSERT INTO numbers VALUES (?)", (number,))
-        lose_commits(path, random.Random(seed), writer.close)
+        lose_commits(path, 1, random.Random(seed), writer.close)
         reader = sqlite3.connect(path)
         numbers = [number for (number,) in reader.execute("SELECT number FROM numbers")]
         reader.close()

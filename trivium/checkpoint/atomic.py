@@ -46,13 +46,22 @@ def made_directory(path: Path, key: str) -> Path:
     """Makes the directory that the config names under `key`, unless it exists. Raises ConfigError if that fails, or if
     the directory cannot be written."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directories(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
     except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         problem = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the directory {str(path)!r} ({key})", problem, "name one that can be written") from error
     return path
+
+
+def make_directories(path: Path) -> None:
+    """Makes a directory and the missing ones above it. Blocks until the entries are on disk: what is synced inside a
+    directory may still be lost with the directory."""
+    if not path.is_dir():
+        make_directories(path.parent)
+        path.mkdir(exist_ok=True)
+        fsync(path.parent)
 
 
 def folder_name(kind: str, step: int) -> str:
@@ -70,7 +79,8 @@ def staging_directory(final: Path) -> Path:
     for earlier in final.parent.glob(f"{glob.escape(name)}{'[0-9a-f]' * 8}.writing"):
         shutil.rmtree(earlier, ignore_errors=True)
     staging = final.parent / f"{name}{uuid.uuid4().hex[:8]}.writing"
-    staging.mkdir(parents=True)
+    make_directories(staging.parent)
+    staging.mkdir()
     return staging
 
 

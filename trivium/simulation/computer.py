@@ -43,6 +43,8 @@ class Process:
     """Errors that ended threads other than the main one. The process continues after them, as in Python."""
     on_death: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     """What the kernel does when it dies: closes its files and connections."""
+    writes: int = 0
+    """How often it has begun or ended to change a directory, a file that it syncs, or a database."""
     stopped_until: float = 0.0
     """The process is suspended until this time."""
 

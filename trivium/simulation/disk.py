@@ -1,27 +1,29 @@
 """The disk of a simulated computer that loses its power: a file keeps what was written before its last `fsync`, and a
-directory the renames and removals before its own.
+directory the entries that were made, renamed and removed before its own.
 
-SQLite syncs its files itself: a database loses the transactions that it has not yet moved from its log.
+SQLite syncs its files itself, as its pragma `synchronous` says.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _OF_SQLITE = (".db", ".db-journal", ".db-wal", ".db-shm")
+_OFF, _FULL = 0, 2
 _JOURNAL_S = 5.0
-"""After this time the file system has written renames and removals to its journal."""
+"""After this time the file system has written changes of directories to its journal."""
 
 AnyPath = str | os.PathLike[str]
 
 
 class _Change(NamedTuple):
-    """A rename or a removal that is not on the disk."""
+    """An entry of a directory that was made, renamed or removed, which is not on the disk."""
 
     directory: Path
     at: float
@@ -44,6 +46,24 @@ class Disk:
         elif path.is_file():
             self._files[_identity(path)] = path.read_bytes()
 
+    def made(self, path: AnyPath, at: float) -> None:
+        """A process has made this file or directory."""
+        entry = _absolute(path)
+
+        def undo() -> None:
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                self._forget(entry)
+                entry.unlink()
+
+        self._changes.append(_Change(entry.parent, at, undo))
+
+    def removed(self, directory: AnyPath, at: float, dir_fd: int | None = None) -> None:
+        """A process is about to remove this empty directory."""
+        entry = _absolute(directory, dir_fd)
+        self._changes.append(_Change(entry.parent, at, entry.mkdir))
+
     def renaming(self, source: AnyPath, target: AnyPath) -> Callable[[float], None]:
         """A process is about to rename a file or a directory. The result is called with the time when it has."""
         old = _identity(Path(target)) if os.path.lexists(target) else None
@@ -55,13 +75,13 @@ class Disk:
                 os.rename(target, source)
                 self._write(Path(target), replaced)
 
-            self._changes.append(_Change(Path(target).parent, at, undo))
+            self._changes.append(_Change(_absolute(target).parent, at, undo))
 
         return renamed
 
     def unlinked(self, path: AnyPath, at: float, dir_fd: int | None = None) -> None:
         """A process is about to remove this file."""
-        file = Path(path) if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}")) / path
+        file = _absolute(path, dir_fd)
         content = self._forget(file)
         self._changes.append(_Change(file.parent, at, lambda: self._write(file, content)))
 
@@ -96,11 +116,12 @@ class Disk:
             self._files[_identity(path)] = content
 
 
-def lose_commits(database: Path, draw: random.Random, close: Callable[[], object]) -> None:
-    """Removes transactions that SQLite had not synced from the log of a database. `close` closes the last connection,
-    which would move the whole log into the database."""
+def lose_commits(database: Path, synchronous: int, draw: random.Random, close: Callable[[], object]) -> None:
+    """Removes transactions that SQLite had not synced from the log of a database, by its pragma `synchronous`: 0 (OFF)
+    syncs nothing, which may damage the database, 1 (NORMAL) before the log is moved into the database, 2 (FULL) each
+    transaction. `close` closes the last connection, which would move the whole log into the database."""
     log_file, index_file = database.with_name(f"{database.name}-wal"), database.with_name(f"{database.name}-shm")
-    if not log_file.is_file():
+    if synchronous >= _FULL or not log_file.is_file():
         return
     content, log, index = database.read_bytes(), log_file.read_bytes(), index_file.read_bytes()
     close()
@@ -108,9 +129,15 @@ def lose_commits(database: Path, draw: random.Random, close: Callable[[], object
     # the number of frames, and how many of them are in the database, which are synced.
     frame = 24 + int.from_bytes(log[8:12], "big")
     last, synced = (int.from_bytes(index[start : start + 4], "little") for start in (16, 96))
+    if synchronous == _OFF:
+        content, synced = content[: draw.randint(0, len(content))], 0
     database.write_bytes(content)
     log_file.write_bytes(log[: 32 + frame * draw.randint(synced, last)])
     index_file.unlink(missing_ok=True)
+
+
+def _absolute(path: AnyPath, dir_fd: int | None = None) -> Path:
+    return Path(os.path.abspath(path) if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{path}")
 
 
 def _identity(path: Path) -> tuple[int, int]:

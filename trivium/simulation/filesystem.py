@@ -13,8 +13,8 @@ import io
 import os
 import sqlite3
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ class Conditions:
     """By the name of a process, the time until which it cannot reach the database."""
     silent_until: dict[str, float] = field(default_factory=dict[str, float])
     """By the name of a process, the time until which it receives no answer to a commit."""
+    synchronous: int = 2
+    """The least `synchronous` of the connections to a database that have committed."""
 
 
 class _Descriptors:
@@ -85,21 +87,38 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
     """Functions that open, sync, rename and remove files."""
     descriptors = _Descriptors(computer)
     real_open, real_os_open, real_fsync, real_unlink = builtins.open, os.open, os.fsync, os.unlink
+    real_mkdir, real_rmdir = os.mkdir, os.rmdir
 
     def refuse_if_full(path: Any) -> None:
         if computer.current is not None and computer.now < conditions.full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
+    @contextmanager
+    def changing(longest_s: float) -> Generator[None]:
+        """Something that a process does to the disk, which takes time. It may be killed before it, or after it."""
+        process = computer.this().process
+        process.writes += 1
+        computer.sleep(computer.random.random() * longest_s)
+        yield
+        process.writes += 1
+
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        makes = False
         if {*mode} & {*"wax+"}:
             refuse_if_full(path)
+            makes = computer.current is not None and not isinstance(path, int) and not os.path.lexists(path)
         file = real_open(path, mode, *args, **kwargs)
+        if makes:
+            disk.made(path, computer.now)
         with suppress(OSError, ValueError, AttributeError):
             descriptors.opened(file.fileno())
         return file
 
-    def os_opened(*args: Any, **kwargs: Any) -> int:
-        descriptor = real_os_open(*args, **kwargs)
+    def os_opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        makes = computer.current is not None and flags & os.O_CREAT and not os.path.lexists(path)
+        descriptor = real_os_open(path, flags, *args, **kwargs)
+        if makes:
+            disk.made(path, computer.now)
         descriptors.opened(descriptor)
         return descriptor
 
@@ -107,27 +126,37 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
         if computer.current is None:
             real_fsync(descriptor)
             return
-        computer.sleep(computer.random.random() * conditions.sync_s)
-        refuse_if_full(None)
-        disk.synced(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+        with changing(conditions.sync_s):
+            refuse_if_full(None)
+            disk.synced(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+
+    def made(path: Any, *args: Any, **kwargs: Any) -> None:
+        real_mkdir(path, *args, **kwargs)
+        if computer.current is not None:
+            disk.made(path, computer.now)
 
     def renaming(rename: Callable[..., None]) -> Callable[..., None]:
         def renamed(source: Any, target: Any, **kwargs: Any) -> None:
             if computer.current is None:
                 rename(source, target, **kwargs)
                 return
-            computer.sleep(computer.random.random() * _RENAME_S)
-            done = disk.renaming(source, target)
-            rename(source, target, **kwargs)
-            done(computer.now)
+            with changing(_RENAME_S):
+                done = disk.renaming(source, target)
+                rename(source, target, **kwargs)
+                done(computer.now)
 
         return renamed
 
-    def unlinked(path: Any, *, dir_fd: int | None = None) -> None:
-        if computer.current is not None:
-            computer.sleep(computer.random.random() * _RENAME_S)
-            disk.unlinked(path, computer.now, dir_fd)
-        real_unlink(path, dir_fd=dir_fd)
+    def removing(remove: Callable[..., None], note: Callable[..., None]) -> Callable[..., None]:
+        def removed(path: Any, *, dir_fd: int | None = None) -> None:
+            if computer.current is None:
+                remove(path, dir_fd=dir_fd)
+                return
+            with changing(_RENAME_S):
+                note(path, computer.now, dir_fd)
+                remove(path, dir_fd=dir_fd)
+
+        return removed
 
     return [
         (builtins, "open", opened),
@@ -136,8 +165,10 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
         (os, "fsync", synced),
         (os, "rename", renaming(os.rename)),
         (os, "replace", renaming(os.replace)),
-        (os, "unlink", unlinked),
-        (os, "remove", unlinked),
+        (os, "mkdir", made),
+        (os, "unlink", removing(real_unlink, disk.unlinked)),
+        (os, "remove", removing(real_unlink, disk.unlinked)),
+        (os, "rmdir", removing(real_rmdir, disk.removed)),
     ]
 
 
@@ -191,7 +222,12 @@ def databases(computer: Computer, conditions: Conditions) -> list[Replaced]:
 
         def commit(self) -> None:
             wrote = self.total_changes > self._changes
+            if wrote:
+                (synchronous,) = super().execute("PRAGMA synchronous").fetchone()
+                conditions.synchronous = min(conditions.synchronous, synchronous)
             super().commit()
+            if computer.current is not None:
+                computer.current.process.writes += wrote
             self._changes = self.total_changes
             computer.commits += wrote
             for future, thread in [*waiting.items()] if wrote else ():

@@ -23,11 +23,12 @@ class Fault:
     at: float
     """When it happens, as a part of the events of the same world without faults."""
     kind: str
-    """`kill` (a command), `power` (the computer, with what it had not synced), `pause` (a command, for `seconds`),
-    `clock` (the wall clock jumps by up to 1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`),
-    `full_disk` (for `seconds`), `cut` (a command cannot reach the database for `seconds`), `lost_answers` (for
-    `seconds`, the database commits what a command asks for, and the answer is lost), `twin` (the trainer's command is
-    started a second time), `abandon` (the trainer is killed and never started again)."""
+    """`kill` (a command), `kill_writing` (a command when it next writes, before it has written or after), `power` (the
+    computer, with what it had not synced), `pause` (a command, for `seconds`), `clock` (the wall clock jumps by up to
+    1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`), `full_disk` (for `seconds`), `cut` (a
+    command cannot reach the database for `seconds`), `lost_answers` (for `seconds`, the database commits what a command
+    asks for, and the answer is lost), `twin` (the trainer's command is started a second time), `abandon` (the trainer
+    is killed and never started again)."""
     command: str = "trainer"
     seconds: float = 0.0
 
@@ -50,7 +51,10 @@ class Fault:
         return fault
 
 
-_KINDS = ("kill", "kill", "kill", "power", "pause", "clock", "slow_disk", "full_disk", "cut", "lost_answers", "twin")
+_KINDS = (
+    *("kill", "kill", "kill_writing", "kill_writing", "power", "pause", "clock", "slow_disk", "full_disk"),
+    *("cut", "lost_answers", "twin"),
+)
 _OF_SHARED = ("cut", "lost_answers")
 """Kinds that a world without a database does not have."""
 
@@ -94,7 +98,7 @@ class Spec:
             "checkpoint.asynchronous": draw.random() < 0.5,
         }
         if shared:
-            overrides["sync.heartbeat_s"] = draw.choice((1, 5))
+            overrides["sync.heartbeat_s"] = draw.choice((2, 5))
         names = ("trainer", *(f"explorer-{number}" for number in range(explorers)))
         kinds = [kind for kind in _KINDS if shared or kind not in _OF_SHARED]
         draw = random.Random(f"faults {seed}")

@@ -58,6 +58,8 @@ class World:
         self._left = [(int(fault.at * calm_events), fault) for fault in spec.faults]
         self._happened: list[tuple[float, Fault]] = []
         """(time, fault) of those that have happened."""
+        self._doomed: list[tuple[Process, int]] = []
+        """Processes that are killed when they have written more often than this."""
         self._changes: Mapping[str, Any] = {}
         self._abandoned_at: float | None = None
         self._progress_at = 0.0
@@ -157,8 +159,9 @@ class World:
 
     def _may_end(self, fault: Fault, name: str) -> bool:
         """Whether a fault is a reason for a command to end with an error."""
-        if fault.kind in ("pause", "cut"):  # it sends no heartbeats
-            return fault.command == name and fault.seconds > self.spec.overrides.get("sync.heartbeat_s", math.inf) / 2
+        if fault.kind in ("pause", "cut"):  # it sends no heartbeats, the last of them up to a quarter before the fault
+            limit_s = self.spec.overrides.get("sync.heartbeat_s", math.inf) * 0.6
+            return fault.command == name and fault.seconds > limit_s
         # A trainer that is started again is back before the deadline of its explorers, one that is abandoned never.
         return fault.kind in ("twin", "full_disk") or (fault.kind == "abandon" and name != "trainer")
 
@@ -186,9 +189,18 @@ class World:
             self._progress_at = self.computer.now
             self.outcome.faults[fault.kind] += 1
             getattr(self, f"_{fault.kind}")(fault)
+        for process, writes in self._doomed:
+            if process.writes > writes:
+                self.computer.kill(process)
+        if self._doomed:
+            self._doomed = [each for each in self._doomed if each[0].alive]
 
     def _kill(self, fault: Fault) -> None:
         self.computer.kill(self.processes[fault.command])
+
+    def _kill_writing(self, fault: Fault) -> None:
+        process = self.processes[fault.command]
+        self._doomed.append((process, process.writes))
 
     def _power(self, fault: Fault) -> None:
         """All commands are started again afterwards, those that had ended well as well."""
@@ -196,7 +208,7 @@ class World:
         for process in self.processes.values():
             self.computer.kill(process)
         if self._tables is not None:
-            lose_commits(self._database, self._draw, self._tables.close)
+            lose_commits(self._database, self._conditions.synchronous, self._draw, self._tables.close)
         self._disk.lose_power(self._draw, self.computer.now)
         for name in ended if self._abandoned_at is None else ():
             self._start(name, self.computer.random.uniform(0.1, 4))
