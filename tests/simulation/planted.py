@@ -67,6 +67,29 @@ PLANTED = {
     ),
     "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
     "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True),
+    "a role is declared dead too early": Fault(
+        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True, 177
+    ),
+    "a silent role is never declared dead": Fault(
+        "run_role.py",
+        'self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)',
+        "pass",
+        True,
+        138,
+    ),
+    "the leases of a dead explorer stay": Fault(
+        "buffers/slot_machine.py",
+        "        self._update(leased, state=SlotState.FREE, owner=None)\n        # It will not",
+        "        # It will not",
+        True,
+        138,
+    ),
+    "a repeated call takes effect twice": Fault(
+        "buffers/sql/buffer.py", "if call.tried and (answered", "if not call.tried and (answered", True, 48
+    ),
+    "SQLite does not sync": Fault(
+        "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 47
+    ),
     "checkpoints are not synced": Fault(
         "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False
     ),
@@ -155,6 +178,16 @@ PLANTED = {
         "    if True:\n        for folder",
         True,
         323,
+    ),
+    "a new run directory is not synced": Fault(
+        "checkpoint/atomic.py", "        fsync(path.parent)\n", "        pass\n", True, 47
+    ),
+    "a complete run does not say so": Fault(
+        "runtime/launch.py",
+        "        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)\n",
+        "",
+        True,
+        166,
     ),
     "the config of a run is not synced": Fault("runtime/run_dir.py", "    fsync(run_dir)", "    pass", False, 36),
 }
