@@ -241,7 +241,8 @@ class ServeSection(BaseConfig):
     host: str = free("127.0.0.1")
     """Address to listen on."""
     port: int = free(8010, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory."""
+    """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory, or with `run.explorer: NAME`
+    to `serve-NAME.json`."""
     model: str = free("policy")
     """The model name that clients request."""
     key_variable: str | None = free(None)

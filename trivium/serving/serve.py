@@ -57,7 +57,8 @@ def serve_agents(
         gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
         app = ChatServer(gateway, section.model, key, section.max_body_bytes).app
         async with serve_app(app, section.host, section.port, section.max_connections) as url:
-            path = run_dir / "serve.json"
+            # Servers of one run directory have names of their own; two would write one file at the same time.
+            path = run_dir / (f"serve-{config.run.explorer}.json" if config.run.explorer else "serve.json")
             atomic_write(path, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
             announce(f"serving {section.model} at {url}")
             try:

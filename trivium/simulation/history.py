@@ -15,7 +15,7 @@ from trivium.config import RunConfig
 from trivium.run_role import dead_explorers
 from trivium.simulation.computer import Computer
 from trivium.simulation.hardware import UNGRADED, UNTRAINED
-from trivium.types import Batch
+from trivium.types import SERVED, Batch
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class History:
         trained = [group for update in reversed(lineage) for group in update.groups]
         versions = [update.version for update in lineage]
         sizes = {len(update.groups) for update in lineage}
-        # A step whose rollouts have all failed has no update.
-        if not getattr(self._config.engine, "fail_fraction", 0.0):
+        # A group whose rollouts have all failed is not trained on, nor a step without another one.
+        if not getattr(self._config.engine, "fail_fraction", 0.0) and self._config.tasks["train"].kind != SERVED:
             if versions != sorted(range(schedule.steps), reverse=True):
                 self._problems.append(f"the weights come from updates of versions {versions}")
             if sizes != {schedule.groups_per_step}:

@@ -27,7 +27,8 @@ class Fault:
     computer, with what it had not synced), `pause` (a command, for `seconds`), `clock` (the wall clock jumps by up to
     1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`), `full_disk` (for `seconds`), `cut` (a
     command cannot reach the database for `seconds`), `lost_answers` (for `seconds`, the database commits what a command
-    asks for, and the answer is lost), `twin` (the trainer's command is started a second time), `abandon` (the trainer
+    asks for, and the answer is lost), `messages` (between agents and endpoints are lost or arrive twice for
+    `seconds`), `twin` (the trainer's command is started a second time), `abandon` (the trainer
     is killed and never started again)."""
     command: str = "trainer"
     seconds: float = 0.0
@@ -53,10 +54,12 @@ class Fault:
 
 _KINDS = (
     *("kill", "kill", "kill_writing", "kill_writing", "power", "pause", "clock", "slow_disk", "full_disk"),
-    *("cut", "lost_answers", "twin"),
+    *("cut", "lost_answers", "twin", "messages"),
 )
-_OF_SHARED = ("cut", "lost_answers")
-"""Kinds that a world without a database does not have."""
+_OF_SHARED, _OF_SERVED = ("cut", "lost_answers"), ("messages",)
+"""Kinds that only worlds with a database have, or with agents."""
+_SERVED = 0.15
+"""The part of the runs that have agents with their own tasks (`run.mode: serve`)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Spec:
     seed: int
     shared: bool
     """Whether trainer and explorers are separate commands over a database; else one command does everything."""
+    served: bool
+    """Whether agents roll out their own tasks over the endpoint of the run."""
     explorers: int
     overrides: Mapping[str, Any]
     faults: tuple[Fault, ...]
@@ -99,8 +104,22 @@ class Spec:
         }
         if shared:
             overrides["sync.heartbeat_s"] = draw.choice((2, 5))
+        served = draw.random() < _SERVED
+        if served:
+            overrides |= {
+                "tasks.train": "{kind: served}",
+                "rewards": "[]",
+                "run.mode": "serve",
+                "schedule.deterministic": False,
+                "engine.fail_fraction": 0,
+                "engine.replies": "[[5], [6], [7, 8]]",
+                "workflow.deadline_s": 20,
+                "serve.idle_s": 10,
+                "serve.unstarted_idle_s": 5,
+            }
         names = ("trainer", *(f"explorer-{number}" for number in range(explorers)))
-        kinds = [kind for kind in _KINDS if shared or kind not in _OF_SHARED]
+        absent = (*(() if shared else _OF_SHARED), *(() if served else _OF_SERVED))
+        kinds = [kind for kind in _KINDS if kind not in absent]
         draw = random.Random(f"faults {seed}")
         faults = [
             Fault(round(draw.random(), 4), draw.choice(kinds), draw.choice(names), draw.choice((0.1, 1, 8)))
@@ -108,7 +127,7 @@ class Spec:
         ]
         if faults and shared and draw.random() < 0.1:
             faults.append(Fault(round(draw.random(), 4), "abandon"))
-        return cls(seed, shared, explorers, overrides, tuple(sorted(faults, key=lambda fault: fault.at)))
+        return cls(seed, shared, served, explorers, overrides, tuple(sorted(faults, key=lambda fault: fault.at)))
 
     @property
     def deterministic(self) -> bool:
@@ -116,7 +135,7 @@ class Spec:
 
     @property
     def synchronous(self) -> bool:
-        return self.overrides["schedule.max_staleness"] == 0
+        return self.overrides["schedule.max_staleness"] == 0 and not self.served
 
 
 @dataclass

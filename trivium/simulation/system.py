@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -244,9 +244,12 @@ def _computer() -> Computer:
 
 
 @contextmanager
-def installed(computer: Computer, disk: Disk, conditions: Conditions) -> Generator[None]:
-    """Replaces functions of the standard library by those of the simulated computer."""
+def installed(
+    computer: Computer, disk: Disk, conditions: Conditions, further: Sequence[Replaced] = ()
+) -> Generator[None]:
+    """Replaces functions of the standard library by those of the simulated computer, and `further` ones."""
     replaced = [
+        *further,
         *_clock(computer, conditions),
         *_threading(computer),
         *_process(computer),

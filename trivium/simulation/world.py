@@ -5,6 +5,7 @@ Killed commands are started again after a while, as an operator or a cluster doe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -22,6 +23,7 @@ from trivium.simulation.disk import Disk, lose_commits
 from trivium.simulation.filesystem import Conditions
 from trivium.simulation.hardware import SimulatedTrainEngine
 from trivium.simulation.history import History, Tables, is_complete
+from trivium.simulation.network import Network
 from trivium.simulation.spec import Fault, Outcome, Spec
 from trivium.simulation.system import installed
 from trivium.types import Batch
@@ -35,6 +37,7 @@ _LASTS_S = 75.0
 _STALLS_S = 2 * _LASTS_S
 """How long a run may make no progress: a role waits for another one, which then waits for the return of the first."""
 
+_AGENTS = 3
 _CHANGES: tuple[Mapping[str, Any], ...] = ({}, {}, {"workflow.max_concurrent": 3}, {"checkpoint.keep": 4})
 """Fields that an operator may change when a command is started again."""
 
@@ -54,6 +57,14 @@ class World:
         for number in range(spec.explorers):
             name = f"explorer-{number}"
             self._commands[name] = lambda name=name: run_command(self._config("explore", name))
+        self._network = Network(self.computer, self.outcome.problems)
+        if spec.served:
+            servers, size = [*self._commands][1:] or ["trainer"], int(spec.overrides["schedule.group_size"])
+            for number in range(_AGENTS):
+                name, server = f"agent-{number}", servers[number % len(servers)]
+                self._commands[name] = lambda name=name, server=server: asyncio.run(
+                    self._network.work(name, server, size, self._agents_end)
+                )
         self.processes: dict[str, Process] = {}
         self._left = [(int(fault.at * calm_events), fault) for fault in spec.faults]
         self._happened: list[tuple[float, Fault]] = []
@@ -82,7 +93,8 @@ class World:
         overrides = {"run.dir": self._directory / "run", "model": model, **self.spec.overrides, **self._changes}
         if self.spec.shared:
             database = f"{{kind: sql, url: 'sqlite:///{self._database}'}}"
-            overrides |= {"buffer": database, "sync.method": "checkpoint", "run.mode": mode}
+            overrides |= {"buffer": database, "sync.method": "checkpoint"}
+            overrides["run.mode"] = "serve" if self.spec.served and explorer else mode
         if explorer:
             overrides["run.explorer"] = explorer
         return _config(*(f"{name}={_yaml(value)}" for name, value in overrides.items()))
@@ -94,7 +106,7 @@ class World:
         random.seed(self.spec.seed)  # the module's own generator, which libraries use
         SimulatedTrainEngine.on_update = self._updated
         try:
-            with installed(self.computer, self._disk, self._conditions):
+            with installed(self.computer, self._disk, self._conditions, self._network.replaced()):
                 for name in self._commands:
                     self._start(name, self.computer.random.uniform(0, 1))
                 self.computer.watchers.append(self._happen)
@@ -141,7 +153,7 @@ class World:
             if error is not None and not self._excused(name, error):
                 self.outcome.problems.append(f"{name} ended without a reason: {_described(error)}")
         if self._abandoned_at is not None:
-            if process.code == 0 and not is_complete(self._config("train")):
+            if process.code == 0 and not name.startswith("agent") and not is_complete(self._config("train")):
                 self.outcome.problems.append(f"{name} ended with 0 although the trainer was killed")
         elif process.code != 0 and not name.startswith("twin") and not self.outcome.problems:
             if self.outcome.starts > _STARTS:
@@ -149,6 +161,10 @@ class World:
             else:
                 self._changes = self._draw.choice(_CHANGES)
                 self._start(name, self.computer.random.uniform(0.1, 4))
+
+    def _agents_end(self) -> bool:
+        """Whether the operator stops the agents: the run has ended, or its trainer never returns."""
+        return self._abandoned_at is not None or self.processes["trainer"].code == 0
 
     def _excused(self, name: str, error: BaseException) -> bool:
         """Whether a recent fault may end this command with this error. A dead explorer must not end the trainer."""
@@ -224,6 +240,9 @@ class World:
 
     def _full_disk(self, fault: Fault) -> None:
         self._conditions.full_until = self.computer.now + fault.seconds
+
+    def _messages(self, fault: Fault) -> None:
+        self._network.bad_until = self.computer.now + fault.seconds
 
     def _cut(self, fault: Fault) -> None:
         self._conditions.cut_until[fault.command] = self.computer.now + fault.seconds
