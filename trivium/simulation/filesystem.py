@@ -103,21 +103,21 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
         process.writes += 1
 
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        makes = False
+        is_new = False
         if {*mode} & {*"wax+"}:
             refuse_if_full(path)
-            makes = computer.current is not None and not isinstance(path, int) and not os.path.lexists(path)
+            is_new = computer.current is not None and not isinstance(path, int) and not os.path.lexists(path)
         file = real_open(path, mode, *args, **kwargs)
-        if makes:
-            disk.made(path, computer.now)
+        if is_new:
+            disk.made(os.fspath(path), computer.now)
         with suppress(OSError, ValueError, AttributeError):
             descriptors.opened(file.fileno())
         return file
 
     def os_opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        makes = computer.current is not None and flags & os.O_CREAT and not os.path.lexists(path)
+        is_new = computer.current is not None and flags & os.O_CREAT and not os.path.lexists(path)
         descriptor = real_os_open(path, flags, *args, **kwargs)
-        if makes:
+        if is_new:
             disk.made(path, computer.now)
         descriptors.opened(descriptor)
         return descriptor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +28,27 @@ class Update:
     after: bytes
     """The digests of the weights."""
     groups: tuple[str, ...]
+    rewards: tuple[float, ...]
+    """Those of the rollouts."""
 
 
 class History:
     """The updates of a world and the promises that it broke."""
 
-    def __init__(self, config: RunConfig, problems: list[str]) -> None:
-        self._config, self._problems = config, problems
+    def __init__(self, config: RunConfig, problems: list[str], sent: Collection[float]) -> None:
+        """`sent` are the rewards that agents have sent. Each is another number."""
+        self._config, self._problems, self._sent = config, problems, sent
+        self._served = config.tasks["train"].kind == SERVED
         self._updates: list[Update] = []
 
     def updated(self, version: int, digest: tuple[bytes, bytes], batch: Batch) -> None:
         """Checks a train step: its tokens are at most `max_staleness` versions old and of no later version, and none is
         of a failed rollout."""
-        self._updates.append(Update(version, *digest, tuple(dict.fromkeys(e.group_id for e in batch.experiences))))
+        rollouts = {(e.group_id, e.index): e.reward for e in batch.experiences}
+        groups = tuple(dict.fromkeys(group for group, _ in rollouts))
+        self._updates.append(Update(version, *digest, groups, tuple(rollouts.values())))
+        if self._served and (unknown := {*rollouts.values()} - {*self._sent}):
+            self._problems.append(f"version {version} trains on rewards that no agent sent: {sorted(unknown)}")
         for each in batch.experiences:
             sampled_by, tokens = each.policy_version[each.response_mask], each.tokens[each.response_mask]
             if (
@@ -87,7 +95,7 @@ class History:
         versions = [update.version for update in lineage]
         sizes = {len(update.groups) for update in lineage}
         # A group whose rollouts have all failed is not trained on, nor a step without another one.
-        if not getattr(self._config.engine, "fail_fraction", 0.0) and self._config.tasks["train"].kind != SERVED:
+        if not getattr(self._config.engine, "fail_fraction", 0.0) and not self._served:
             if versions != sorted(range(schedule.steps), reverse=True):
                 self._problems.append(f"the weights come from updates of versions {versions}")
             if sizes != {schedule.groups_per_step}:
@@ -95,6 +103,9 @@ class History:
         if len(set(trained)) != len(trained):
             twice = sorted({group for group in trained if trained.count(group) > 1})
             self._problems.append(f"trained twice: {twice}")
+        rewards = [reward for update in lineage for reward in update.rewards]
+        if self._served and len({*rewards}) != len(rewards):
+            self._problems.append(f"rollouts of agents are trained twice: {sorted(rewards)}")
         return tuple(trained)
 
 

@@ -42,6 +42,8 @@ class Network:
         self._computer, self._problems = computer, problems
         self._servers: dict[str, _Server] = {}
         """By the name of the command."""
+        self.sent = set[float]()
+        """The rewards of all feedback."""
         self.bad_until = 0.0
         """Until this time messages are lost or delivered twice."""
 
@@ -73,9 +75,11 @@ class Network:
 
     async def _rollout(self, server: str, labels: Body, over: Callable[[], bool]) -> None:
         messages = [{"role": "user", "content": f"{self._computer.random.randrange(9)}+1="}]
+        reward = self._computer.random.random()
+        self.sent.add(reward)
         calls: tuple[tuple[str, Body], ...] = (
             ("/v1/chat/completions", {**labels, "model": "policy", "messages": messages}),
-            ("/feedback", {**labels, "reward": self._computer.random.random()}),
+            ("/feedback", {**labels, "reward": reward}),
         )
         for path, body in calls:
             while True:

@@ -78,7 +78,7 @@ class World:
         self._deaths = 0
         self._ended = set[Process]()
         """The deaths that `_over` has handled, and their processes."""
-        self._history = History(self._config("train"), self.outcome.problems)
+        self._history = History(self._config("train"), self.outcome.problems, self._network.sent)
         self._tables = (
             Tables(self.computer, self._database, directory / "run", self.outcome.problems) if spec.shared else None
         )
