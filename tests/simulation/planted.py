@@ -164,7 +164,24 @@ PLANTED = {
         True,
         106,
     ),
+    "feedback counts twice": Fault(
+        "serving/gateway.py",
+        '        session.check_active("a trajectory has feedback once")\n',
+        "        pass\n",
+        None,
+        67,
+    ),
+    "an ended session keeps its place": Fault(
+        "serving/groups.py", "            session.group.active.remove(session)\n", "            pass\n", None, 51
+    ),
     # Defects that worlds have found.
+    "servers write their addresses to one file": Fault(
+        "serving/serve.py",
+        'run_dir / (f"serve-{config.run.explorer}.json" if config.run.explorer else "serve.json")',
+        'run_dir / "serve.json"',
+        True,
+        143,
+    ),
     "a full disk at a sync of metrics.jsonl": Fault(
         "monitors/jsonl.py",
         "        with writing(self.path):\n            os.fsync",

@@ -102,20 +102,23 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
         yield
         process.writes += 1
 
+    def is_missing(path: Any) -> bool:
+        return computer.current is not None and not os.path.lexists(path)
+
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         is_new = False
         if {*mode} & {*"wax+"}:
             refuse_if_full(path)
-            is_new = computer.current is not None and not isinstance(path, int) and not os.path.lexists(path)
+            is_new = not isinstance(path, int) and is_missing(path)
         file = real_open(path, mode, *args, **kwargs)
         if is_new:
-            disk.made(os.fspath(path), computer.now)
+            disk.made(path, computer.now)
         with suppress(OSError, ValueError, AttributeError):
             descriptors.opened(file.fileno())
         return file
 
     def os_opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        is_new = computer.current is not None and flags & os.O_CREAT and not os.path.lexists(path)
+        is_new = flags & os.O_CREAT and is_missing(path)
         descriptor = real_os_open(path, flags, *args, **kwargs)
         if is_new:
             disk.made(path, computer.now)

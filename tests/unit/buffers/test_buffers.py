@@ -158,6 +158,14 @@ def test_a_journal_torn_at_any_byte_gives_the_whole_records_and_can_go_on(tmp_pa
     assert list(journal.read(after_step=1)) == []
 
 
+def test_a_journal_removes_the_file_that_a_killed_process_left_unfinished(tmp_path: Path) -> None:
+    Journal(tmp_path).append(1, group(0))
+    unfinished = tmp_path / ".step-000001.msgpack.writing"
+    unfinished.write_bytes(b"a part")
+    assert [g.slot for g in Journal(tmp_path).read(after_step=0)] == [0]
+    assert not unfinished.exists()
+
+
 def test_a_flipped_bit_ends_the_journal_there(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append(1, group(0))
