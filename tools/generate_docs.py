@@ -18,6 +18,7 @@ from types_in_words import type_of
 from trivium.config import (
     AlgorithmConfig,
     BufferConfig,
+    CurriculumConfig,
     EngineConfig,
     Plugin,
     RewardConfig,
@@ -46,6 +47,7 @@ KINDS: dict[str, tuple[str, type[Plugin]]] = {
 """Where a config names a plugin: its kind in the catalogue, and the fields that every plugin of this kind has."""
 
 INNER: dict[str, dict[str, tuple[str, type[Plugin]]]] = {
+    "schedule": {"schedule.curriculum": ("curricula", CurriculumConfig)},
     "buffer": {
         "buffer.strategy": ("sample_strategies", StrategyConfig),
         "buffer.operators[]": ("operators", Plugin),
@@ -86,12 +88,12 @@ def config_page() -> str:
         owner = field.annotation
         if name in KINDS:
             parts += [_paragraph(field.description), *_plugins(*KINDS[name], MANY.get(name, name))]
-            for where, inner in INNER.get(name, {}).items():
-                parts += [f"### {where}\n", *_plugins(*inner, where)]
         elif _is_section(owner):
             parts += [_paragraph(owner.__doc__), _table(list(_rows(owner, name).values()))]  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         else:
             parts.append(_paragraph(field.description))
+        for where, inner in INNER.get(name, {}).items():
+            parts += [f"### {where}\n", *_plugins(*inner, where)]
     return "\n".join(part for part in parts if part)
 
 

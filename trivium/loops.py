@@ -179,6 +179,8 @@ async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, syn
         report()
         lease = await buffer.lease(explorer.name)
     assert lease is not None
+    if schedule.adaptive:
+        schedule.follow(synchronizer.draws)
     explorer.idle = False
     explorer.leased += 1
     report()

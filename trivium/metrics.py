@@ -111,6 +111,12 @@ def graded_accuracies(rows: Iterable[Mapping[str, float]]) -> set[str]:
     return {f"{key.removesuffix('partial')}accuracy" for key in partial}
 
 
+# Curricula that learn.
+declare("curriculum/success", "mean success rate of the tasks of a step, as the curriculum counts it", better="up")
+declare("curriculum/expected_success", "mean success rate of all tasks that the curriculum expects", better="up")
+declare("curriculum/seen", "fraction of the tasks that were trained on")
+declare("curriculum/retired", "fraction of the tasks that are not drawn any more")
+
 # Rollouts and their rewards.
 declare(
     "reward/mean", "mean total reward of all rollouts, refused groups included, failed members excluded", better="up"

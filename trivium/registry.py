@@ -37,6 +37,12 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "drawings": "trivium.tasks.drawings:DrawnTasks",
         "served": "trivium.tasks.served:ServedTasks",
     },
+    "curricula": {
+        "difficulty": "trivium.tasks.curricula:Difficulty",
+        "success_rate": "trivium.tasks.curricula:SuccessRate",
+        "uncertainty": "trivium.tasks.curricula:Uncertainty",
+        "coverage": "trivium.tasks.curricula:Coverage",
+    },
     "workflows": {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",
         "multi_turn": "trivium.workflows.multi_turn:MultiTurn",

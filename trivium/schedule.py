@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import DataError
-from trivium.randomness import SampleKey, permutation, stream, uniforms
+from trivium.randomness import SampleKey, permutation
 
 if TYPE_CHECKING:
     from trivium.protocols import TaskSource
-    from trivium.types import Task
+    from trivium.types import Draws, Group, Metrics, Task
+
+_REPLACED = ("given_up", "dropped", "refused")
+_SPARE = 4
+"""Tasks that an adaptive curriculum draws for each slot of a step: the further ones replace refused groups."""
+
+
+def source_metric(source: str, key: str) -> str:
+    """The key of a metric of one of several sources; the key itself for the only one, whose name is empty."""
+    return f"source/{source}/{key}" if source else key
+
+
+def num_replaced(counts: Mapping[str, int]) -> int:
+    """The number of slots whose groups are not trained on, by the counts of a buffer: another slot is admitted in place
+    of each."""
+    return sum(counts.get(name, 0) for name in _REPLACED)
 
 
 @runtime_checkable
@@ -44,42 +59,60 @@ class Assignment:
     """Complete passes over the taskset before this one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Curriculum:
-    """Orders tasks by difficulty, with new noise in every epoch. Compares by identity, so that it can be a cache
-    key."""
-
-    ranks: npt.NDArray[np.float64]
-    """(N,) in [0, 1): the relative place of each task in the order without noise."""
-    spread: float
-    """Width of the uniform noise on the ranks: 0 keeps the order, far above 1 shuffles."""
-
-    @classmethod
-    def of(cls, tasks: TaskSource, column: str, easy_first: bool, spread: float) -> Curriculum:
-        """The curriculum by a numeric column. Larger values are harder.
-
-        Raises DataError for a task whose column is not a finite number.
-        """
-        values = np.array([_difficulty(tasks[place], column) for place in range(len(tasks))])
-        _, step, counts = np.unique(values if easy_first else -values, return_inverse=True, return_counts=True)
-        return cls((np.cumsum(counts) - counts)[step] / len(values), spread)
+class Curriculum(Protocol):
+    """Orders the tasks of each epoch. Compares by identity, so that it can be a cache key."""
 
     def order(self, *address: int | str) -> npt.NDArray[np.int64]:
-        """A permutation of the places, with equal difficulties in random order. `address` is the address of the noise
-        (`randomness`)."""
-        noise = uniforms(np.uint64(stream(*address)), np.arange(len(self.ranks)))
-        return np.lexsort((noise, self.ranks + self.spread * noise))
+        """A permutation of the places of the tasks. `address` is the address of its random numbers (`randomness`)."""
+        ...
 
 
-def _difficulty(task: Task, column: str) -> float:
-    value = task.columns.get(column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(
-            f"the difficulty of task {task.task_id!r}",
-            f"column {column!r} is {value!r:.60}; the columns are {sorted(task.columns)}",
-            "name a column with a finite number for every task in schedule.curriculum.column",
-        )
-    return float(value)
+class AdaptiveCurriculum(ABC):
+    """Chooses the tasks of later slots by the results of the groups that were trained on.
+
+    After each train step, the trainer calls `observe` with its groups, and `draw` for the slots that only the new
+    version admits. Explorers follow these draws. In an ordered run both depend on nothing but the groups.
+    """
+
+    def __init__(self, tasks: TaskSource) -> None:
+        self.tasks = tasks
+        self.place_of = {tasks[place].task_id: place for place in range(len(tasks))}
+        self.draws: Draws = ()
+        """(first slot, places of the tasks of the slots from there on), in order."""
+
+    @abstractmethod
+    def order(self, slot: int) -> npt.NDArray[np.int64]:
+        """The places of tasks for the slots from `slot` on, best first. Depends on nothing but the slot and what was
+        observed and drawn before."""
+
+    @abstractmethod
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        """Learns from the groups of a train step; returns metrics of the tasks."""
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint; JSON values."""
+        return {"draws": self.draws}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.follow(state["draws"])
+
+    def draw(self, slot: int, count: int, keep: int) -> None:
+        """Draws the tasks of the slots from `slot` on, about `count`. Keeps so many earlier draws, for the slots that
+        are not trained on yet."""
+        self.draws = (*self.draws[-keep:], (slot, tuple(map(int, self.order(slot)[:count]))))
+
+    def follow(self, draws: Draws) -> None:
+        """Takes over the draws of another process."""
+        self.draws = tuple((slot, tuple(places)) for slot, places in draws)
+
+    def place(self, slot: int) -> int:
+        """The place of a slot's task. Slots beyond a draw repeat it: they replace groups that were not trained on."""
+        if not self.draws:
+            raise DataError(
+                f"the task of slot {slot}", "no draw of the curriculum", "let a trainer begin the stage: it draws"
+            )
+        first, places = next((draw for draw in reversed(self.draws) if draw[0] <= slot), self.draws[0])
+        return places[(slot - first) % len(places)]
 
 
 @lru_cache(maxsize=8)
@@ -113,8 +146,9 @@ class Schedule:
     sync_interval: int = 1
     deterministic: bool = False
     shuffle: bool = True
-    curriculum: Curriculum | None = None
-    """Orders the tasks of an epoch by difficulty instead of shuffling them."""
+    curriculum: Curriculum | AdaptiveCurriculum | None = None
+    """Orders the tasks of an epoch instead of shuffling them. An adaptive one has no epochs: it chooses the tasks of
+    slots."""
     max_attempts: int = 3
     over_rollout: int = 0
     """Additional groups that are rolled out, so that a step does not wait for the slowest one."""
@@ -139,12 +173,70 @@ class Schedule:
         if isinstance(self.tasks, OrderedTasks):
             epoch, place = divmod(slot, self.tasks.epoch_length)
             return Assignment(slot, self.tasks.visit(epoch, place), epoch)
+        if isinstance(self.curriculum, AdaptiveCurriculum):
+            # The slot is the epoch: the random numbers of two visits of a task must differ.
+            return Assignment(slot, self.tasks[self.curriculum.place(slot)], slot)
         epoch, place = divmod(slot, len(self.tasks))
         if self.curriculum is not None:
             place = _blurred(self.curriculum, self.seed, "curriculum", self.stage, epoch)[place]
         elif self.shuffle:
             place = _order(len(self.tasks), self.seed, "order", self.stage, epoch)[place]
         return Assignment(slot, self.tasks[place], epoch)
+
+    def may_have(self, slot: int, task_id: str) -> bool:
+        """Whether a stored group of the slot can be of this task. An adaptive curriculum may have drawn the slot in a
+        step that a resumed run has not reached, so every task of its source is possible."""
+        if isinstance(self.curriculum, AdaptiveCurriculum):
+            return task_id in self.curriculum.place_of
+        return self.at(slot).task.task_id == task_id
+
+    # ------------------------------------------------------------------ adaptive curricula
+
+    @property
+    def adaptive(self) -> dict[str, AdaptiveCurriculum]:
+        """The curricula that learn from the groups of the stage, by the name of their source."""
+        return {name: part.curriculum for name, part in self._parts if isinstance(part.curriculum, AdaptiveCurriculum)}
+
+    def learn(self, groups: Sequence[Group]) -> Metrics:
+        """Lets the adaptive curricula observe the groups of a train step."""
+        metrics: Metrics = {}
+        for name, curriculum in self.adaptive.items():
+            own = [group for group in groups if not name or self._own_slot(group.slot)[0] == name]
+            metrics |= {source_metric(name, key): value for key, value in curriculum.observe(own).items()}
+        return metrics
+
+    def draw_tasks(self, version: int | None, replaced: int) -> None:
+        """Draws the tasks of the slots that no version up to `version` admits; None: of the first ones. `replaced` is
+        the number of slots that were admitted in place of others (`num_replaced`)."""
+        first = 0 if version is None else self.admitted(version) + replaced
+        ahead = self.admitted(self.first_version) if version is None else self.fresh_per_step
+        for name, curriculum in self.adaptive.items():
+            below, number = self._num_below(name, first), self._num_below(name, ahead)
+            curriculum.draw(below, _SPARE * number, self.max_staleness + 1)
+
+    @property
+    def draws(self) -> dict[str, Draws]:
+        """The draws of the adaptive curricula."""
+        return {name: curriculum.draws for name, curriculum in self.adaptive.items()}
+
+    def follow(self, draws: Mapping[str, Draws]) -> None:
+        """Takes over the draws of the trainer's process."""
+        for name, curriculum in self.adaptive.items():
+            curriculum.follow(draws.get(name, ()))
+
+    @property
+    def _parts(self) -> Iterable[tuple[str, Schedule]]:
+        return [("", self)]
+
+    def _own_slot(self, slot: int) -> tuple[str, int]:
+        """(source, number of the slot among those of its source)."""
+        return "", slot
+
+    def _num_below(self, name: str, slot: int) -> int:
+        """The number of slots of a source below `slot`."""
+        return slot
+
+    # ------------------------------------------------------------------ slots and versions
 
     def key(self, assignment: Assignment, index: int) -> SampleKey:
         """The random key of one member of a slot's group."""

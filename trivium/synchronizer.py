@@ -16,7 +16,7 @@ from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 if TYPE_CHECKING:
     from trivium.board import Board, Values
-    from trivium.types import Metrics
+    from trivium.types import Draws, Metrics
 
 _MAX_VERSIONS = 64
 """Maximum number of earlier versions that the board lists."""
@@ -81,6 +81,15 @@ class Synchronizer(RunRole):
     def published(self) -> tuple[int, ...]:
         """The versions that can be fetched, oldest first."""
         return tuple(self.board.read().get("versions", ()))
+
+    @property
+    def draws(self) -> Mapping[str, Draws]:
+        """The draws of the adaptive curricula, as the trainer published them last."""
+        return self.board.read().get("draws", {})
+
+    def publish_draws(self, draws: Mapping[str, Draws]) -> None:
+        """Publishes the draws of the adaptive curricula: before the version that admits their slots."""
+        self._write(lambda values: {**values, "draws": draws})
 
     def request_weights(self, name: str, requested: bool = True, *, idle: bool = False) -> None:
         """Sets or (`requested=False`) clears an explorer's request for newer weights. `idle` marks a request that is

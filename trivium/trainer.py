@@ -27,6 +27,7 @@ from trivium.metrics import aggregate, declare_missing, declared
 from trivium.phases import TRAINER_LANE, activity, add_span, span
 from trivium.protocols import RecordingEngine
 from trivium.publisher import EarlierRollouts
+from trivium.schedule import num_replaced
 from trivium.step_report import examples_of, origin, staleness, step_row
 from trivium.types import Group, Sample, capabilities_of
 
@@ -154,6 +155,12 @@ class Trainer:
         await self._earlier.start(version, ordered=self.schedule.ordered)
         await self.strategy.restore(state.get("strategy", {}))
         self._counts = state.get("counts", {})  # later counts belong to the next step's row
+        if self.resume is None:
+            self._draw_tasks(None)
+        elif self.schedule.adaptive:
+            for name, curriculum in self.schedule.adaptive.items():
+                curriculum.restore(state["curricula"][name])
+            self.synchronizer.publish_draws(self.schedule.draws)
         self.publisher.publish_held()
         if self.publisher.starts_from(version) and (self.publisher.is_followed or self.evaluator is not None):
             await asyncio.to_thread(self.sync_weight)
@@ -236,6 +243,8 @@ class Trainer:
                 await asyncio.to_thread(_keep_updates, self.engine, keep)
         self.score = None  # this step has not been evaluated yet
         metrics |= groups.metrics | staleness(groups.fresh, version) | await self._counted(version)
+        metrics |= self.schedule.learn(groups.fresh)
+        self._draw_tasks(version)
         row = step_row(metrics, self._seconds, groups.fresh, time.monotonic() - started)
         self._log_step(row, groups.fresh)
         self._end_where_reached(row)
@@ -292,12 +301,20 @@ class Trainer:
     async def _counted(self, version: int) -> Metrics:
         """Groups since the last step that were not trained on, by reason, and the fields that `--change` changed."""
         before, self._counts = self._counts, await self.buffer.counts()
-        metrics: Metrics = {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
+        counted = (name for name in self._counts if name != "refused")  # the filter counts these
+        metrics: Metrics = {f"rollout/{name}": self._counts[name] - before.get(name, 0) for name in counted}
         if changed := num_changed_fields(self.record, version):
             metrics["train/changed_fields"] = changed
         if self._earlier.num_discarded:
             metrics["rollout/discarded"], self._earlier.num_discarded = self._earlier.num_discarded, 0
         return metrics
+
+    def _draw_tasks(self, version: int | None) -> None:
+        """Draws and publishes the tasks of the slots that no version up to `version` admits, where a curriculum learns;
+        None: of the first slots."""
+        if self.schedule.adaptive:
+            self.schedule.draw_tasks(version, num_replaced(self._counts))
+            self.synchronizer.publish_draws(self.schedule.draws)
 
     def _end_where_reached(self, metrics: Metrics) -> None:
         """Ends the stage at its last step, or at this step if its metrics cross the threshold of `schedule.until`."""
@@ -421,6 +438,7 @@ class Trainer:
             "buffer": await self.buffer.state(),
             "strategy": self.strategy.state(),
             "algorithm": self.engine.algorithm.state(),
+            "curricula": {name: curriculum.state() for name, curriculum in self.schedule.adaptive.items()},
         }
 
     async def save_before_end(self) -> None:

@@ -102,7 +102,7 @@ class SlotBuffer(ABC):
 
     async def counts(self) -> Mapping[str, int]:
         head = await self._look(lambda slots: slots.head)
-        return {name: head[name] for name in COUNTERS if name != "refused"}
+        return {name: head[name] for name in COUNTERS}
 
     async def state(self) -> dict[str, Any]:
         return await self._look(lambda slots: slots.state())

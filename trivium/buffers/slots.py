@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from trivium.errors import RunDirError
-from trivium.schedule import Schedule
+from trivium.schedule import Schedule, num_replaced
 from trivium.types import SERVED, Group, Trajectory
 
 _log = logging.getLogger("trivium")
@@ -88,7 +88,7 @@ def about(group: Group) -> dict[str, Any]:
 
 def admitted(schedule: Schedule, counts: Mapping[str, int], version: int) -> int:
     """The number of slots that `version` admits. A slot without a group to train on admits another in its place."""
-    return schedule.admitted(version) + counts["given_up"] + counts["dropped"] + counts["refused"]
+    return schedule.admitted(version) + num_replaced(counts)
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -134,11 +134,10 @@ def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, row: Row
     # will exist. In slot order it will; but a dropped group would already admit another slot, to older versions.
     if row.newest > version and (row.dropped or not schedule.ordered):
         return False
-    expected = schedule.at(slot).task.task_id
-    if row.task != expected and row.taskset != SERVED:
+    if row.taskset != SERVED and not schedule.may_have(slot, row.task):
         raise RunDirError(
             f"continue slot {slot}",
-            f"its stored rollouts are of task {row.task!r}, the schedule says {expected!r}",
+            f"its stored rollouts are of task {row.task!r}, which the schedule does not have there",
             "the taskset changed: start another run.dir, or restore the tasks; where no step was trained yet, removing "
             "`rollouts` in the run directory is enough",
         )

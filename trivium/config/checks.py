@@ -49,6 +49,8 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
         )
+    if isinstance(schedule.curriculum, Config):
+        yield from schedule.curriculum.problems(config, "schedule.curriculum")
     if schedule.until is not None:
         yield from _check_threshold(schedule.until, config)
     if "train" not in config.tasks:

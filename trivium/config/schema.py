@@ -19,13 +19,13 @@ from trivium.config.sections import (
     ClusterSection,
     EvaluationSection,
     SamplingConfig,
-    ScheduleSection,
     ServeSection,
     SyncSection,
+    ThresholdConfig,
 )
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
 from trivium.registry import CATALOGUE, describe, is_only_here, resolve, suggest
-from trivium.types import capabilities_of
+from trivium.types import SERVED, capabilities_of
 
 
 class Config(BaseConfig):
@@ -307,6 +307,76 @@ class BufferConfig(Plugin):
                     "leave it out (if it never drops groups, declare Capabilities(drops=False)), or set "
                     "schedule.max_staleness or schedule.deterministic back",
                 )
+
+
+class CurriculumConfig(Plugin):
+    """Base of curricula that learn from the groups of each train step; a plain function, which scores the tasks, has
+    exactly these keys."""
+
+    kind: str = "success_rate"
+    temperature: float = Field(default=0.1, ge=0)
+    """Tasks are drawn with probabilities softmax(score / temperature); 0 takes those with the highest scores."""
+    forget: float = Field(default=0.05, ge=0, lt=1)
+    """The fraction of what is known about a task that each train step forgets, since the policy changes."""
+    threshold: float | None = None
+    """A total reward of at least this is a success. Unset: the reward, limited to 0 and 1, is its share."""
+    retire_above: float | None = Field(default=None, ge=0, le=1)
+    """A task whose success rate is at least this at `retire_after` visits in a row is not drawn any more. Unset: none
+    retires."""
+    retire_after: int = Field(default=1, ge=1)
+    """Visits in a row after which a task retires."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """Runs whose steps have no results of tasks of the schedule."""
+        reasons = {
+            f"buffer.kind {run.buffer.kind!r} has no explorers": (
+                not capabilities_of(resolve("buffers", run.buffer.kind)).explored
+            ),
+            "agents choose the tasks": run.run.mode == "serve"
+            or ("train" in run.tasks and run.tasks["train"].kind == SERVED),
+            "nothing gives rewards": not (
+                run.rewards
+                or capabilities_of(resolve("workflows", run.workflow.kind)).gives_rewards
+                or capabilities_of(resolve("sample_strategies", run.buffer.strategy.kind)).judges
+            ),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            yield Problem(where, f"the curriculum {self.kind!r}, which learns from rewards", reason, "leave it out")
+        if self.retire_above is None and "retire_after" in self.model_fields_set:
+            yield Problem(f"{where}.retire_after", "tasks that retire", "none does", f"set {where}.retire_above")
+
+
+CurriculumPlugin = Annotated[
+    SerializeAsAny[Plugin], BeforeValidator(plugin("curricula", CurriculumConfig, "difficulty"))
+]
+
+
+class ScheduleSection(BaseConfig):
+    """How many groups are rolled out and trained on, in which order, and how stale they may be."""
+
+    steps: int = free(100, ge=1)
+    """Train steps of this stage."""
+    until: ThresholdConfig | None = None
+    """Ends the stage early when a metric of a train step, or of an evaluation after it, crosses a threshold."""
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups that one train step consumes."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per task."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """How many versions old a group may be when it is trained on. Unset, it follows from `sync.offset`, else it is 0:
+    the synchronous run."""
+    deterministic: bool = False
+    """Makes an asynchronous run a function of its seeds: which version samples a group no longer depends on timing."""
+    shuffle: bool = True
+    """Whether each epoch has its own random order of tasks."""
+    curriculum: CurriculumPlugin | None = None
+    """Orders the tasks by difficulty, or chooses them by what the policy earned on each so far."""
+    max_attempts: int = Field(default=3, ge=1)
+    """How often a slot is rolled out before its group is given up as too stale."""
+    over_rollout: float = Field(default=0.0, ge=0)
+    """Extra groups that are rolled out for a step, as a fraction of `groups_per_step`: the step takes the groups that
+    finish first, and rollouts that would become too stale are cancelled and repeated. 0: none, a step waits for all its
+    groups."""
 
 
 # --------------------------------------------------------------------------- the whole config

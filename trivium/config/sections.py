@@ -63,18 +63,6 @@ class SamplingConfig(BaseConfig):
         return [name for name, value in neutral.items() if getattr(self, name) != value]
 
 
-class CurriculumConfig(BaseConfig):
-    """Tasks by difficulty instead of at random. Every epoch still visits every task once."""
-
-    column: str
-    """The column with the difficulty of a task: a number, higher is harder."""
-    easy_first: bool = True
-    """Whether an epoch begins with the easy tasks; else with the hard ones."""
-    spread: float = Field(default=0.2, ge=0)
-    """Noise on the order, as a fraction of the taskset: 0 is strictly by difficulty (ties in random order), 10 is
-    nearly a shuffle."""
-
-
 class ThresholdConfig(BaseConfig):
     """A threshold that ends a stage early."""
 
@@ -85,34 +73,6 @@ class ThresholdConfig(BaseConfig):
     """The stage ends with the first step that reports a smaller value."""
     above: float | None = None
     """The stage ends with the first step that reports a larger value."""
-
-
-class ScheduleSection(BaseConfig):
-    """How many groups are rolled out and trained on, in which order, and how stale they may be."""
-
-    steps: int = free(100, ge=1)
-    """Train steps of this stage."""
-    until: ThresholdConfig | None = None
-    """Ends the stage early when a metric of a train step, or of an evaluation after it, crosses a threshold."""
-    groups_per_step: int = Field(default=32, ge=1)
-    """Groups that one train step consumes."""
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories per task."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """How many versions old a group may be when it is trained on. Unset, it follows from `sync.offset`, else it is 0:
-    the synchronous run."""
-    deterministic: bool = False
-    """Makes an asynchronous run a function of its seeds: which version samples a group no longer depends on timing."""
-    shuffle: bool = True
-    """Whether each epoch has its own random order of tasks."""
-    curriculum: CurriculumConfig | None = None
-    """Orders each epoch by difficulty."""
-    max_attempts: int = Field(default=3, ge=1)
-    """How often a slot is rolled out before its group is given up as too stale."""
-    over_rollout: float = Field(default=0.0, ge=0)
-    """Extra groups that are rolled out for a step, as a fraction of `groups_per_step`: the step takes the groups that
-    finish first, and rollouts that would become too stale are cancelled and repeated. 0: none, a step waits for all its
-    groups."""
 
 
 class SyncSection(BaseConfig):

@@ -74,7 +74,8 @@ class Buffer(Protocol):
 
     async def counts(self) -> Mapping[str, int]:
         """Counts of groups so far: `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
-        after `max_attempts`, and `dropped` by the experience pipeline."""
+        after `max_attempts`, `dropped` by the experience pipeline, and `refused`. The
+        schedule counts those that another slot replaces (`schedule.num_replaced`)."""
         ...
 
     async def state(self) -> dict[str, Any]:

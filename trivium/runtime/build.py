@@ -38,8 +38,9 @@ from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_train_engine
-from trivium.schedule import Cadence, Curriculum, Schedule
+from trivium.schedule import Cadence, Schedule
 from trivium.synchronizer import Synchronizer
+from trivium.tasks.curricula import curriculum_of
 from trivium.tasks.rows import RowTasks
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
@@ -265,8 +266,15 @@ def algorithm_of(config: RunConfig) -> GroupAlgorithm:
 
 def build_schedule(stage: Stage) -> Schedule:
     config, schedule = stage.config, stage.config.schedule
-    tasks, order = build_tasks(config, "train"), schedule.curriculum
+    tasks = build_tasks(config, "train")
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
+    curriculum = schedule.curriculum and curriculum_of(
+        schedule.curriculum,
+        tasks,
+        seed=config.run.seed,
+        stage=stage.number,
+        groups_per_step=schedule.groups_per_step - stored,
+    )
     return Schedule(
         tasks=tasks,
         seed=config.run.seed,
@@ -279,7 +287,7 @@ def build_schedule(stage: Stage) -> Schedule:
         sync_interval=config.sync.interval,
         deterministic=schedule.deterministic,
         shuffle=schedule.shuffle,
-        curriculum=None if order is None else Curriculum.of(tasks, order.column, order.easy_first, order.spread),
+        curriculum=curriculum,
         max_attempts=schedule.max_attempts,
         over_rollout=math.ceil(schedule.over_rollout * (schedule.groups_per_step - stored)),
         steps=schedule.steps,

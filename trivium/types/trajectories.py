@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -283,6 +283,10 @@ class Lease:
     """The number of earlier attempts at the slot."""
     recorded: Group | None = field(default=None, compare=False, repr=False)
     """The group of an earlier session if only its rewards failed. The rewards are computed again."""
+
+
+Draws = Sequence[tuple[int, Sequence[int]]]
+"""What a curriculum drew: (first slot, places of the tasks of the slots from there on), in order; JSON values."""
 
 
 @dataclass(frozen=True, slots=True)

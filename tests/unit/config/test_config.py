@@ -639,8 +639,8 @@ def test_keys_of_other_trainers_are_met_with_ours(folder: Path) -> None:
 
 def test_the_keys_of_an_optional_section_are_known(folder: Path) -> None:
     problem = problems_of(folder, "schedule: {curriculum: {columm: x}}")["schedule.curriculum.columm"]
-    assert "did you mean 'column'? known: column, easy_first, spread" in problem
-    assert "schedule.curriculum.column" in problems_of(folder, "schedule: {curriculum: x}")["schedule.curriculum"]
+    assert "did you mean 'column'? known: column, easy_first, kind, spread" in problem
+    assert "success_rate" in problems_of(folder, "schedule: {curriculum: x}")["schedule.curriculum"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
 from trivium.runtime.build import build_schedule
 from trivium.runtime.stage import Stage
-from trivium.schedule import Curriculum, Schedule
+from trivium.schedule import Schedule
+from trivium.tasks.curricula import Difficulty
 from trivium.types import Task
 
 LEVELS = st.lists(st.integers(-3, 3) | st.floats(-5, 5), min_size=1, max_size=25)
@@ -27,7 +28,8 @@ def tasks(levels: Sequence[object]) -> list[Task]:
 
 def schedule(levels: Sequence[float], easy_first: bool = True, spread: float = 0.2, **change: int) -> Schedule:
     taught = tasks(levels)
-    curriculum = Curriculum.of(taught, "level", easy_first, spread)
+    config = Difficulty.Config(column="level", easy_first=easy_first, spread=spread)
+    curriculum = Difficulty(config, tasks=taught)
     return Schedule(taught, curriculum=curriculum, **{"seed": 0, **change})
 
 
@@ -87,9 +89,9 @@ def test_the_spread_goes_from_sorted_to_shuffled() -> None:
 @pytest.mark.parametrize("level", [None, "hard", True, float("nan"), [1]])
 def test_a_task_without_a_difficulty_is_named(level: object) -> None:
     with refused(DataError, "'t1'", "'level'"):
-        Curriculum.of(tasks([1, level, 2]), "level", True, 0.2)
+        Difficulty(Difficulty.Config(column="level"), tasks=tasks([1, level, 2]))
     with refused(DataError, "'difficulty'", "['level']", "schedule.curriculum.column"):
-        Curriculum.of(tasks([1]), "difficulty", True, 0.2)
+        Difficulty(Difficulty.Config(column="difficulty"), tasks=tasks([1]))
 
 
 def configured(folder: Path, **said: object) -> RunConfig:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trivium.config import merged
 from trivium.errors import TriviumError
-from trivium.frontdoors.tables import Translation, refuse
+from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.trinity.config.algorithm_section import algorithm_of
 from trivium.frontdoors.trinity.config.data_section import (
     buffer_of,
@@ -369,15 +369,38 @@ def _order(trinity: TrinityConfig) -> dict[str, Any]:
             return {"shuffle": True, "curriculum": {"column": keys[0], "easy_first": False, "spread": 0}}
         trinity.problem(f"{where}.feature_keys", repr(keys), "a curriculum has one column", "name one")
     elif kind == "difficulty_based" and (keys := settings[0].first(*(f"{name}.feature_keys" for name in _SELECTORS))):
-        trinity.note(
-            f"{where}: tasks come by their rate in {keys[-1]!r}, highest first: rates that the run measures do not "
-            "change the order"
-        )
-        return {"shuffle": True, "curriculum": {"column": keys[-1], "easy_first": False, "spread": 0}}
+        return {"shuffle": True, "curriculum": _by_success_rate(trinity, where, settings[0], keys)}
     elif kind != "sequential":
         do = suggest(kind, ("sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"))
         trinity.problem(f"{where}.selector_type", repr(kind), "no such selector here", do)
     return {}
+
+
+def _by_success_rate(trinity: TrinityConfig, where: str, settings: Settings, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the curriculum of the selector `difficulty_based`, which forgets and shares as it does."""
+    if len(keys) != 2:
+        do = "name two columns: the success rates of a weaker and of a stronger model"
+        trinity.problem(f"{where}.feature_keys", repr(keys), "it predicts rates from two columns", do)
+    args = {"m": 16, "lamb": 0.2, "rho": 0.2, "target_reward": 1.0, "tau": 1.0, "do_sample": False}
+    args |= {"adaptive_rho": False, "cap_coef_update_discount": 0.9}
+    given = settings.first(*(f"{name}.kwargs" for name in _SELECTORS)) or {}
+    for name in set(given) - set(args):
+        trinity.problem(f"{where}.kwargs.{name}", repr(given[name]), "no such argument", suggest(name, args))
+    args |= given
+    if args["cap_coef_update_discount"] != 0.9:
+        found = "the position between the two models is averaged by 0.9"
+        trinity.problem(f"{where}.kwargs.cap_coef_update_discount", "another value", found, "leave it out")
+    return {
+        "kind": "success_rate",
+        "references": list(keys),
+        "target": args["target_reward"],
+        "temperature": args["tau"],
+        "sampled": args["do_sample"],
+        "trials": args["m"],
+        "forget": args["lamb"],
+        "sharing": args["rho"],
+        "adaptive_sharing": args["adaptive_rho"],
+    }
 
 
 _SELECTOR = "data_selector.selector_type"

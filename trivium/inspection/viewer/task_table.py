@@ -20,6 +20,7 @@ SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "times": lambda row: len(row["points"]),
     "first": lambda row: row["points"][0]["value"],
     "last": lambda row: row["points"][-1]["value"],
+    "expected": lambda row: row.get("expected", -1.0),
     "change": lambda row: row["points"][-1]["value"] - row["points"][0]["value"],
 }
 """Sort keys of tasks; the default is the order in which the run first used them."""
@@ -48,7 +49,9 @@ class TaskTable:
 
     def page(self, sort: str, descending: bool, text: str, first: int, count: int) -> dict[str, Any]:
         """Returns the `rows` of the tasks that contain `text` in their id or prompt, with a point for every train step
-        that rolled the task out: `value` is the success rate, or the mean reward if `graded`."""
+        that rolled the task out: `value` is the success rate, or the mean reward if `graded`. Where a curriculum
+        learned, `expected` is the success rate that it expects, and `retired` whether it no longer draws the task, both
+        at the newest checkpoint."""
         rows, graded = self._rows()
         wanted = text.casefold()
         matching = [row for row in rows if wanted in f"{row['task']}\n{row['prompt']}".casefold()]
@@ -71,12 +74,23 @@ class TaskTable:
                 step = place.takers[0] if place.takers else place.planned_step
                 group = f"{place.stage}.{place.slot}.{place.attempt}"
                 row["steps"].setdefault(step, (group, list[float]()))[1].append(value)
+        known = self._known()
         for row in rows.values():
+            if (task := known.get(row["task"])) is not None:
+                row |= {"expected": task["alpha"] / (task["alpha"] + task["beta"]), "retired": task["retired"]}
             row["points"] = [
                 {"step": step, "value": sum(values) / len(values), "group": group}
                 for step, (group, values) in sorted(row.pop("steps").items())
             ]
         return list(rows.values()), graded
+
+    def _known(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the curricula of the newest checkpoint know about each task."""
+        latest = self._run.store.latest()
+        curricula = {} if latest is None else latest.state.get("curricula", {})
+        known = [each["known"] for each in curricula.values()]
+        rows = (dict(zip(each, values, strict=True)) for each in known for values in zip(*each.values(), strict=True))
+        return {row["task"]: row for row in rows}
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
         key, threshold = place.record, config.evaluation.threshold

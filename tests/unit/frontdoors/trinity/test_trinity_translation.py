@@ -272,9 +272,20 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({f"{EXPERIENCES}.replay_buffer.enable": True}, "buffer.strategy.kind", "default"),
     ({"algorithm.algorithm_type": "m2po", "algorithm.policy_loss_fn_args": {"m2": 0.1}}, "algorithm.kl.coef", 0.0),
     (
-        {f"{WHERE}.task_selector": {"selector_type": "difficulty_based", "feature_keys": ["answer", "rate"]}},
-        "schedule.curriculum.column",
-        "rate",
+        {f"{WHERE}.task_selector": {"selector_type": "difficulty_based", "feature_keys": ["weak", "rate"]}},
+        "schedule.curriculum.references",
+        ("weak", "rate"),
+    ),
+    (
+        {
+            f"{WHERE}.data_selector": {
+                "selector_type": "difficulty_based",
+                "feature_keys": ["weak", "rate"],
+                "kwargs": {"m": 8, "tau": 0.0, "do_sample": True},
+            }
+        },
+        "schedule.curriculum.trials",
+        8,
     ),
     (
         {f"{WHERE}.default_workflow_type": "math_boxed_workflow", f"{WHERE}.workflow_args": {"use_base": True}},
@@ -456,6 +467,17 @@ REFUSED: list[tuple[Overrides, str, str]] = [
         {f"{WHERE}.data_selector.selector_type": "difficulty_based"},
         f"{WHERE}.data_selector.selector_type",
         "shuffle",
+    ),
+    (
+        {
+            f"{WHERE}.data_selector": {
+                "selector_type": "difficulty_based",
+                "feature_keys": ["weak", "rate"],
+                "kwargs": {"taw": 1},
+            }
+        },
+        f"{WHERE}.data_selector.kwargs.taw",
+        "did you mean 'tau'",
     ),
     ({"data_processor.task_pipeline": {"operators": [{"name": "x"}]}}, "data_processor.task_pipeline", "Data-Juicer"),
     (

@@ -36,8 +36,8 @@ _SELECTOR: dict[str, Entry] = {
         "sequential",
     ),
     "seed": Ignored("run.seed is the seed of everything"),
-    "feature_keys": Mapped("schedule.curriculum.column: the last one", ()),
-    "kwargs": Ignored("the order is fixed: rates that a run measures do not change it"),
+    "feature_keys": Mapped("schedule.curriculum.column, or the two of schedule.curriculum.references", ()),
+    "kwargs": Mapped("schedule.curriculum: target, temperature, sampled, trials, forget, sharing", {}, dict),
 }
 
 _STORED: dict[str, Entry] = {

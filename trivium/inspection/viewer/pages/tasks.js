@@ -34,7 +34,8 @@ export function tasks(root, runs) {
     const value = page.graded ? show : (rate) => `${(100 * rate).toFixed(0)} %`;
     const what = page.graded ? "mean reward" : "success rate";
     const cell = (row, point) => h("td", {}, h("a", { href: to(run, row, point), title: `Rollouts of step ${point.step}` }, value(point.value)));
-    const heads = [["task", "task"], ["first", `${what}, first`], ["last", "last"], ["change", "change"], ["", "over the steps"], ["times", "steps"], ["rollouts", "rollouts"]];
+    const learned = page.rows.some((row) => row.expected !== undefined);
+    const heads = [["task", "task"], ["first", `${what}, first`], ["last", "last"], ["change", "change"], ["", "over the steps"], ["times", "steps"], ["rollouts", "rollouts"], ...(learned ? [["expected", "expected by the curriculum"]] : [])];
     if (!bar.contains(document.activeElement)) {
       bar.replaceChildren(...[
         runs.length > 1 ? h("select", { "aria-label": "Run", onchange: (event) => go({ run: event.target.value, first: "" }) }, runs.map((each) => option(String(each.number), each.name, String(run)))) : null,
@@ -51,7 +52,8 @@ export function tasks(root, runs) {
           cell(row, first), cell(row, last),
           h("td", { class: change < 0 ? "warn" : "" }, `${change > 0 ? "+" : ""}${page.graded ? show(change) : (100 * change).toFixed(0)}`),
           h("td", {}, strip(spread(row.points), `steps ${first.step} to ${last.step}`, page.graded ? 0 : 1)),
-          h("td", {}, row.points.length), h("td", {}, row.rollouts));
+          h("td", {}, row.points.length), h("td", {}, row.rollouts),
+          learned ? h("td", {}, row.expected === undefined ? "" : `${(100 * row.expected).toFixed(0)} %${row.retired ? ", retired" : ""}`) : null);
       }));
     const end = page.first + page.rows.length;
     pager.replaceChildren(
