@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trivium.policy import Workflow
     from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Weights
     from trivium.randomness import SampleKey
-    from trivium.schedule import Schedule
+    from trivium.schedule import Assignment, Schedule
     from trivium.types import Lease, Task
 
 T = TypeVar("T")
@@ -95,6 +95,11 @@ class Explorer:
     max_failed_fraction: float = 1.0
     """The largest fraction of trajectories that may fail, or be dropped with failed ones, if `min_members` drops
     groups."""
+    sources: Mapping[str, Explorer] = field(default_factory=dict[str, "Explorer"])
+    """For each source of a stage with several, by its name: an explorer with its workflow and rewards, which shares the
+    engine."""
+    rows: Callable[[Assignment], Group] | None = None
+    """Reads the group of a slot whose source has an expert's completions; None: groups are rolled out."""
     failure_window: int = 16
     """Consecutive groups that `max_failed_fraction` is measured over."""
     leased: int = field(default=0, init=False)
@@ -121,6 +126,8 @@ class Explorer:
         self._generating, self._rewarding = Busy(self.name, "generate"), Busy(self.name, "reward")
         self._turns = Turns(self.max_concurrent)
         self._finished = deque(maxlen=self.failure_window)
+        for source in self.sources.values():
+            source._turns = self._turns
 
     @property
     def version(self) -> int:
@@ -161,18 +168,21 @@ class Explorer:
         Raises RolloutsFailing if too many trajectories fail in groups that are dropped, which the trainer never sees.
         """
         at = schedule.at(lease.slot)
-        keys = [schedule.key(at, index) for index in range(schedule.group_size)]
-        greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
+        of = self.sources.get(at.task.taskset, self)
+        keys = [schedule.key(at, index) for index in range(at.group_size)]
+        greedy = schedule.key(at, at.group_size) if of.greedy_baseline else None
         with self._counted(lease) as count:
-            if lease.recorded is not None and self._can_judge_again(lease.recorded, at.task):
-                group = await self._judge_again(replace(lease.recorded, task=at.task))
+            if of.rows is not None:
+                group = replace(of.rows(at), attempt=lease.attempt, version=self.version)
+            elif lease.recorded is not None and of._can_judge_again(lease.recorded, at.task):
+                group = await of._judge_again(replace(lease.recorded, task=at.task))
             else:
-                group = await self.rollout(
+                group = await of.rollout(
                     at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
                 )
             successful = len(group.alive)
-            if self.min_members > 1 and successful < self.min_members:
-                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
+            if of.min_members > 1 and successful < of.min_members:
+                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {of.min_members}"
                 group = group.refused(why)
             count(group)
         failed = sum(each.failure is not None for each in group.rollouts)

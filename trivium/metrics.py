@@ -111,6 +111,8 @@ def graded_accuracies(rows: Iterable[Mapping[str, float]]) -> set[str]:
     return {f"{key.removesuffix('partial')}accuracy" for key in partial}
 
 
+declare("source/*", "a metric of this page for one of several sources of tasks: `source/NAME/reward/mean`")
+
 # Curricula that learn.
 declare("curriculum/success", "mean success rate of the tasks of a step, as the curriculum counts it", better="up")
 declare("curriculum/expected_success", "mean success rate of all tasks that the curriculum expects", better="up")

@@ -36,6 +36,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "arithmetic": "trivium.tasks.generators:ArithmeticTasks",
         "drawings": "trivium.tasks.drawings:DrawnTasks",
         "served": "trivium.tasks.served:ServedTasks",
+        "sources": "trivium.tasks.concatenation:Sources",
     },
     "curricula": {
         "difficulty": "trivium.tasks.curricula:Difficulty",

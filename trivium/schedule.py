@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -57,6 +57,8 @@ class Assignment:
     task: Task
     epoch: int
     """Complete passes over the taskset before this one."""
+    group_size: int = 1
+    """Trajectories of the slot's group."""
 
 
 class Curriculum(Protocol):
@@ -121,6 +123,13 @@ def _blurred(curriculum: Curriculum, *address: int | str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
+def _interleaved(counts: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """Every name as often as its count, evenly spread."""
+    places = sorted(((2 * i + 1) / (2 * count), name) for name, count in counts for i in range(count))
+    return tuple(name for _, name in places)
+
+
+@lru_cache(maxsize=8)
 def _order(length: int, *address: int | str) -> tuple[int, ...]:
     return tuple(int(place) for place in permutation(length, *address))
 
@@ -154,6 +163,9 @@ class Schedule:
     """Additional groups that are rolled out, so that a step does not wait for the slowest one."""
     steps: int = field(default=1)
     """Train steps of the stage."""
+    sources: Mapping[str, Schedule] = field(default_factory=dict[str, "Schedule"])
+    """The schedule of each source by its name, if the stage has several. Every step has `groups_per_step` slots of
+    each."""
     until: tuple[str, float, float] | None = None
     """(metric, least, most): the stage ends early after the first train step whose metric, or that of its evaluation,
     is outside these bounds."""
@@ -170,22 +182,29 @@ class Schedule:
 
     def at(self, slot: int) -> Assignment:
         """The task of a slot. Every epoch visits every task once, unless the tasks have their own order."""
+        if self.sources:
+            name, own = self.source_of(slot)
+            at = self.sources[name].at(own)
+            return replace(at, slot=slot, task=replace(at.task, taskset=name))
         if isinstance(self.tasks, OrderedTasks):
             epoch, place = divmod(slot, self.tasks.epoch_length)
-            return Assignment(slot, self.tasks.visit(epoch, place), epoch)
+            return Assignment(slot, self.tasks.visit(epoch, place), epoch, self.group_size)
         if isinstance(self.curriculum, AdaptiveCurriculum):
             # The slot is the epoch: the random numbers of two visits of a task must differ.
-            return Assignment(slot, self.tasks[self.curriculum.place(slot)], slot)
+            return Assignment(slot, self.tasks[self.curriculum.place(slot)], slot, self.group_size)
         epoch, place = divmod(slot, len(self.tasks))
         if self.curriculum is not None:
             place = _blurred(self.curriculum, self.seed, "curriculum", self.stage, epoch)[place]
         elif self.shuffle:
             place = _order(len(self.tasks), self.seed, "order", self.stage, epoch)[place]
-        return Assignment(slot, self.tasks[place], epoch)
+        return Assignment(slot, self.tasks[place], epoch, self.group_size)
 
     def may_have(self, slot: int, task_id: str) -> bool:
         """Whether a stored group of the slot can be of this task. An adaptive curriculum may have drawn the slot in a
         step that a resumed run has not reached, so every task of its source is possible."""
+        if self.sources:
+            name, own = self.source_of(slot)
+            return self.sources[name].may_have(own, task_id)
         if isinstance(self.curriculum, AdaptiveCurriculum):
             return task_id in self.curriculum.place_of
         return self.at(slot).task.task_id == task_id
@@ -201,7 +220,7 @@ class Schedule:
         """Lets the adaptive curricula observe the groups of a train step."""
         metrics: Metrics = {}
         for name, curriculum in self.adaptive.items():
-            own = [group for group in groups if not name or self._own_slot(group.slot)[0] == name]
+            own = [group for group in groups if not name or group.task.taskset == name]
             metrics |= {source_metric(name, key): value for key, value in curriculum.observe(own).items()}
         return metrics
 
@@ -226,15 +245,26 @@ class Schedule:
 
     @property
     def _parts(self) -> Iterable[tuple[str, Schedule]]:
-        return [("", self)]
+        """Each source with its schedule; this one without a name if it has no sources."""
+        return self.sources.items() if self.sources else [("", self)]
 
-    def _own_slot(self, slot: int) -> tuple[str, int]:
-        """(source, number of the slot among those of its source)."""
-        return "", slot
+    def source_of(self, slot: int) -> tuple[str, int]:
+        """(source, the slot's number among the slots of its source)."""
+        step, place = divmod(slot, self.fresh_per_step)
+        name = self._pattern[place]
+        return name, step * self.sources[name].groups_per_step + self._pattern[:place].count(name)
 
     def _num_below(self, name: str, slot: int) -> int:
         """The number of slots of a source below `slot`."""
-        return slot
+        if not self.sources:
+            return slot
+        step, place = divmod(slot, self.fresh_per_step)
+        return step * self.sources[name].groups_per_step + self._pattern[:place].count(name)
+
+    @property
+    def _pattern(self) -> tuple[str, ...]:
+        """The source of each slot of a step: evenly interleaved."""
+        return _interleaved(tuple((name, part.groups_per_step) for name, part in self.sources.items()))
 
     # ------------------------------------------------------------------ slots and versions
 

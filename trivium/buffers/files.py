@@ -82,9 +82,10 @@ class FileBuffer(ReadOnlyBuffer):
 
     async def take(self, count: int, version: int) -> list[Group]:
         first = (version - self.schedule.first_version) * self.schedule.fresh_per_step
-        return [self._group(self.schedule.at(slot)) for slot in range(first, first + count)]
+        return [self.group_of(self.schedule.at(slot)) for slot in range(first, first + count)]
 
-    def _group(self, assignment: Assignment) -> Group:
+    def group_of(self, assignment: Assignment) -> Group:
+        """The group of an assigned row."""
         turns = [self._turn(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
         rewards = [{}] if len(turns) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
         members = tuple(Trajectory(i, (turn,), rewards[i]) for i, turn in enumerate(turns))
@@ -128,7 +129,7 @@ class FileBuffer(ReadOnlyBuffer):
         )
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
-        return [self._group(self.schedule.at(slot)) for slot in slots]
+        return [self.group_of(self.schedule.at(slot)) for slot in slots]
 
 
 def is_conversation(value: Any) -> bool:

@@ -76,10 +76,11 @@ class Row:
 
 
 def about(group: Group) -> dict[str, Any]:
-    """The columns of a row that describe its group."""
+    """The columns of a row that describe its group. A group of an expert is as old as its lease."""
+    oldest, newest = (group.version,) * 2 if group.expert else (group.oldest_version, group.newest_version)
     return {
-        "oldest": group.oldest_version,
-        "newest": group.newest_version,
+        "oldest": oldest,
+        "newest": newest,
         "taskset": group.task.taskset,
         "task": group.task.task_id,
         "dropped": bool(group.dropped),

@@ -11,6 +11,7 @@ from trivium.config.choices import MIB
 from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
+from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import describe, resolve
 from trivium.types import SyncMethod, capabilities_of
@@ -147,7 +148,7 @@ def _mib(items: Mapping[str, int]) -> dict[str, Any]:
 def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
     """How one train step of a stage is cut on `ranks` training ranks."""
     schedule, train, algorithm = config.schedule, config.train, config.algorithm
-    sequences = schedule.groups_per_step * schedule.group_size
+    sequences = trajectories_per_step(config)
     mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
     data_ranks = max(1, ranks // int(getattr(train, "sequence_parallel", 1)))
     share = -(-sequences // mini_batches // data_ranks)
@@ -170,6 +171,12 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
         budget,
         micro_batches,
     )
+
+
+def trajectories_per_step(config: RunConfig, stored: int = 0) -> int:
+    """The trajectories of a train step, without those of `stored` groups."""
+    schedules = [source.schedule for source in source_configs(config).values()]
+    return sum(each.groups_per_step * each.group_size for each in schedules) - stored * config.schedule.group_size
 
 
 def sequence_tokens(config: RunConfig) -> int:
@@ -371,6 +378,13 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
     """(trained roles, frozen models by role) of a stage's algorithm."""
+    roles = [_models_of_source(source, shape) for source in source_configs(config).values()]
+    trained = dict.fromkeys(role for own, _ in roles for role in own)
+    frozen = {role: model for _, own in roles for role, model in own.items() if role not in trained}
+    return [*trained], frozen
+
+
+def _models_of_source(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
     section = config.algorithm.for_run(config)
     build = getattr(resolve("algorithms", section.kind), "build", None)
     if build is None:

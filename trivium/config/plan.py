@@ -14,11 +14,13 @@ from trivium.config.memory_estimate import (
     planned_engine,
     refuse_what_cannot_fit,
     shape_in,
+    trajectories_per_step,
     vision_in,
 )
 from trivium.config.recording import recorded_in
 from trivium.config.saved import as_yaml
 from trivium.config.schema import Config, RunConfig
+from trivium.config.sources import source_configs
 
 
 class StagePlan(Config):
@@ -58,6 +60,13 @@ class Plan(Config):
         return as_yaml(self.model_dump(mode="json"), width=1000)
 
 
+def _described(stage: RunConfig) -> dict[str, str]:
+    """The algorithm in the plan; with several sources, those of each."""
+    configs = source_configs(stage).items()
+    parts = {name: own.algorithm.describe(own) for name, own in configs}
+    return {f"{name} {key}".strip(): value for name, part in parts.items() for key, value in part.items()}
+
+
 def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
     """The batch arithmetic and the memory of every stage, on `cores` cores and `ranks` training ranks."""
     machine = machine or Machine()
@@ -66,6 +75,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
     for name, stage in zip(config.stage_names, config.stage_configs(), strict=True):
         schedule = stage.schedule
         rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
+        trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
         batch = plan_batch(stage, ranks)
         memory = plan_memory(stage, batch, machine)
         stages.append(
@@ -75,12 +85,12 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 last_step=step + schedule.steps,
                 groups_per_step=schedule.groups_per_step,
                 rolled_out_groups_per_step=rolled_out,
-                trajectories_per_step=rolled_out * schedule.group_size,
-                max_response_tokens_per_step=rolled_out * schedule.group_size * stage.engine.sampling.max_new_tokens,
+                trajectories_per_step=trajectories,
+                max_response_tokens_per_step=trajectories * stage.engine.sampling.max_new_tokens,
                 max_staleness=stage.max_staleness,
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * rolled_out,
-                algorithm=stage.algorithm.describe(stage),
+                algorithm=_described(stage),
                 batch=batch,
                 vision=vision_in(stage),
                 recorded=recorded_in(stage),

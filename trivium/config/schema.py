@@ -391,7 +391,14 @@ def _evaluation(data: object) -> object:
 
 Evaluation = Annotated[EvaluationSection, BeforeValidator(_evaluation)]
 Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_name="hf"))]
-Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
+
+
+def _tasks(data: object) -> object:
+    """A list has several sources."""
+    return plugin("tasks")({"kind": "sources", "sources": data} if isinstance(data, list | tuple) else data)
+
+
+Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(_tasks)]
 WorkflowPlugin = Annotated[
     SerializeAsAny[WorkflowConfig], BeforeValidator(plugin("workflows", WorkflowConfig, "single_turn"))
 ]
@@ -412,7 +419,7 @@ class RunConfig(Config):
     model: Model
     """The policy: `{kind: hf, path: ...}` or `{kind: tiny, ...}`."""
     tasks: dict[str, Tasks]
-    """Tasksets by name; explorers roll out `train`."""
+    """Tasksets by name; explorers roll out `train`, which may be a list of sources."""
     workflow: WorkflowPlugin = Field(default={"kind": "single_turn"})  # pyright: ignore[reportAssignmentType]
     rewards: tuple[RewardPlugin, ...] = ()
     """Reward functions of a finished trajectory; their weighted sum is the reward."""

@@ -18,6 +18,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.sections import EvaluationSection
+from trivium.config.sources import SourcesConfig
 from trivium.errors import DataError, RunDirError
 from trivium.inspection.rollouts import read_groups, read_rollouts, taken_groups
 from trivium.inspection.run import RecordedRun
@@ -70,7 +71,8 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
     if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         # Recorded groups contain their tasks; tasksets with expert data are still read.
         experts = getattr(config.buffer.strategy, "taskset", None)
-        tasks |= {"train": ServedTasks.Config(kind=SERVED)} if experts != "train" else {}
+        read = experts == "train" or isinstance(tasks["train"], SourcesConfig)  # sources have their own settings there
+        tasks |= {} if read else {"train": ServedTasks.Config(kind=SERVED)}
     update: dict[str, Any] = {
         "run": config.run.model_copy(update={"dir": str(scratch), "mode": "both", "keep": "rollouts"}),
         "tasks": tasks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
+from trivium.algorithms.per_source import MixedAlgorithm
 from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.board import Board, MemoryBoard
+from trivium.buffers.files import FileBuffer
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.step_log import StepLog
 from trivium.buffers.step_tokens import keep_step, keep_updates
@@ -25,6 +27,7 @@ from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.model_shape import positions_in
 from trivium.config.recording import recorded
+from trivium.config.sources import SourcesConfig, source_configs
 from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
@@ -178,12 +181,7 @@ def build_trainer(
     """Builds the trainer of a stage, without loading weights. `make_engine` builds a train engine of several processes;
     `make` is the Trainer, or a user's subclass of it."""
     config, buffer = stage.config, endpoints.buffer
-    algorithm = replace(algorithm_of(config), first_version=stage.first_version)
-    if algorithm.teacher is not None and algorithm.teacher.context:
-        system = getattr(config.workflow, "system", None)
-        limit = positions_in(algorithm.teacher.path or stage.model_dir)
-        prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system, limit)
-        algorithm = replace(algorithm, teacher_prompts=prompts)
+    algorithm = algorithm_of(config, stage)
     schedule = build_schedule(stage)
     strategy = build(
         "sample_strategies",
@@ -258,23 +256,52 @@ def _explore_function(stage: Stage) -> Explore:
     return serve_agents(stage.config, stage.run_dir, judge.check_columns, is_last=stage.is_last)
 
 
-def algorithm_of(config: RunConfig) -> GroupAlgorithm:
-    """Builds the algorithm of a stage's config, with the values that follow from other sections filled in."""
-    section = config.algorithm.for_run(config)
-    return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
+def algorithm_of(config: RunConfig, stage: Stage | None = None) -> GroupAlgorithm:
+    """Builds the algorithm of a stage's config, with the values that follow from other sections filled in. With the
+    `stage` it is complete for training: it knows the first version, and what a teacher reads."""
+    parts: dict[str, GroupAlgorithm] = {}
+    for name, own in source_configs(config).items():
+        section = own.algorithm.for_run(own)
+        parts[name] = build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
+        if stage is not None:
+            parts[name] = _for_training(parts[name], own, stage)
+    train = config.tasks.get("train")
+    if not isinstance(train, SourcesConfig):
+        return parts[""]
+    return MixedAlgorithm.of(parts, {source.name: source.loss_weight for source in train.sources})
+
+
+def _for_training(algorithm: GroupAlgorithm, config: RunConfig, stage: Stage) -> GroupAlgorithm:
+    algorithm = replace(algorithm, first_version=stage.first_version)
+    if algorithm.teacher is None or not algorithm.teacher.context:
+        return algorithm
+    system = getattr(config.workflow, "system", None)
+    limit = positions_in(algorithm.teacher.path or stage.model_dir)
+    prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system, limit)
+    return replace(algorithm, teacher_prompts=prompts)
 
 
 def build_schedule(stage: Stage) -> Schedule:
-    config, schedule = stage.config, stage.config.schedule
-    tasks = build_tasks(config, "train")
+    configs = source_configs(stage.config)
+    if "" in configs:
+        return _schedule_of(stage, stage.config, build_tasks(stage.config, "train"))
+    sources = {name: _schedule_of(stage, own, build_tasks(own, "train", name)) for name, own in configs.items()}
+    return replace(_schedule_of(stage, stage.config, build_tasks(stage.config, "train"), False), sources=sources)
+
+
+def _schedule_of(stage: Stage, config: RunConfig, tasks: TaskSource, ordered: bool = True) -> Schedule:
+    """The schedule of a stage, or of one of its sources; `ordered`: with the order of these tasks."""
+    schedule = config.schedule
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
-    curriculum = schedule.curriculum and curriculum_of(
-        schedule.curriculum,
-        tasks,
-        seed=config.run.seed,
-        stage=stage.number,
-        groups_per_step=schedule.groups_per_step - stored,
-    )
+    curriculum = None
+    if ordered and schedule.curriculum is not None:
+        curriculum = curriculum_of(
+            schedule.curriculum,
+            tasks,
+            seed=config.run.seed,
+            stage=stage.number,
+            groups_per_step=schedule.groups_per_step - stored,
+        )
     return Schedule(
         tasks=tasks,
         seed=config.run.seed,
@@ -299,8 +326,9 @@ def _bounds(least: float | None, most: float | None) -> tuple[float, float]:
     return -math.inf if least is None else least, math.inf if most is None else most
 
 
-def build_tasks(config: RunConfig, name: str) -> TaskSource:
-    source = build("tasks", config.tasks[name], name=name, seed=config.run.seed)
+def build_tasks(config: RunConfig, name: str, taskset: str | None = None) -> TaskSource:
+    """Builds the tasks of `tasks.<name>`, whose taskset has another name in a stage with several sources."""
+    source = build("tasks", config.tasks[name], name=taskset or name, seed=config.run.seed)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         found = f"{config.tasks[name].kind} makes {described(source)}"
         raise ConfigError(f"tasks of tasks.{name}", found, "name a class with __len__ and __getitem__")
@@ -328,12 +356,27 @@ def build_engine(stage: Stage) -> RolloutEngine:
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
     """Builds an explorer over `engine`, or over a new engine."""
-    config, workflow = stage.config, stage.config.workflow
-    judge = make_judge(config.rewards, workflow.deadline_s)
-    for taskset in {"train", config.evaluation.taskset or "train"}:
+    config, configs = stage.config, source_configs(stage.config)
+    engine = engine or build_engine(stage)
+    if "" in configs:
+        return _explorer_of(stage, config, name, engine, [config.evaluation.taskset or "train", "train"])
+    sources = {source: _explorer_of(stage, own, name, engine, ["train"]) for source, own in configs.items()}
+    evaluated = [] if config.evaluation.taskset is None else [config.evaluation.taskset]
+    return replace(_explorer_of(stage, config, name, engine, evaluated), sources=sources)
+
+
+def _explorer_of(
+    stage: Stage, config: RunConfig, name: str, engine: RolloutEngine, tasksets: Sequence[str]
+) -> Explorer:
+    """An explorer of a stage, or of one of its sources, whose rewards judge these tasksets."""
+    workflow = config.workflow
+    judge, rows = make_judge(config.rewards, workflow.deadline_s), None
+    if isinstance(config.buffer, FileBuffer.Config):
+        schedule = Schedule((), config.run.seed, group_size=config.schedule.group_size)  # pyright: ignore[reportArgumentType]
+        rows = FileBuffer(config.buffer, schedule=schedule, rollouts=Path(), renderer=stage.renderer, deadline_s=0)
+    for taskset in dict.fromkeys(tasksets) if rows is None else ():
         if config.tasks[taskset].kind != SERVED:  # `serve`: the requests of agents are checked on arrival
             judge.check_columns(build_tasks(config, taskset)[0].columns)
-    engine = engine or build_engine(stage)
     return Explorer(
         engine=engine,
         renderer=stage.renderer,
@@ -352,6 +395,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
         name=name,
         in_flight=config.sync.in_flight,
         operators=(Pipeline(config.buffer),) if config.buffer.operators else (),
+        rows=None if rows is None else rows.group_of,
     )
 
 
@@ -386,10 +430,13 @@ def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -
 def explain(config: RunConfig) -> str:
     """Describes the objective of each stage of a config, as formulas with the config's values and the source of each
     part."""
-    stages = config.stage_configs()
-    texts = [
-        explain_algorithm(algorithm_of(stage), getattr(resolve("algorithms", stage.algorithm.kind), "source", ""))
-        for stage in stages
-    ]
-    heads = [f"stage {number}\n" if len(stages) > 1 else "" for number in range(len(stages))]
-    return "\n\n".join(head + text for head, text in zip(heads, texts, strict=True)) + "\n"
+    stages, texts = config.stage_configs(), list[str]()
+    for number, stage in enumerate(stages):
+        head = f"stage {number}\n" if len(stages) > 1 else ""
+        for name, own in source_configs(stage).items():
+            source, schedule = getattr(resolve("algorithms", own.algorithm.kind), "source", ""), own.schedule
+            share = f"{schedule.groups_per_step} of {stage.schedule.groups_per_step} groups of a step"
+            of = f"source {name}: {share}, {schedule.group_size} trajectories each\n" if name else ""
+            texts.append(head + of + explain_algorithm(algorithm_of(own), source))
+            head = ""
+    return "\n\n".join(texts) + "\n"

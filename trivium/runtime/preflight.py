@@ -24,6 +24,7 @@ from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
 from trivium.config.rules import Rules
+from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded, images_of
@@ -302,8 +303,19 @@ def values(stage: _StageHere) -> Iterator[Problem]:
 def tasks(stage: _StageHere) -> Iterator[Problem]:
     """Model, rewards or tasks cannot be read, or do not fit each other. Checks that depend on a broken part are
     skipped."""
-    config = stage.config
     renderer = yield from attempt("model", lambda: stage.renderer)
+    several = source_configs(stage.config)
+    if "" not in several:
+        others = {name: tasks for name, tasks in stage.config.tasks.items() if name != "train"}
+        several = several | {"": stage.config.model_copy(update={"tasks": others})}
+    for source, config in several.items():
+        yield from _task_problems(stage, config, f"tasks.train/{source}" if source else "", renderer)
+
+
+def _task_problems(
+    stage: _StageHere, config: RunConfig, where: str, renderer: ChatRenderer | None
+) -> Iterator[Problem]:
+    """Problems of the tasks of a stage, or of the source of a stage that `where` names."""
     # With workers, only the signature of a class is read. Neither a reward model nor a reward that runs on another
     # machine is built here: this machine may lack what it needs (a GPU, a service).
     elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
@@ -315,12 +327,14 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
     for name, section in config.tasks.items():
         key = f"{name} {section.model_dump_json()}"
         if section.kind != SERVED and key not in stage.sources:
-            stage.sources[key] = yield from attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
+            stage.sources[key] = yield from attempt(
+                where or f"tasks.{name}", lambda name=name: build_tasks(config, name)
+            )
         source = stage.sources.get(key)
         if source is None:
             continue
         if digest := digest_of(source):
-            stage.digests[f"tasks.{name}"] = digest
+            stage.digests[where or f"tasks.{name}"] = digest
         judges = judge if _is_rolled_out(config, name) else None
         yield from TASKSET_RULES.problems(_Taskset(config, name, source, judges, renderer))
 
@@ -460,13 +474,18 @@ def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
 
 def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     """Checks the curriculum, and the expert completions in every row that a step or the held-out loss may use."""
-    config, renderer, folder = stage.config, stage.renderer, Path(stage.config.run.dir)
-    section = config.buffer
+    for name, config in source_configs(stage.config).items():
+        yield from _order_problems_of(stage, config, f"tasks.train/{name}" if name else "tasks.train")
+
+
+def _order_problems_of(stage: _StageHere, config: RunConfig, where: str) -> Iterator[Problem]:
+    """Those of a stage, or of the source of a stage that `where` names."""
+    renderer, folder, section = stage.renderer, Path(config.run.dir), config.buffer
     learns_from_rows = isinstance(section, FileBuffer.Config)
     if renderer is None or (config.schedule.curriculum is None and not learns_from_rows):
         return
     whole = Stage(config, stage.number, 0, True, folder, folder)  # only its schedule is built
-    schedule = yield from attempt("tasks.train", lambda: build_schedule(whole))
+    schedule = yield from attempt(where, lambda: build_schedule(whole))
     if schedule is None or not learns_from_rows:
         return
     orders = {"train": (schedule, config.schedule.steps * schedule.fresh_per_step)}

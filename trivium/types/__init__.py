@@ -18,6 +18,7 @@ from trivium.types.arrays import (
 from trivium.types.batches import (
     AT_UPDATE,
     SCORES,
+    SOURCE,
     Batch,
     Experience,
     Teacher,
@@ -68,6 +69,7 @@ __all__ = [
     "MIN_TEMPERATURE",
     "SCORES",
     "SERVED",
+    "SOURCE",
     "TRAINER",
     "AnyArray",
     "Batch",

@@ -38,6 +38,8 @@ train step, and before one of its updates. `mean_discriminant` is the policy's e
 of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's K most probable tokens and their
 log-probabilities. `student_top` is the same for the policy's K most probable tokens, with the teacher's
 log-probabilities."""
+SOURCE = "source"
+"""The column with the number of each experience's source, where a stage has several (`config.sources`)."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
 """Columns of the first pass of a train step's updates: log-probability and entropy with the weights before each update,
 and 1 where the loss clips the ratio."""
@@ -284,6 +286,10 @@ class Batch:
     def with_columns(self, **columns: Sequence[npt.ArrayLike]) -> Batch:
         """The same experiences with further (or replaced) columns."""
         return replace(self, columns={**self.columns, **{name: _Column.of(a) for name, a in columns.items()}})
+
+    def without(self, *names: str) -> Batch:
+        """The same experiences without these columns."""
+        return replace(self, columns={name: arrays for name, arrays in self.columns.items() if name not in names})
 
     def masked(self, masks: Sequence[BoolArray]) -> Batch:
         """The same experiences with their response masks restricted to these masks, one of length L each."""

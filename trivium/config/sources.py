@@ -1,0 +1,88 @@
+"""Several task sources in one stage: each with its share of a step's groups, and a config of its own."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from trivium.config.schema import (
+    AlgorithmPlugin,
+    BufferConfig,
+    Config,
+    CurriculumPlugin,
+    Plugin,
+    RewardPlugin,
+    RunConfig,
+    Tasks,
+    WorkflowPlugin,
+    plugin,
+)
+from trivium.config.sections import EvaluationSection
+
+
+class SourceConfig(Config):
+    """One source of the tasks of a step. What it leaves out is as in the rest of the config."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Its name in metrics (`source/NAME/...`); the taskset of its tasks."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of a step's groups is proportional to this, rounded to whole groups."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Factor of its loss, which is normalised by the counts of its own tokens and sequences."""
+    tasks: Tasks
+    """Its tasks: a section of `tasks`."""
+    completion: str | None = None
+    """The column of an expert's completion: the groups of the source are these rows, and nothing is rolled out."""
+    workflow: WorkflowPlugin | None = None
+    """How its tasks are rolled out; unset: `workflow`."""
+    rewards: tuple[RewardPlugin, ...] | None = None
+    """Its reward functions; unset: `rewards`."""
+    algorithm: AlgorithmPlugin | None = None
+    """How it is learned from; unset: `algorithm`."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Trajectories per task; unset: `schedule.group_size`, or 1 for rows."""
+    curriculum: CurriculumPlugin | None = None
+    """The order of its tasks; unset: `schedule.curriculum`."""
+
+
+class SourcesConfig(Plugin):
+    """Several sources: `tasks.train` as a list."""
+
+    kind: str = "sources"
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The sources. Each step has groups of every one, in fixed numbers."""
+
+    def groups(self, number: int) -> list[int]:
+        """The number of groups of each source among `number`: the shares, rounded by largest remainders."""
+        whole = sum(source.weight for source in self.sources)
+        shares = [number * source.weight / whole for source in self.sources]
+        counts = [int(share) for share in shares]
+        by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
+        for i in by_remainder[: number - sum(counts)]:
+            counts[i] += 1
+        return counts
+
+
+def source_configs(config: RunConfig) -> dict[str, RunConfig]:
+    """The config of each source by name: that of a stage which has this source alone. {"": config} for one source."""
+    train = config.tasks.get("train")
+    if not isinstance(train, SourcesConfig):
+        return {"": config}
+    counts = train.groups(config.schedule.groups_per_step)
+    return {source.name: _config_of(config, source, n) for source, n in zip(train.sources, counts, strict=True)}
+
+
+def _config_of(config: RunConfig, source: SourceConfig, groups: int) -> RunConfig:
+    schedule = {"groups_per_step": groups, "curriculum": source.curriculum or config.schedule.curriculum}
+    size = source.group_size or (1 if source.completion is not None else None)
+    update: dict[str, object] = {
+        "tasks": {"train": source.tasks},
+        "schedule": config.schedule.model_copy(update=schedule | ({"group_size": size} if size else {})),
+        "evaluation": EvaluationSection(),
+        "checkpoint": config.checkpoint.model_copy(update={"keep_best": None}),
+    }
+    update |= {
+        name: value for name in ("workflow", "rewards", "algorithm") if (value := getattr(source, name)) is not None
+    }
+    if source.completion is not None:
+        update["buffer"] = plugin("buffers", BufferConfig)({"kind": "files", "completion": source.completion})
+    return config.model_copy(update=update)
