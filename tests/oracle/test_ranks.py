@@ -31,6 +31,8 @@ from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 pytestmark = pytest.mark.slow
 
 MAX_RESPONSE_LENGTH = 32
+SPLIT = {"vocab_size": 34, "intermediate_size": 26}
+"""Even numbers whose halves are odd, so that FSDP shards the halves unevenly."""
 MODES = tuple(catalogue("aggregations"))
 
 # --------------------------------------------------------------------------- what is trained
@@ -189,6 +191,7 @@ def replayed(**config: Any) -> Way:
     return way(program=routed, model="mixture", **config)
 
 
+TENSOR, EXPERT = {"tensor": 2}, {"expert": 2}
 WAYS: Mapping[int, Mapping[str, Way]] = {
     1: {"one": way()},
     2: {
@@ -198,9 +201,22 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
         "routing, shared prompts": replayed(share_prefix=True),
         "routing, sequence, checkpointing": replayed(sequence_parallel=2, gradient_checkpointing=True),
+        "tensor": way(model="biased", parallel=TENSOR),
+        "tensor, float32, checkpointing": way(dtype="float32", parallel=TENSOR, gradient_checkpointing=True),
+        "tensor, routing": replayed(parallel=TENSOR),
+        "expert, routing": replayed(parallel=EXPERT),
+        "expert of tensor, float32": way(model="mixture", dtype="float32", parallel=TENSOR | EXPERT),
     },
     4: {
         "full": way(program=full),
+        "tensor, offload": way(program=more, parallel=TENSOR, cpu_offload=True),
+        "tensor, replicas, shared prompts": way(program=prompts, parallel=TENSOR, shard=2, share_prefix=True),
+        "tensor, sequence, checkpointing": way(parallel=TENSOR, sequence_parallel=2, gradient_checkpointing=True),
+        "tensor, padded": way(model="biased", parallel=TENSOR, packed=False),
+        "expert": way(model="mixture", parallel=EXPERT),
+        "expert of all, routing, checkpointing": replayed(parallel={"expert": 4}, gradient_checkpointing=True),
+        "expert, tensor": way(model="mixture", parallel=TENSOR | {"expert": 4}),
+        "expert, sequence": way(model="mixture", parallel=EXPERT, sequence_parallel=2),
         "sequence": way(program=more, sequence_parallel=2),
         "shared prompts, sequence of all, checkpointing": way(
             program=prompts, share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
@@ -224,7 +240,7 @@ def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> Tor
         max_grad_norm=1.0,
         max_tokens_per_micro_batch=max_tokens,
         optimizer={"lr": 0.1, "eps": 1.0},  # with an epsilon this large AdamW follows the gradient, not its sign
-        router_replay="rollout" if how.model == "mixture" else "off",
+        router_replay="rollout" if how.program is routed else "off",
         **dict(how.config),
     )
     engine = TorchTrainEngine(
@@ -290,7 +306,8 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
     def build(name: str) -> tuple[Ranks, TorchTrainEngine]:
         how = WAYS[size][name]
         said = dict(how.config)
-        ranks = join_ranks(sequence=said.get("sequence_parallel", 1), shard=said.get("shard", 0), device="cpu")
+        sizes = {"sequence": said.get("sequence_parallel", 1), "shard": said.get("shard", 0)}
+        ranks = join_ranks(**sizes, **said.get("parallel", {}), device="cpu")
         assert (ranks.size, ranks.rank) == (size, rank)
         return ranks, make_engine(directory, how, ranks, max_tokens=30)
 
@@ -313,9 +330,10 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    write_model(directory / "policy")
-    write_model(directory / "teacher", seed=5)
-    mixture = Qwen3MoeConfig(**SIZE, head_dim=4, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=2)
+    write_model(directory / "policy", **SPLIT)
+    write_model(directory / "teacher", seed=5, **SPLIT)
+    write_model(directory / "biased", "llama", attention_bias=True, mlp_bias=True, **SPLIT)
+    mixture = Qwen3MoeConfig(**SIZE | SPLIT, head_dim=4, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
     random_model(mixture, seed=0, scale=8.0).save_pretrained(directory / "mixture")
     return directory
 

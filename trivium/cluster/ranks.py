@@ -37,9 +37,9 @@ class RayRank(RankVerbs):
         super().__init__(cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), channel)))
 
     def data_ranks(self) -> tuple[int, int]:
-        """(number of data ranks, ranks that share each sequence)."""
+        """(number of data ranks, ranks of each)."""
         ranks = self.engine.ranks
-        return ranks.data_size, ranks.sequence_size
+        return ranks.data_size, ranks.share_size
 
     def offer_weights(self, version: int) -> WeightOffer:
         if self._synchronizer is not None:
@@ -72,7 +72,7 @@ class RayRanks:
             threads=stage.threads,
             deadline_s=config.sync.deadline_s,
         )
-        self.data_size, self._sequence_size = self.run_on_all_ranks("data_ranks")
+        self.data_size, self._share_size = self.run_on_all_ranks("data_ranks")
 
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
         inputs = put_inputs(*args)
@@ -82,8 +82,8 @@ class RayRanks:
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
         each = [put_inputs(*share, *args) for share in shares]
-        inputs = {rank: each[rank // self._sequence_size] for rank in range(len(self.actors.names))}
-        answering = range(0, len(inputs), self._sequence_size)
+        inputs = {rank: each[rank // self._share_size] for rank in range(len(self.actors.names))}
+        answering = range(0, len(inputs), self._share_size)
         results = self.actors.results(self.actors.call(method, inputs, wanted=answering))
         return [results[rank] for rank in answering]
 

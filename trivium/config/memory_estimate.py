@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config.choices import MIB
 from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
+from trivium.config.parallel import ParallelConfig, sent_in_a_pass
 from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import describe, resolve
@@ -69,7 +70,9 @@ class BatchPlan:
     """Passes over the batch."""
     ranks: int
     data_ranks: int
-    """Groups of ranks that hold different sequences (`train.sequence_parallel`)."""
+    """Groups of ranks that hold different sequences (`train.sequence_parallel`, `train.parallel.tensor`)."""
+    sequence_ranks: int
+    """The ranks of a group that share each sequence; others split its layers."""
     sequences_per_data_rank: int
     """At most, in one mini-batch."""
     tokens_per_sequence: int
@@ -150,13 +153,15 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
     schedule, train, algorithm = config.schedule, config.train, config.algorithm
     sequences = trajectories_per_step(config)
     mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
-    data_ranks = max(1, ranks // int(getattr(train, "sequence_parallel", 1)))
+    sequence, tensor = int(getattr(train, "sequence_parallel", 1)), split_over(config).tensor
+    data_ranks = max(1, ranks // sequence // tensor)
+    sequence = max(1, ranks // data_ranks // tensor)
     share = -(-sequences // mini_batches // data_ranks)
     tokens = sequence_tokens(config)
     budget: int | None = getattr(train, "max_tokens_per_micro_batch", None)
     micro_batches = None
     if budget is not None:
-        together = max(1, budget * max(1, ranks // data_ranks) // tokens)
+        together = max(1, budget * sequence // tokens)
         micro_batches = -(-share // together)
     return BatchPlan(
         schedule.groups_per_step,
@@ -166,6 +171,7 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
         int(getattr(algorithm, "epochs", 1)),
         ranks,
         data_ranks,
+        sequence,
         share,
         tokens,
         budget,
@@ -177,6 +183,11 @@ def trajectories_per_step(config: RunConfig, stored: int = 0) -> int:
     """The trajectories of a train step, without those of `stored` groups."""
     schedules = [source.schedule for source in source_configs(config).values()]
     return sum(each.groups_per_step * each.group_size for each in schedules) - stored * config.schedule.group_size
+
+
+def split_over(config: RunConfig) -> ParallelConfig:
+    """The ranks that split the layers of a stage's models."""
+    return getattr(config.train, "parallel", ParallelConfig())
 
 
 def sequence_tokens(config: RunConfig) -> int:
@@ -239,6 +250,24 @@ def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: b
         yield Problem(where, f"{which!r}", found, "name layers of the tower in train.lora.targets, or leave one out")
 
 
+def tokens_of_a_pass(batch: BatchPlan) -> int:
+    """The largest number of tokens of a pass on one rank."""
+    longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence // batch.sequence_ranks + 1)
+    return min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch or longest))
+
+
+def plan_communication(config: RunConfig, batch: BatchPlan, machine: Machine) -> dict[str, Any] | None:
+    """MiB that a rank sends in one pass of the policy, forward and backward; None if no layer is split."""
+    shape, train, parallel = shape_in(config), cast(Any, config.train), split_over(config)
+    if shape is None or not parallel.is_set:
+        return None
+    _, dtype = planned(train.device, train.dtype, machine)
+    passes = 3 if train.gradient_checkpointing else 2
+    shards = train.shard or batch.ranks
+    items = sent_in_a_pass(shape, parallel, shards, tokens_of_a_pass(batch), passes=passes, width=BYTES[dtype])
+    return {"unit": "MiB of a pass", **_mib(items)}
+
+
 def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> MemoryPlan | None:
     """The memory of a stage; None if the size of the model or of a micro-batch is unknown."""
     shape, engine, mode = shape_in(config), config.engine, config.run.mode
@@ -247,9 +276,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         return None
     device, dtype = planned(train.device, train.dtype, machine)
     engine_device, engine_dtype = planned_engine(config, batch, machine)
-    longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
-    tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
-    seen = tokens * (batch.ranks // batch.data_ranks)  # ranks that share a sequence run the tower over all its images
+    tokens = tokens_of_a_pass(batch)
+    seen = tokens * batch.sequence_ranks  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
     if train.lora is not None:
         frozen.pop("reference", None)  # the policy with its adapter off
@@ -262,6 +290,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         gradient_checkpointing=train.gradient_checkpointing,
         adapter_rank=0 if train.lora is None else train.lora.rank,
         shards=train.shard or batch.ranks,
+        tensor=split_over(config).tensor,
+        expert=split_over(config).expert,
         vision_tower=train.vision_tower,
         frozen_dtype=train.frozen_dtype,
         gpu=min(machine.gpus, default=0) if device != "cpu" else 0,

@@ -29,6 +29,8 @@ def memory_plan(
     gradient_checkpointing: bool = False,
     adapter_rank: int = 0,
     shards: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
     vision_tower: str | None = None,
     image_tokens: int = 0,
     frozen_dtype: str = "float32",
@@ -36,7 +38,8 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
 
-    One pass computes `tokens`; each of `shards` ranks holds a part. Weights, gradients and the two moments of the
+    One pass computes `tokens`; each of `shards` ranks holds a part. `tensor` ranks split each layer, and `expert` ranks
+    the experts (`train.parallel`). Weights, gradients and the two moments of the
     optimizer are float32 (float64 for that dtype). `bfloat16` halves what layers other than norms keep for the backward
     pass. With `adapter_rank` the policy trains low-rank adapters only. Frozen weights are kept in `frozen_dtype`; their
     head is computed in float32. `image_tokens` are those among the tokens that stand for images, and `vision_tower`
@@ -61,16 +64,19 @@ def memory_plan(
     adapts = adapter_rank > 0 and "policy" in trained
     narrowed = [*(frozen or {}).values(), *[shape] * adapts]
     if kept < wide and narrowed:
-        items["float32 head"] = max(each.embedding for each in narrowed) * wide
+        items["float32 head"] = max(each.embedding for each in narrowed) * wide // tensor
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
         narrow = BYTES[dtype]
-        items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
+        block = (shape.block - shape.all_experts) // tensor + shape.all_experts // max(tensor, expert)
+        items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
     elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * shape.linear * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
         items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
-    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
+    items["activations"] = activations(
+        shape, tokens, dtype, gradient_checkpointing, gpu, tensor=tensor, exchanges=expert > 1
+    )
     if shape.vision is not None:
         learns = vision_tower in (None, "trained") and not adapter_rank
         items["vision activations"] = _vision_activations(
@@ -87,14 +93,28 @@ def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, a
     return image_tokens * vision.patches_per_token * patch * BYTES[dtype]
 
 
-def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool, gpu: int = 0) -> int:
-    """Bytes that one forward and backward pass over `tokens` needs at its peak."""
+def activations(
+    shape: ModelShape,
+    tokens: int,
+    dtype: str,
+    gradient_checkpointing: bool,
+    gpu: int = 0,
+    *,
+    tensor: int = 1,
+    exchanges: bool = False,
+) -> int:
+    """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
+    layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
     through = 4 * shape.query + 8 * shape.key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
-    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
+    through += 4 * shape.hidden * shape.active_experts * exchanges
+    layer = through // tensor * narrow + 4 * shape.hidden * (
+        narrow + wide
+    )  # norms compute in float32 whatever the dtype
     whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
-    logits = min(logits_rows(shape.vocabulary * wide, gpu), tokens) * shape.vocabulary * wide
+    row = shape.vocabulary * wide // tensor
+    logits = min(logits_rows(row, gpu), tokens) * row
     return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
 
 

@@ -96,6 +96,11 @@ class ModelShape:
         return 2 * self.hidden * (self.query + self.key) + self.experts * self.expert
 
     @property
+    def all_experts(self) -> int:
+        """Parameters of the experts of one block; 0 without experts."""
+        return self.experts * self.expert if self.experts > 1 else 0
+
+    @property
     def router(self) -> int:
         """Parameters of the matrix of one block that scores the experts for a token."""
         return self.hidden * self.experts if self.experts > 1 else 0

@@ -9,6 +9,7 @@ from trivium.config.machine import Machine
 from trivium.config.memory_estimate import (
     BatchPlan,
     plan_batch,
+    plan_communication,
     plan_memory,
     planned,
     planned_engine,
@@ -47,6 +48,8 @@ class StagePlan(Config):
     """What rollouts record beside tokens and log-probabilities, and its size; None if nothing."""
     memory: dict[str, Any] | None
     """An estimate in MiB; None if the size of the model is unknown."""
+    communication: dict[str, Any] | None = None
+    """What a rank sends, if ranks split the layers (`train.parallel`); None if they do not, or for an unknown size."""
 
 
 class Plan(Config):
@@ -95,6 +98,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 vision=vision_in(stage),
                 recorded=recorded_in(stage),
                 memory=None if memory is None else memory.summary(machine),
+                communication=plan_communication(stage, batch, machine),
             )
         )
         step += schedule.steps

@@ -158,7 +158,7 @@ def ready(config: RunConfig, here: Machine | None = None) -> Findings:
     """Checks a run before it starts. Returns the warnings and the rows that it reads. Raises ConfigError with all
     problems on this machine, or the given one, and the errors of `run` for a directory of another run."""
     ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
-    findings = preflight(config, here or machine(), ranks)
+    findings = preflight(config, here or machine(), ranks, training_ranks(config, here))
     findings.refuse()
     refuse_another_run(config, Path(config.run.dir), findings.rows)
     return findings

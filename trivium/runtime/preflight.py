@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.concurrency import usable_cores
@@ -23,6 +23,7 @@ from trivium.config import RunConfig
 from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
+from trivium.config.parallel import mesh_problems
 from trivium.config.rules import Rules
 from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
@@ -99,6 +100,8 @@ class _StageHere:
     machine: Machine
     ranks: int
     """Training ranks on this machine."""
+    all_ranks: int
+    """Training ranks of the run."""
     sources: dict[str, TaskSource | None]
     """The task sources read for this or an earlier stage; None for an unreadable one."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -140,13 +143,13 @@ STAGE_RULES = Rules[_StageHere]()
 TASKSET_RULES = Rules[_Taskset]()
 
 
-def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
-    """Checks the files, rows and devices that the stages of a config use on this machine, on which `ranks` ranks
-    train."""
+def preflight(config: RunConfig, here: Machine, ranks: int, all_ranks: int = 0) -> Findings:
+    """Checks the files, rows and devices that the stages of a config use on this machine, on which `ranks` of
+    `all_ranks` ranks train (0: all are here)."""
     problems, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
     sources: dict[str, TaskSource | None] = {}
     for number, stage_config in enumerate(config.stage_configs()):
-        stage = _StageHere(stage_config, number, here, ranks, sources)
+        stage = _StageHere(stage_config, number, here, ranks, all_ranks or ranks, sources)
         own = STAGE_RULES.problems(stage)
         if all(isinstance(problem, Caution) for problem in own):
             own += _order_problems(stage)
@@ -223,6 +226,15 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
             key = "cluster.ranks" if where == "train" else "cluster.engines"
             yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
+
+
+@STAGE_RULES.rule
+def split_ranks(stage: _StageHere) -> Iterator[Problem]:
+    """The numbers of ranks that the section `train` names do not divide the ranks of the run."""
+    train, ranks = cast(Any, stage.config.train), stage.all_ranks
+    if _trains_here(stage.config) and hasattr(train, "parallel") and (ranks > 1 or train.parallel.is_set):
+        sizes = {"sequence": train.sequence_parallel, "shard": train.shard}
+        yield from mesh_problems(ranks, **sizes, tensor=train.parallel.tensor, expert=train.parallel.expert)
 
 
 @STAGE_RULES.rule

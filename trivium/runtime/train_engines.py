@@ -86,9 +86,12 @@ def build_rank_engine(
             )
         from trivium.training.distributed.ranks import join_ranks
 
+        train: Any = config.train
         further["ranks"] = join_ranks(
-            sequence=cast(Any, config.train).sequence_parallel,
-            shard=cast(Any, config.train).shard,
+            sequence=train.sequence_parallel,
+            shard=train.shard,
+            tensor=train.parallel.tensor,
+            expert=train.parallel.expert,
             device=train_device(config),
             deadline_s=collective_deadline(config),
         )

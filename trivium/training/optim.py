@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trivium.errors import RunDirError, TriviumError
-from trivium.models.weights.filling import local_part, read_like
+from trivium.models.weights.filling import is_sharded, local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
 from trivium.training.distributed.fsdp import OnShards, full_scalar
 from trivium.training.section import OptimizerConfig
@@ -125,8 +125,12 @@ class Optimizer:
         return float(self._norm())
 
     def _norm(self) -> torch.Tensor:
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return full_scalar(torch.nn.utils.get_total_norm(gradients))
+        by_mesh: dict[object, list[torch.Tensor]] = {}
+        for gradient in (p.grad for p in self.parameters.values() if p.grad is not None):
+            by_mesh.setdefault(gradient.device_mesh if is_sharded(gradient) else None, []).append(gradient)
+        # Only tensors of one mesh have a common norm, which counts what their ranks hold in common once.
+        norms = [full_scalar(torch.nn.utils.get_total_norm(each)) for each in by_mesh.values()]
+        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
     def _origin(self, origin: Callable[[], str] | None) -> str:
         """Names the first non-finite quantity of this rank: the inputs or losses, else the gradient."""

@@ -141,7 +141,7 @@ class Passes:
         return parts + [Part([])] * missing
 
     def _cut(self, batch: Batch, row_units: list[list[int]], *, share_prefixes: bool) -> list[Part]:
-        limit = self._batching.max_tokens * self._ranks.sequence_size  # every rank holds a part of the tokens
+        limit = self._batching.max_tokens * self._ranks.sequence_size  # each of them holds a part of the tokens
         max_sequences = self._batching.max_sequences
         prefixes = prefixes_of(batch, routed=self._routers is not None) if share_prefixes and row_units else None
         rows = [row for unit in row_units for row in unit]

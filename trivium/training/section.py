@@ -10,7 +10,8 @@ from pydantic import Field
 
 from trivium.clients.hub import ModelPath
 from trivium.config import Config, RunConfig, TrainConfig, changeable, free
-from trivium.config.memory_estimate import vision_problems
+from trivium.config.memory_estimate import shape_in, vision_problems
+from trivium.config.parallel import ParallelConfig, shape_problems
 from trivium.errors import Problem
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
@@ -86,6 +87,9 @@ class TorchTrainConfig(TrainConfig):
     experts itself."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory for a second forward pass."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks that split the layers of text models by experts and tensors, for models whose class has a plan for that in
+    transformers. Not with `lora`. FSDP shards what a rank has over the others."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (Ulysses). With 1, every rank holds whole sequences."""
     shard: int = Field(default=0, ge=0)
@@ -155,6 +159,11 @@ class TorchTrainConfig(TrainConfig):
         if is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
             yield Problem(f"{where}.frozen_dtype", f"weights in {self.frozen_dtype}", why.reason, why.do)
         yield from self._critic_problems(run, where)
+        if self.parallel.is_set and self.lora is not None:
+            found, do = "an adapter's matrices are not split", "leave one of the two keys out"
+            yield Problem(f"{where}.parallel", "layers split over ranks, with train.lora", found, do)
+        elif self.parallel.is_set and (shape := shape_in(run)) is not None:
+            yield from shape_problems(shape, self.parallel)
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
         if self.lora is not None:
             yield from self.lora.own_problems(f"{where}.lora")

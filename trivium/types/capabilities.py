@@ -64,7 +64,7 @@ class Capabilities:
     """It can load weights. False: its policy never changes, and `load` is an error."""
     # train engines
     multiple_ranks: bool = False
-    """Several processes can train one model; its Config has `sequence_parallel` and `shard`."""
+    """Several processes can train one model; its Config has `sequence_parallel`, `shard` and `parallel`."""
 
     @property
     def sampled(self) -> bool:

@@ -8,12 +8,14 @@ In training, `_applies` decides by type and device alone, so that every process 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
+
+from trivium.models.weights.filling import is_sharded
 
 ROWS = 128
 """Products over tokens are padded to multiples of this. oneDNN compiles and keeps a kernel for every shape, so shapes
@@ -65,9 +67,12 @@ def product(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None)
 
 
 def is_only_its_weight(layer: nn.Module) -> bool:
-    """Whether calling the layer only multiplies by its weight: it has no bias and no hooks, and autocast is off."""
+    """Whether calling the layer only multiplies by its weight: it has no bias and no hooks, ranks do not split it, and
+    autocast is off."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and layer.bias is None and not any(hooks) and not _autocasts(layer.weight)
+    weight = cast(torch.Tensor, layer.weight)
+    plain = type(layer) is nn.Linear and layer.bias is None and not any(hooks)
+    return plain and not is_sharded(weight) and not _autocasts(weight)
 
 
 def _autocasts(weight: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trivium.errors import DataError
+from trivium.models.heads.vocabulary_part import WHOLE, VocabularyPart
 from trivium.models.placement import sent
 from trivium.types import BoolArray, Experience
 
@@ -44,15 +45,18 @@ class KeptSets:
         )
         return KeptSets(self.counts[owners], self.ids[starts.repeat_interleave(taken) + inside], taken.cumsum(0).cpu())
 
-    def left_out(self, rows: slice, size: int) -> torch.Tensor:
-        """(rows, V) bool: the excluded tokens of a vocabulary of `size` tokens."""
+    def left_out(self, rows: slice, size: int, part: VocabularyPart = WHOLE) -> torch.Tensor:
+        """(rows, V) bool: the excluded ones of the `size` tokens of a part of the vocabulary."""
         counts = self.counts[rows]
         first = 0 if rows.start == 0 else int(self.stops[rows.start - 1])
         ids = self.ids[first : int(self.stops[rows.stop - 1])]
         own = torch.arange(len(counts), device=counts.device)
         owners = own.repeat_interleave(counts.abs(), output_size=len(ids))  # given, so that the GPU is not waited for
+        places, inside = part.own(ids, size)
+        if inside is not None:
+            owners, places = owners[inside], places[inside]
         hidden = (counts > 0)[:, None].repeat(1, size)
-        hidden[owners, ids] = (counts <= 0)[owners]
+        hidden[owners, places] = (counts <= 0)[owners]
         return hidden
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from trivium.config.choices import logits_rows
 from trivium.models.cpu.linear import AutogradContext
 from trivium.models.heads.kept import KeptSets
+from trivium.models.heads.vocabulary_part import WHOLE, VocabularyPart
 from trivium.models.precision import Parts, parts_of, product, product_of
 
 
@@ -30,18 +31,21 @@ def log_prob_and_entropy(
     entropy_grad: bool = False,
     kept: KeptSets | None = None,
     precision: str = "float32",
+    part: VocabularyPart = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
 
     `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
     (N, M) several, which may repeat. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a gradient only
     with `entropy_grad`. `kept` restricts the distribution of each token to its candidate set. The arithmetic has the
-    type of `weight`; its products have the `precision` (`trivium.models.precision`).
+    type of `weight`; its products have the `precision` (`trivium.models.precision`). With a `part` of the vocabulary,
+    `weight` and `bias` are those of its tokens; the results are those of the whole, on every rank, and so is the
+    gradient of `hidden`.
     """
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision),
+        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision, part),
     )
     return log_prob.view(targets.shape).clone(), entropy  # FSDP registers hooks on outputs, which must not be views
 
@@ -55,14 +59,15 @@ def sum_pi_squared(
     temperature: float = 1.0,
     kept: KeptSets | None = None,
     precision: str = "float32",
+    part: VocabularyPart = WHOLE,
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
     hidden = hidden.to(weight.dtype)
-    result = hidden.new_empty(len(hidden))
-    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
-        p = logits.softmax(1)
-        result[rows] = torch.linalg.vecdot(p, p)
-    return result
+    squares = hidden.new_empty(len(hidden))
+    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+        p = logits.sub_(part.log_norm(logits)[:, None]).exp_()
+        squares[rows] = torch.linalg.vecdot(p, p)
+    return part.sum(squares)
 
 
 @torch.no_grad()
@@ -74,20 +79,21 @@ def mean_discriminant(
     temperature: float = 1.0,
     kept: KeptSets | None = None,
     precision: str = "float32",
+    part: VocabularyPart = WHOLE,
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above.
 
     This is the mean of p (entropy + log p) under the policy: how strongly a token's logit changes the entropy.
     """
     hidden = hidden.to(weight.dtype)
-    result = hidden.new_empty(len(hidden))
-    for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
-        log_p = logits.log_softmax(1)
+    squares, cubic, entropy = hidden.new_empty(3, len(hidden))
+    for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+        log_p = logits.sub_(part.log_norm(logits)[:, None])
         p = log_p.exp()
         _zero(log_p, left_out)
-        entropy = -torch.linalg.vecdot(p, log_p)
-        result[rows] = torch.linalg.vecdot(p * p, log_p) + entropy * torch.linalg.vecdot(p, p)
-    return result
+        entropy[rows] = -torch.linalg.vecdot(p, log_p)
+        cubic[rows], squares[rows] = torch.linalg.vecdot(p * p, log_p), torch.linalg.vecdot(p, p)
+    return part.sum(cubic) + part.sum(entropy) * part.sum(squares)
 
 
 @torch.no_grad()
@@ -99,13 +105,16 @@ def top_k_log_probs(
     *,
     temperature: float = 1.0,
     precision: str = "float32",
+    part: VocabularyPart = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
     hidden = hidden.to(weight.dtype)
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
-    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, None, precision):
-        top = logits.topk(k, dim=1)
-        ids[rows], log_prob[rows] = top.indices, top.values - torch.logsumexp(logits, dim=1)[:, None]
+    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, None, precision, part):
+        own = logits.topk(min(k, logits.shape[1]), dim=1)
+        values, tokens = part.gather(own.values), part.gather(own.indices + part.first)
+        top = values.topk(k, dim=1)
+        ids[rows], log_prob[rows] = tokens.gather(1, top.indices), top.values - part.log_norm(logits)[:, None]
     return ids, log_prob
 
 
@@ -123,6 +132,7 @@ def _chunked_logits(
     temperature: float,
     kept: KeptSets | None,
     precision: str,
+    part: VocabularyPart,
     parts: Parts | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Yields (rows, logits of these rows, mask of the tokens that were not kept) for each chunk. The logits of masked
@@ -134,7 +144,7 @@ def _chunked_logits(
             logits += bias
         if temperature != 1.0:
             logits.div_(temperature)
-        left_out = None if kept is None else kept.left_out(rows, logits.shape[1])
+        left_out = None if kept is None else kept.left_out(rows, logits.shape[1], part)
         if left_out is not None:
             logits.masked_fill_(left_out, -torch.inf)
         yield rows, logits, left_out
@@ -151,6 +161,7 @@ class _HeadContext(AutogradContext, Protocol):
     entropy_grad: bool
     kept: KeptSets | None
     precision: str
+    part: VocabularyPart
 
 
 class _Head(torch.autograd.Function):
@@ -167,20 +178,25 @@ class _Head(torch.autograd.Function):
         entropy_grad: bool,
         kept: KeptSets | None,
         precision: str,
+        part: VocabularyPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
-        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
-            norm = torch.logsumexp(logits, dim=1)
+        places, own = part.own(targets, len(weight))
+        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+            norm = part.log_norm(logits)
             log_norm[rows] = norm
-            log_prob[rows] = logits.gather(1, targets[rows]) - norm[:, None]
             logits -= norm[:, None]
+            log_prob[rows] = logits.gather(1, places[rows])
             p = logits.exp()
             _zero(logits, left_out)
             entropy[rows] = -torch.linalg.vecdot(p, logits)
+        if own is not None:
+            log_prob.masked_fill_(~own, 0.0)
+        log_prob, entropy = part.sum(log_prob), part.sum(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
-        ctx.precision = precision
+        ctx.precision, ctx.part = precision, part
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -197,8 +213,9 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         parts, precision = parts_of(weight, ctx.precision), ctx.precision
+        places, own = ctx.part.own(targets, len(weight))
         transposed = tuple(part.T for part in parts)
-        chunks = _chunked_logits(hidden, weight, bias, ctx.temperature, ctx.kept, precision, parts)
+        chunks = _chunked_logits(hidden, weight, bias, ctx.temperature, ctx.kept, precision, ctx.part, parts)
         for rows, log_p, left_out in chunks:
             log_p.sub_(log_norm[rows, None])
             g = grad_log_prob[rows]
@@ -209,7 +226,7 @@ class _Head(torch.autograd.Function):
                 grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
             else:  # d log_prob / d logit = [target] - p, summed over the targets
                 grad = log_p.exp_().mul_(-total)
-            grad.scatter_add_(1, targets[rows], g)
+            grad.scatter_add_(1, places[rows], g if own is None else g * own[rows])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             if grad_bias is not None:
@@ -220,4 +237,6 @@ class _Head(torch.autograd.Function):
             if grad_weight is not None:
                 states = parts_of(hidden[rows], precision)
                 product_of(tuple(x.T for x in grads), tuple(x.T for x in states), precision, grad_weight)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        if grad_hidden is not None:
+            ctx.part.sum(grad_hidden)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6

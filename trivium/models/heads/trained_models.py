@@ -29,6 +29,7 @@ from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.value_head import ScaledLinear, folded_head, saved_head, value_head
+from trivium.models.heads.vocabulary_part import output_layer
 from trivium.models.vision.encoder import decoder_of
 from trivium.models.weights.filling import fill
 from trivium.models.weights.lora import base_state, inject
@@ -98,6 +99,7 @@ class FilledModel(nn.Module):
     """A model that can be built empty, then sharded, filled and verified, in this order."""
 
     module: PreTrainedModel
+    backbone: Backbone
     device: torch.device
     dtype: torch.dtype
     autocast: bool
@@ -248,9 +250,7 @@ class LanguageModel(FilledModel):
         top_k: int = 0,
         kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output = cast(nn.Linear, self.module.get_output_embeddings())
-        weight = output.weight.to(self.dtype)
-        bias = None if output.bias is None else output.bias.to(self.dtype)
+        weight, bias, part = output_layer(cast(nn.Linear, self.module.get_output_embeddings()), self.dtype)
         kept = None if kept is None else kept.select(states.mine)
         match what:
             case "log_prob":
@@ -267,10 +267,17 @@ class LanguageModel(FilledModel):
                     entropy_grad=entropy_grad,
                     kept=kept,
                     precision=self.head_precision,
+                    part=part,
                 )
             case "top":
                 first, second = top_k_log_probs(
-                    states.values, weight, bias, top_k, temperature=self.temperature, precision=self.head_precision
+                    states.values,
+                    weight,
+                    bias,
+                    top_k,
+                    temperature=self.temperature,
+                    precision=self.head_precision,
+                    part=part,
                 )
             case "sum_pi_squared" | "mean_discriminant":
                 statistic = sum_pi_squared if what == "sum_pi_squared" else mean_discriminant
@@ -281,6 +288,7 @@ class LanguageModel(FilledModel):
                     temperature=self.temperature,
                     kept=kept,
                     precision=self.head_precision,
+                    part=part,
                 )
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -20,7 +21,8 @@ from trivium.errors import DataError
 from trivium.models.weights.saved_tensors import Entry, SavedTensors, open_tensors, weight_files
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
@@ -150,12 +152,10 @@ def _read(slot: _Slot, source: SavedTensors, key: str, directory: Path, device: 
     _check_shape(slot, source.entries[key].shape, key, directory)
     if not slot.key:
         slot.key = key
-        _place(slot, device, lambda start, into: source.copy_rows(key, start, into))
+        _place(slot, device, partial(source.copy_rows, key))
         return
-    own = local_part(slot.tensor)
-    again = torch.empty_like(own)
-    source.copy_rows(key, first_row(slot.tensor), again)
-    if not torch.equal(again, own):
+    again = read_part(slot.tensor, partial(source.copy_rows, key), torch.empty_like(local_part(slot.tensor)))
+    if not torch.equal(again, local_part(slot.tensor)):
         raise DataError(
             f"{slot.key} and {key} of {directory}, which the model's config ties to each other",
             "they have different values",
@@ -190,8 +190,7 @@ def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
 
 def allocated(empty: torch.Tensor, device: torch.device, copy_rows: CopyRows, *, is_buffer: bool = False) -> Any:
     """A parameter (or buffer) like an empty one, sharded in the same way, with values from `copy_rows`."""
-    part = torch.empty_like(local_part(empty), device=device)
-    copy_rows(first_row(empty), part)
+    part = read_part(empty, copy_rows, torch.empty_like(local_part(empty), device=device))
     value: Any = type(empty)(part, empty._spec, requires_grad=False) if is_sharded(empty) else part
     if not is_buffer:
         value = nn.Parameter(value, requires_grad=empty.requires_grad)
@@ -203,10 +202,11 @@ def read_like(source: SavedTensors, key: str, like: torch.Tensor, *, whole: bool
     """Reads a tensor in its saved type to the device of `like`; sharded as `like` is, unless it is read `whole`."""
     entry = source.entries[key]
     assert isinstance(entry.dtype, torch.dtype), f"{key} of {entry.file} is {entry.dtype}"
-    local = local_part(like.detach())
-    part = torch.empty(entry.shape if whole else local.shape, dtype=entry.dtype, device=local.device)
-    source.copy_rows(key, 0 if whole else first_row(like), part)
-    return type(like)(part, like._spec, requires_grad=False) if is_sharded(like) and not whole else part
+    local, copy_rows = local_part(like.detach()), partial(source.copy_rows, key)
+    if whole or not is_sharded(like):
+        return read_part(None, copy_rows, torch.empty(entry.shape, dtype=entry.dtype, device=local.device))
+    part = read_part(like, copy_rows, torch.empty(local.shape, dtype=entry.dtype, device=local.device))
+    return type(like)(part, like._spec, requires_grad=False)  # pyright: ignore[reportArgumentType]
 
 
 def _check_shape(slot: _Slot, shape: tuple[int, ...], key: str, directory: Path) -> None:
@@ -254,12 +254,42 @@ def rows_of(whole: torch.Tensor) -> CopyRows:
     return lambda start, into: into.copy_(whole[start:][: len(into)])
 
 
-def first_row(tensor: torch.Tensor) -> int:
-    """The first row of this rank's part in the whole tensor."""
-    if not is_sharded(tensor):
-        return 0
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard(0):
-            rows = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
-            return min(rows * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
-    return 0
+def read_part(tensor: torch.Tensor | None, copy_rows: CopyRows, into: torch.Tensor) -> torch.Tensor:
+    """Fills `into`, which is contiguous, with this rank's part of a sharded tensor; with all rows of another one."""
+    if tensor is None or not is_sharded(tensor):
+        copy_rows(0, into)
+        return into
+    own = [_own_indices(tensor, axis) for axis in range(tensor.dim())]
+    first = int(own[0][0]) if len(own[0]) else 0
+    rows = int(own[0][-1]) + 1 - first if len(own[0]) else 0
+    if rows == len(own[0]) and [*map(len, own[1:])] == [*tensor.shape[1:]]:
+        copy_rows(first, into)
+        return into
+    read = into.new_empty(rows, *tensor.shape[1:])
+    copy_rows(first, read)
+    for axis, indices in enumerate([own[0] - first, *own[1:]]):
+        if len(indices) < read.shape[axis]:
+            read = read.index_select(axis, indices.to(read.device))
+    return into.copy_(read)
+
+
+def _own_indices(tensor: DTensor, axis: int) -> torch.Tensor:
+    """The indices of this rank's part on one axis of a sharded tensor, in ascending order."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def on_this_axis(placement: Placement) -> Placement:
+        if isinstance(placement, _StridedShard) and placement.dim == axis:
+            return _StridedShard(0, split_factor=placement.split_factor)
+        return Shard(0) if placement.is_shard(axis) else Replicate()
+
+    return _own_part(tensor.shape[axis], tensor.device_mesh, tuple(map(on_this_axis, tensor.placements)))
+
+
+@cache
+def _own_part(size: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """This rank's part of the numbers below `size`."""
+    from torch.distributed.tensor import distribute_tensor
+
+    numbers = torch.arange(size, device=mesh.device_type)
+    return distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()

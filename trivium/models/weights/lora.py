@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trivium.errors import MissingPackage, SyncError, TriviumError
 from trivium.models.vision.encoder import vision_of
-from trivium.models.weights.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
+from trivium.models.weights.filling import CopyRows, allocated, base_name, local_part, read_part, rows_of
 from trivium.models.weights.quantized import QuantizedLinear, original
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, unusable_adapter
@@ -352,7 +352,7 @@ def _set(part: nn.ModuleDict, device: torch.device, copy_rows: CopyRows) -> None
     if linear.weight.is_meta:
         linear._parameters["weight"] = allocated(linear.weight, device, copy_rows)
     else:
-        copy_rows(first_row(linear.weight), local_part(linear.weight))
+        read_part(linear.weight, copy_rows, local_part(linear.weight))
 
 
 def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:

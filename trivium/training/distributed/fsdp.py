@@ -1,4 +1,5 @@
-"""FSDP2 around a model: every parameter sharded over the ranks, gathered while its layer computes.
+"""A model over ranks: layers split by tensor and expert parallelism, and FSDP2 around them, which shards every
+parameter and gathers it while its layer computes.
 
 Its imports from torch and transformers take a second, so modules that read a config do not import it.
 """
@@ -6,14 +7,16 @@ Its imports from torch and transformers take a second, so modules that read a co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from trivium.models.heads.trained_models import FilledModel
 from trivium.models.weights.filling import is_sharded, local_part
 from trivium.training.distributed.ranks import Ranks
+from trivium.training.distributed.split_layers import split_layers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -24,19 +27,24 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
 
     Each layer is a unit. Embeddings, last norm and head form one unit, so that tied weights stay one tensor. With
     `bfloat16` the layers are gathered in bfloat16 and their gradients reduced in float32; the head stays float32.
-    Gradients are summed over the ranks: losses are normalised by counts of the whole mini-batch.
+    Gradients are summed over the ranks: losses are normalised by counts of the whole mini-batch. Experts that are split
+    over ranks are a unit of their own, sharded over the ranks that hold the same ones.
     """
     if ranks.mesh is None:
         return
+    experts = split_layers(cast(FilledModel, model), ranks)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
     halved = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    policy = halved if bfloat16 else full
+    for module, mesh in experts:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=ranks.mesh, mp_policy=halved if bfloat16 else full, offload_policy=offload)
+            fully_shard(module, mesh=ranks.mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(
         model, mesh=ranks.mesh, mp_policy=full, offload_policy=offload, reshard_after_forward=None if trained else True
     )

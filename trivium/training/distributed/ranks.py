@@ -1,7 +1,8 @@
 """The processes that train together, and the rank of this process.
 
-FSDP spreads every parameter over all of them. A batch is cut into one share per data rank; with sequence parallelism,
-`sequence_size` ranks get the same share and split its tokens.
+FSDP spreads every parameter over all of them. A batch is cut into one share per data rank. With sequence or tensor
+parallelism several ranks get the same share: `sequence_size` ranks split its tokens, and for each of those
+`tensor_size` ranks split the layers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from trivium.config.parallel import mesh_problems
 from trivium.errors import ConfigError
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.processes.sockets import own_interface
@@ -30,8 +32,8 @@ COLLECTIVE_S = 600.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks. Ranks with consecutive numbers share a sequence group:
-    rank = data_rank * sequence_size + sequence_rank."""
+    """This process among the ranks. Ranks with consecutive numbers share layers, then sequences:
+    rank = (data_rank * sequence_size + sequence_rank) * tensor_size + tensor_rank."""
 
     rank: int = 0
     size: int = 1
@@ -41,19 +43,33 @@ class Ranks:
     """The FSDP mesh: ("shard",), or ("replicate", "shard"). None in a single process."""
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that hold parts of the same sequences; None if each rank holds whole sequences."""
+    tensor: DeviceMesh | None = None
+    """The ranks that split the layers for the same tokens: ("tensor",). None if no layer is split, experts included."""
+    experts: DeviceMesh | None = None
+    """("expert_shard", "expert"): each row of ranks holds all experts, and each column shards the same ones by FSDP.
+    None if each rank computes all experts."""
+
+    @property
+    def tensor_size(self) -> int:
+        return 1 if self.tensor is None else self.tensor.size()
+
+    @property
+    def share_size(self) -> int:
+        """The number of ranks that get the same share of a batch."""
+        return self.sequence_size * self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.sequence_size
+        return self.rank // self.share_size
 
     @property
     def data_size(self) -> int:
         """The number of shares of a batch."""
-        return self.size // self.sequence_size
+        return self.size // self.share_size
 
     @property
     def sequence_rank(self) -> int:
-        return self.rank % self.sequence_size
+        return self.rank // self.tensor_size % self.sequence_size
 
     @property
     def sequence(self) -> SequenceGroup | None:
@@ -71,34 +87,36 @@ class Ranks:
         return int(largest)
 
     def all_gather(self, value: _T) -> list[_T]:
-        """One value per data rank, from the first rank of each sequence group."""
+        """One value per data rank, from the first of the ranks with the same share."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
-        return values[:: self.sequence_size]
+        return values[:: self.share_size]
 
 
 ALONE = Ranks()
 
 
 def join_ranks(
-    *, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu", deadline_s: float = COLLECTIVE_S
+    *,
+    sequence: int = 1,
+    shard: int = 0,
+    tensor: int = 1,
+    expert: int = 1,
+    device: torch.device | str = "cpu",
+    deadline_s: float = COLLECTIVE_S,
 ) -> Ranks:
     """Joins the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
-    `sequence` ranks share each sequence; parameters are sharded over groups of `shard` ranks (0: all) and replicated
-    across the groups. `deadline_s` is the timeout of a collective call, unless the group is open already. Without a
-    launcher, returns a single rank. Raises ConfigError for sizes that do not divide.
+    `sequence` ranks share each sequence, `tensor` ranks split each layer, and `expert` ranks hold different experts.
+    Parameters are sharded over groups of `shard` ranks (0: all) and replicated across the groups. `deadline_s` is the
+    timeout of a collective call, unless the group is open already. Without a launcher, returns a single rank. Raises
+    ConfigError for sizes that do not divide.
     """
     size, kind = launched_ranks(), torch.device(device).type
-    for name, number in (("sequence_parallel", sequence), ("shard", shard)):
-        if number and size % number:
-            raise ConfigError(
-                f"train.{name} {number} on {size} ranks",
-                "the one does not divide the other",
-                f"choose a divisor of {size}, or another number of ranks",
-            )
+    for problem in mesh_problems(size, sequence=sequence, shard=shard, tensor=tensor, expert=expert):
+        raise ConfigError(f"{problem.where} {problem.asked}", problem.found, problem.do)
     if size == 1:
         return Ranks(device=torch.device(device))
     rank, local = this_rank(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -106,17 +124,22 @@ def join_ranks(
     if kind == "cuda":
         torch.cuda.set_device(here)
     open_process_group(kind, deadline_s)
-    shard = shard or size
-    if shard == size:
-        mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+    replicas = size // (shard or size)
+    sharded = size // replicas // tensor
+    names = ("replicate", "shard") if replicas > 1 else ("shard",)
+    sizes = (replicas, sharded) if replicas > 1 else (sharded,)
+    if tensor == expert == 1:
+        mesh, tensors = init_device_mesh(kind, sizes, mesh_dim_names=names), None
     else:
-        mesh = init_device_mesh(kind, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    group = None
+        whole = init_device_mesh(kind, (*sizes, tensor), mesh_dim_names=(*names, "tensor"))
+        mesh, tensors = whole[names], whole["tensor"]
+    group = experts = None
     if sequence > 1:
-        group = init_device_mesh(kind, (size // sequence, sequence), mesh_dim_names=("data", "sequence")).get_group(
-            "sequence"
-        )
-    return Ranks(rank, size, sequence, here, mesh, group)
+        sharing = (size // sequence // tensor, sequence, tensor)
+        group = init_device_mesh(kind, sharing, mesh_dim_names=("data", "sequence", "layers")).get_group("sequence")
+    if expert > 1:
+        experts = init_device_mesh(kind, (size // expert, expert), mesh_dim_names=("expert_shard", "expert"))
+    return Ranks(rank, size, sequence, here, mesh, group, tensors, experts)
 
 
 def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:

@@ -117,7 +117,7 @@ class TorchrunRanks:
         return self._run(method, [args] * self._ranks.size)[0]
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
-        size = self._ranks.sequence_size
+        size = self._ranks.share_size
         return self._run(method, [(*shares[rank // size], *args) for rank in range(self._ranks.size)])[::size]
 
     def close(self) -> None:

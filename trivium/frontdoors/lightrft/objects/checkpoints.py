@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
 from trivium.errors import DataError, RunDirError
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
-from trivium.models.weights.filling import first_row, local_part
+from trivium.models.weights.filling import local_part, read_part
 from trivium.models.weights.lora import adapter_parameters, has_adapter
 from trivium.training.distributed.ranks import Ranks
 from trivium.training.optim import Optimizer
@@ -234,7 +235,7 @@ def _copy(path: Path, stem: str, own: Mapping[str, Tensor]) -> None:
     for name, entry in source.entries.items():
         if name not in own or tuple(own[name].shape) != entry.shape:
             raise RunDirError(f"{stem} of {path}", f"{name} does not fit the model", "resume with the same model")
-        source.copy_rows(name, first_row(own[name]), local_part(own[name]))
+        read_part(own[name], partial(source.copy_rows, name), local_part(own[name]))
     missing = sorted(own.keys() - source.entries.keys())
     if missing:
         raise RunDirError(f"{stem} of {path}", f"no {missing[0]} there", "resume with the same model")

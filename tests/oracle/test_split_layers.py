@@ -1,0 +1,71 @@
+"""Layers that are split over ranks: what a rank holds, checkpoints that continue in another layout, and that the
+comparison with one process would detect a gradient that is reduced over the wrong ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_parts_of_splitting import FAULTS, LAYOUTS, Step, engine_of, on_ranks, step
+from rank_processes import run_ranks
+from training_parts import SIZE, random_model
+from transformers import Qwen3MoeConfig
+
+pytestmark = pytest.mark.slow
+SIZES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("split")
+    sizes: dict[str, Any] = {**SIZE, "vocab_size": 34, "head_dim": 4, "moe_intermediate_size": 14, "num_experts": 6}
+    random_model(Qwen3MoeConfig(**sizes, num_experts_per_tok=2), seed=0, scale=8.0).save_pretrained(directory / "model")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> list[Step]:
+    engine = engine_of(directory)
+    first = step(engine)
+    engine.save(directory / "alone")
+    return [first, step(engine)]
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path, alone: list[Step], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    return run_ranks(SIZES, on_ranks, tmp_path_factory.mktemp("ranks") / "split", directory)
+
+
+def distance(one: Step, other: Step) -> float:
+    """The largest relative difference of gradient norms and weights."""
+    norms = [abs(a / b - 1) for a, b in zip(one.norms, other.norms, strict=True)]
+    scales = {name: value.abs().max() for name, value in other.weights.items()}
+    assert one.weights.keys() == other.weights.keys()
+    return max(norms + [float((one.weights[name] - other.weights[name]).abs().max() / scales[name]) for name in scales])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_continues_in_another_layout(
+    size: int, layout: str, found: dict[int, list[Any]], alone: list[Step], directory: Path
+) -> None:
+    ranks = found[size][0]
+    assert distance(ranks[layout], alone[0]) < 1e-9
+    assert distance(ranks[f"{layout} resumed"], alone[1]) < 1e-9
+    engine = engine_of(directory)
+    engine.load(directory / f"{size} {layout}")
+    assert distance(step(engine), alone[1]) < 1e-9
+
+
+def test_each_rank_holds_its_part(found: dict[int, list[Any]]) -> None:
+    for size, ranks in found.items():
+        for layout in LAYOUTS:
+            parts = [rank[f"{layout} part"] for rank in ranks]
+            assert 1 <= sum(parts) < 1.03, "norms and routers alone are whole on several ranks"
+            assert max(parts) < 1.35 / size  # experts and rows do not divide evenly
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_gradient_is_detected(fault: str, found: dict[int, list[Any]], alone: list[Step]) -> None:
+    assert all(distance(ranks[0][fault], alone[0]) > 1e-3 for ranks in found.values())

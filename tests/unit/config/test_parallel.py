@@ -1,0 +1,98 @@
+"""What `train.parallel` refuses: numbers that do not divide, and models and features that are not split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from configs import configured, problems_of, tiny_model
+
+from trivium.config.machine import Machine
+from trivium.config.model_shape import ModelShape
+from trivium.config.parallel import ParallelConfig, mesh_problems, sent_in_a_pass, shape_problems
+from trivium.config.plan import plan_run
+from trivium.runtime.preflight import preflight
+
+DENSE = ModelShape(hidden=64, layers=2, heads=12, kv_heads=4, head_dim=8, mlp=96, vocabulary=1000, tied=True)
+MIXTURE = replace(DENSE, experts=6, active_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "where"),
+    [
+        (8, {"tensor": 2, "expert": 4, "sequence": 2}, ""),
+        (8, {"tensor": 2, "shard": 4}, ""),
+        (8, {"tensor": 3}, "train.parallel.tensor"),
+        (8, {"expert": 3}, "train.parallel.expert"),
+        (6, {"sequence": 4}, "train.sequence_parallel"),
+        (8, {"tensor": 4, "sequence": 4}, "train.sequence_parallel"),
+        (8, {"tensor": 4, "shard": 2}, "train.shard"),
+        (8, {"expert": 2, "shard": 4}, "train.shard"),
+        (8, {"tensor": 4, "expert": 2}, "train.parallel.expert"),
+    ],
+)
+def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], where: str) -> None:
+    alone = {"sequence": 1, "shard": 0, "tensor": 1, "expert": 1}
+    assert [problem.where for problem in mesh_problems(ranks, **alone | sizes)] == [where] * bool(where)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "named"),
+    [
+        (DENSE, {"tensor": 4}, ""),
+        (MIXTURE, {"tensor": 2, "expert": 6}, ""),
+        (replace(MIXTURE, mlp=97), {"tensor": 4, "expert": 2}, ""),  # experts are whole
+        (DENSE, {"tensor": 3}, "4 key-value heads"),
+        (replace(DENSE, heads=10), {"tensor": 4}, "10 attention heads"),
+        (replace(DENSE, vocabulary=1001), {"tensor": 4}, "1001 tokens"),
+        (replace(DENSE, mlp=98), {"tensor": 4}, "98 rows"),
+        (MIXTURE, {"expert": 4}, "6 experts"),
+        (DENSE, {"expert": 2}, "no experts"),
+        (replace(DENSE, recurrent_layers=1), {"tensor": 2}, "recurrent state"),
+    ],
+)
+def test_models_that_cannot_be_split(shape: ModelShape, sizes: dict[str, int], named: str) -> None:
+    problems = [str(problem) for problem in shape_problems(shape, ParallelConfig(**sizes))]
+    assert any(named in problem for problem in problems) if named else not problems
+
+
+def test_a_config_names_what_is_not_split() -> None:
+    sections: dict[str, Any] = {"model": tiny_model(heads=4), "train": {"parallel": {"tensor": 2}}}
+    assert "train.parallel.tensor" in problems_of(configured, **sections)  # one key-value head
+    adapted = {"lora": {"rank": 2}, "parallel": {"tensor": 2}}
+    assert "train.lora" in problems_of(configured, train=adapted)["train.parallel"]
+
+
+def test_a_run_on_one_rank_is_not_split() -> None:
+    config = configured(model=tiny_model(kv_heads=2, alphabet="0123456789+"), train={"parallel": {"tensor": 2}})
+    for ranks, found in ((1, ["train.parallel.tensor"]), (2, [])):
+        problems = preflight(config, Machine(1 << 34), 1, ranks).problems
+        assert [problem.where for problem in problems if "parallel" in problem.where] == found
+
+
+def test_the_plan_divides_what_ranks_split() -> None:
+    """The parts of a layer that a rank gathers and computes, and what it sends instead."""
+    sections: dict[str, Any] = {
+        "model": tiny_model(kv_heads=2, alphabet="0123456789+"),
+        "schedule": {"group_size": 4, "groups_per_step": 2},
+    }
+    plans = [
+        plan_run(configured(**sections, train={"parallel": split, "dtype": "float32"}), 1, Machine(), 4).stages[0]
+        for split in ({}, {"tensor": 2})
+    ]
+    whole, half = (plan.memory["each rank"] for plan in plans if plan.memory is not None)
+    assert half["gathered"] < whole["gathered"]
+    assert half["policy weights"] == whole["policy weights"]  # sharded over all ranks in any case
+    assert [plan.batch.data_ranks for plan in plans] == [4, 2]
+    assert plans[0].communication is None
+    assert plans[1].communication is not None
+    assert "split layers" in plans[1].communication
+
+
+def test_experts_that_stay_on_their_ranks_are_not_sent() -> None:
+    sent = [sent_in_a_pass(MIXTURE, ParallelConfig(expert=expert), 6, 100, passes=2, width=4) for expert in (1, 2, 6)]
+    experts = MIXTURE.layers * 6 * MIXTURE.expert
+    assert [each["sharded experts"] for each in sent] == [experts * 12 * 5 // 6, experts // 2 * 12 * 2 // 3, 0]
+    tokens = 2 * 2 * MIXTURE.layers * 100 * MIXTURE.active_experts * MIXTURE.hidden * 4  # there and back, twice
+    assert [each["tokens for experts"] for each in sent] == [0, tokens // 2, tokens * 5 // 6]

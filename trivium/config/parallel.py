@@ -1,0 +1,99 @@
+"""How the layers of a model are split over training ranks, and what cannot be split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trivium.config.fields import free
+from trivium.config.model_shape import ModelShape
+from trivium.config.schema import Config
+from trivium.errors import Problem
+
+
+class ParallelConfig(Config):
+    """Ranks that split the layers of the models, beside those that shard their parameters."""
+
+    expert: int = free(1, ge=1)
+    """Ranks that hold different experts of a mixture of experts. Each token travels to the ranks of its experts and
+    back (two all-to-alls for each layer, forward and backward). It divides the number of experts."""
+    tensor: int = free(1, ge=1)
+    """Ranks that compute every layer together for the same tokens: each has some of the attention heads, a part of each
+    feed-forward layer and a part of the vocabulary, by the plan of the model's class in transformers. It divides those
+    numbers. Ranks with consecutive numbers split a layer, so that they share a machine."""
+
+    @property
+    def is_set(self) -> bool:
+        return self.expert > 1 or self.tensor > 1
+
+
+def mesh_problems(ranks: int, *, sequence: int, shard: int, tensor: int, expert: int) -> Iterator[Problem]:
+    """The sizes that do not divide the number of ranks, or each other."""
+    sizes = {"sequence_parallel": sequence, "shard": shard, "parallel.tensor": tensor, "parallel.expert": expert}
+    for name, number in sizes.items():
+        if number and ranks % number:
+            found = "the one does not divide the other"
+            do = f"choose a divisor of {ranks}, or start more ranks (torchrun --nproc-per-node; cluster.ranks on Ray)"
+            yield Problem(f"train.{name}", f"{number} on {ranks} ranks", found, do)
+            return
+    if ranks % (sequence * tensor):
+        found = f"with train.parallel.tensor {tensor}, {sequence * tensor} ranks share each sequence"
+        yield Problem(
+            "train.sequence_parallel", f"{sequence} on {ranks} ranks", found, "lower one, or use a multiple of ranks"
+        )
+    if shard and shard % tensor:
+        found = f"the {tensor} ranks that split a layer (train.parallel.tensor) belong to one group"
+        yield Problem("train.shard", str(shard), found, f"choose a multiple of {tensor}")
+    if shard and expert > 1:
+        found = "experts are sharded over all ranks, so there are no replicas"
+        yield Problem("train.shard", f"{shard} with train.parallel.expert {expert}", found, "leave one of them out")
+    if expert > 1 and expert % tensor:
+        found = f"the {tensor} ranks that split a layer (train.parallel.tensor) send different tokens to the experts"
+        yield Problem("train.parallel.expert", str(expert), found, f"choose a multiple of {tensor}, or 1")
+
+
+def shape_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:
+    """The parts of a model that cannot be split in this way."""
+    expert, tensor = parallel.expert, parallel.tensor
+    if parallel.is_set and (shape.vision is not None or shape.recurrent_layers):
+        kind = "a vision tower" if shape.vision is not None else "layers with a recurrent state"
+        found = f"the model has {kind}, which ranks cannot split"
+        yield Problem("train.parallel", "layers split over ranks", found, "leave it out: parameters are sharded anyway")
+        return
+    if expert > 1 and shape.experts == 1:
+        yield Problem("train.parallel.expert", str(expert), "the model has no experts", "leave it out")
+    counts = {"experts": (shape.experts, expert)} if shape.experts > 1 else {}
+    counts |= {
+        "attention heads": (shape.heads, tensor),
+        "key-value heads": (shape.kv_heads, tensor),
+        "tokens of the vocabulary": (shape.vocabulary, tensor),
+    }
+    if shape.experts == 1 or expert == 1:
+        counts["rows of a feed-forward layer"] = (shape.mlp, tensor)
+    for name, (number, ranks) in counts.items():
+        if number % ranks:
+            key, do = "expert" if name == "experts" else "tensor", f"choose a divisor of {number}"
+            yield Problem(f"train.parallel.{key}", str(ranks), f"it does not divide the {number} {name}", do)
+
+
+def sent_in_a_pass(
+    shape: ModelShape, parallel: ParallelConfig, shards: int, tokens: int, *, passes: int, width: int
+) -> dict[str, int]:
+    """Bytes that a rank sends by item, in one pass over `tokens` on `shards` ranks, forward and backward.
+
+    The layers are computed `passes` times (3 with gradient checkpointing), in numbers of `width` bytes. Parameters are
+    gathered twice, and their gradients are reduced in float32. An all-reduce sends each number twice.
+    """
+    expert, tensor = parallel.expert, parallel.tensor
+    experts = shape.layers * shape.all_experts
+    held = {"sharded layers": (shape.parameters - experts) // tensor, "sharded experts": experts // max(expert, tensor)}
+    ranks = {"sharded layers": shards // tensor, "sharded experts": shards // max(expert, tensor)}
+    items = {name: _sent(number * (2 * width + 4), ranks[name]) for name, number in held.items()}
+    states = shape.layers * tokens * shape.hidden * width * passes
+    items["split layers"] = _sent(2 * 2 * states, tensor)  # of attention and the feed-forward layer
+    items["tokens for experts"] = _sent(2 * states * shape.active_experts // tensor, expert)  # there and back
+    return items
+
+
+def _sent(number: int, ranks: int) -> int:
+    """The part of `number` bytes that goes to other ranks."""
+    return number * (ranks - 1) // max(1, ranks)

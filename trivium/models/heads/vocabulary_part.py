@@ -1,0 +1,75 @@
+"""The part of the vocabulary whose logits a rank computes, if ranks split the output layer (tensor parallelism).
+
+Each rank reduces its logits to a few numbers for each token. A sum over the ranks then gives those of the whole
+vocabulary, so no rank holds a row of all logits.
+
+Legend: N tokens, V tokens of the part, M targets of one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trivium.models.weights.filling import is_sharded
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The tokens from `first` on, as many as the output layer of this rank has."""
+
+    first: int = 0
+    group: dist.ProcessGroup | None = None
+    """The ranks with the other parts; None if this is the whole vocabulary."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.group is None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all parts, on every rank, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def log_norm(self, logits: torch.Tensor) -> torch.Tensor:
+        """(N,) from the (N, V) logits of this part: the logarithm of the sum of exponentials over all parts."""
+        own = torch.logsumexp(logits, dim=1)
+        if self.group is None:
+            return own
+        largest = own.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest + self.sum((own - largest).exp()).log()
+
+    def own(self, ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The places of token ids in this part of `size` tokens, and which of them are in it (None: all). The place of
+        another one is 0."""
+        if self.group is None:
+            return ids, None
+        inside = (ids >= self.first) & (ids < self.first + size)
+        return (ids - self.first).where(inside, 0), inside
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """(N, K) of each part -> those of all parts side by side, on every rank."""
+        if self.group is None:
+            return values
+        parts = [torch.empty_like(values) for _ in range(self.group.size())]
+        dist.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
+
+WHOLE = VocabularyPart()
+
+
+def output_layer(layer: nn.Linear, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, VocabularyPart]:
+    """(weight, bias, part) of an output layer, in `dtype`; those of this rank if its vocabulary is split."""
+    weight, bias, part = layer.weight, layer.bias, WHOLE
+    if is_sharded(weight):
+        mesh = weight.device_mesh
+        own = weight.to_local()
+        part = VocabularyPart(mesh.get_local_rank() * len(own), mesh.get_group())
+        weight, bias = own, bias.to_local() if is_sharded(bias) else bias
+    return weight.to(dtype), None if bias is None else bias.to(dtype), part
