@@ -31,7 +31,7 @@ from statistics import fmean
 from trivium.config import load_config
 from trivium.policy import Policy
 from trivium.randomness import stream, uniforms
-from trivium.simulation.planner import Case, forecasts, num_warm, seconds_of_steps
+from trivium.simulation.planner import Case, counted_steps, forecasts, seconds_of
 from trivium.simulation.rates import Rates, measure
 from trivium.types import Capabilities, Task
 
@@ -43,7 +43,7 @@ model: {kind: tiny, alphabet: "0123456789+=", layers: 3, hidden: 128, heads: 4, 
 tasks: {train: {kind: arithmetic, max_operand: 99}}
 rewards: [{kind: exact}]
 engine: {sampling: {max_new_tokens: 32}}
-train: {optimizer: {lr: 1.0e-3}}
+train: {optimizer: {lr: 1.0e-6}}
 monitors: [{kind: jsonl}]
 checkpoint: {save_every: 0}
 schedule: {groups_per_step: 16, group_size: 8}
@@ -55,16 +55,20 @@ rewards: [{kind: exact}]
 engine:
   kind: "trivium.simulation.rated:RatedEngine"
   sampling: {max_new_tokens: 64}
-  start_s: 0.1
-  step_s: 0.02
-  row_s: 0.002
-  load_s: 0.05
-  response_tokens: [8, 16, 32, 64]
+  rates: &rates
+    start_s: 0.1
+    step_s: 0.02
+    row_s: 0.002
+    load_s: 0.05
+    update_s: 0.2
+    update_token_s: 0.0015
+    sync_s: 0.03
+    save_s: 0
+    prompt_tokens: [0]
+    response_tokens: [8, 16, 32, 64]
 train:
   kind: "trivium.simulation.rated:RatedTrainEngine"
-  update_s: 0.2
-  token_s: 0.0015
-  sync_s: 0.03
+  rates: *rates
 monitors: [{kind: jsonl}]
 checkpoint: {save_every: 0}
 schedule: {groups_per_step: 4, group_size: 4}
@@ -72,6 +76,7 @@ schedule: {groups_per_step: 4, group_size: 4}
 SLOW = {"workflow.kind": f"{HERE}:SlowWorld"}
 SCENARIOS: dict[str, dict[str, object]] = {
     "synchronous": {"schedule.max_staleness": 0},
+    "synchronous, many": {"schedule.max_staleness": 0, "schedule.groups_per_step": 64},
     "one step off": {"schedule.max_staleness": 1},
     "max_staleness 4": {"schedule.max_staleness": 4},
     "long tail, synchronous": {"schedule.max_staleness": 0, **SLOW},
@@ -113,29 +118,38 @@ def compare(directory: Path, repeats: int, steps: int, paced: bool) -> int:
     file = directory / "run.yaml"
     file.write_text(PACED if paced else CONFIG, encoding="utf-8")
     scenarios = {name: changes for name, changes in SCENARIOS.items() if not (paced and "train.own_process" in changes)}
-    runs: dict[str, list[float]] = {name: [] for name in scenarios}
+    runs = {name: list[float]() for name in scenarios}
     for repeat in range(repeats):
         for name, changes in scenarios.items():
-            run_dir = directory / f"{name} {repeat}"
-            values = {**changes, "schedule.steps": steps, "run.dir": run_dir, "run.seed": repeat}
-            if not run_dir.exists():
-                command = [sys.executable, "-m", "trivium", "run", str(file), *(f"{k}={v}" for k, v in values.items())]
-                subprocess.run(command, check=True, capture_output=True)
-            runs[name].append(steps_per_hour(run_dir, steps, int(str(changes["schedule.max_staleness"]))))
+            runs[name].append(measured_speed(file, name, changes, repeat, steps))
             print(f"{name}, run {repeat + 1}: {runs[name][-1]:,.0f} steps/h", flush=True)
-    rates = measure([directory / f"synchronous {repeat}" for repeat in range(repeats)])
+
+    def profile(*names: str) -> Rates:
+        return measure([directory / f"{name} {repeat}" for name in names for repeat in range(repeats)])
+
+    rates = profile("synchronous", "synchronous, many")
     if paced:  # engine and trainer share nothing
         rates = rates.model_copy(update={"shared_speed": 1.0})
-    slow = measure([directory / f"long tail, synchronous {repeat}" for repeat in range(repeats)])
+    slow = rates.model_copy(update={"environment_s": profile("long tail, synchronous").environment_s})
     print(f"\n{'':28}{'measured':>12}{'predicted':>12}{'error':>9}   steps/h")
     worst = 0.0
     for name, changes in scenarios.items():
-        known = rates.model_copy(update={"environment_s": slow.environment_s}) if "workflow.kind" in changes else rates
+        known = slow if "workflow.kind" in changes else rates
         measured, predicted = fmean(runs[name]), predict(file, changes, known, steps)
         error = predicted / measured - 1
         worst = max(worst, abs(error))
         print(f"{name:28}{measured:12,.0f}{predicted:12,.0f}{error:+9.1%}", flush=True)
     return int(worst > BOUND)
+
+
+def measured_speed(file: Path, name: str, changes: Mapping[str, object], repeat: int, steps: int) -> float:
+    """The speed of a real run. A run that the directory already holds is reused."""
+    run_dir = file.parent / f"{name} {repeat}"
+    values = {**changes, "schedule.steps": steps, "run.dir": run_dir, "run.seed": repeat}
+    if not run_dir.exists():
+        command = [sys.executable, "-m", "trivium", "run", str(file), *(f"{k}={v}" for k, v in values.items())]
+        subprocess.run(command, check=True, capture_output=True)
+    return steps_per_hour(run_dir, steps, int(str(changes["schedule.max_staleness"])))
 
 
 def predict(file: Path, changes: Mapping[str, object], rates: Rates, steps: int) -> float:
@@ -144,14 +158,14 @@ def predict(file: Path, changes: Mapping[str, object], rates: Rates, steps: int)
     for seed in range(SEEDS):
         values = {**changes, "run.seed": seed}
         config = load_config(file, [f"{key}={value}" for key, value in values.items()])
-        speeds.append(next(forecasts(config, rates, [case], steps)).steps_per_hour)
+        speeds.append(next(forecasts(config, rates, [case], steps - case.staleness)).steps_per_hour)
     return fmean(speeds)
 
 
 def steps_per_hour(run_dir: Path, steps: int, staleness: int) -> float:
     """The speed of a run over the steps that a forecast counts."""
-    warm = num_warm(steps, staleness)
-    return 3600 * (steps - warm) / seconds_of_steps(run_dir, warm)
+    counted = counted_steps(steps, staleness)
+    return 3600 * (counted.stop - counted.start) / seconds_of(run_dir, counted)
 
 
 if __name__ == "__main__":

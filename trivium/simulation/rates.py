@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -17,10 +17,11 @@ from trivium.config import read_yaml
 from trivium.config.reading import flatten
 from trivium.config.schema import Config
 from trivium.errors import ConfigError, RunDirError
-from trivium.inspection.rollouts import Rollout, read_rollouts
+from trivium.inspection.rollouts import read_rollouts
 from trivium.inspection.run import RecordedRun
-from trivium.inspection.viewer.timeline import read_spans
+from trivium.inspection.viewer.timeline import Span, read_spans
 from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
+from trivium.types import Trajectory
 
 _QUANTILES = np.linspace(0, 1, 101)
 _WARM = 2
@@ -61,9 +62,7 @@ class Rates(Config):
     turns: Quantiles = (1.0,)
     """Turns of a rollout."""
     environment_s: Quantiles = (0.0,)
-    """Seconds that a rollout spends outside of the engine: environments, tools, the workflow itself."""
-    reward_s: Quantiles = (0.0,)
-    """Seconds in which a reward is computed."""
+    """Seconds that a rollout spends outside of the engine: environments, tools, rewards, the workflow itself."""
     equal_groups: float = Field(default=0.0, ge=0, le=1)
     """Part of the groups whose members all get the same reward. A filter of the algorithm may refuse them."""
     shared_speed: float = Field(default=0.3, gt=0, le=1)
@@ -118,43 +117,49 @@ def _rounded(value: float) -> str:
 
 
 def measure(run_dirs: Sequence[Path]) -> Rates:
-    """Reads the rates of finished runs on one machine. Several runs with different numbers of rows in flight separate
-    `step_s` from `row_s`; so does one synchronous run whose completions differ in length.
+    """Reads the rates of finished synchronous runs on one machine. The cost of a row holds for as many rows as the runs
+    had in flight.
 
-    Raises RunDirError if a directory holds no run with recorded rollouts.
+    Raises RunDirError for an asynchronous run, or if no run has recorded rollouts.
     """
-    runs = [_Measured(path) for path in run_dirs]
-    rollouts = [rollout for run in runs for rollout in run.rollouts]
-    if not rollouts or not any(run.rows for run in runs):
+    rows, spans, max_rows = list[Mapping[str, float]](), list[Span](), 1
+    waves = defaultdict[tuple[Path, int], list[Trajectory]](list)
+    for path in run_dirs:
+        run = RecordedRun.open(path)
+        config = run.config.stage_configs()[-1]
+        if config.max_staleness > 0:
+            found = f"schedule.max_staleness {config.max_staleness}: engine and trainer slow each other down"
+            raise RunDirError(f"the rates of {path}", found, "profile a synchronous run: schedule.max_staleness=0")
+        trained = [row for row in run.rows() if "time/update/policy" in row]
+        trained = trained[_WARM:] if len(trained) > 2 * _WARM else trained
+        for rollout in read_rollouts(path, step={int(row["step"]) for row in trained}) if trained else ():
+            if rollout.trajectory.turns and ENGINE_S in rollout.trajectory.metrics:
+                waves[path, rollout.steps[0]].append(rollout.trajectory)
+        rows, spans = [*rows, *trained], [*spans, *read_spans(path)]
+        max_rows = max(max_rows, getattr(config.engine, "max_rows", 256))
+    if not waves:
         found = "no trained step with recorded rollouts"
-        raise RunDirError(
-            f"the rates of {', '.join(map(str, run_dirs))}", found, "name the directory of a finished run"
-        )
-    start_s, step_s, row_s = fit([row for run in runs for row in run.requests()])
-    updates = [row for run in runs for row in run.updates()]
-    update_s, update_token_s = fit([((1.0, tokens), seconds) for tokens, seconds, _ in updates])
-    scores = [score / tokens for tokens, _, score in updates]
-    metrics = [rollout.trajectory.metrics for rollout in rollouts]
-    turns = [turn for rollout in rollouts for turn in rollout.trajectory.turns]
+        raise RunDirError(f"the rates of {', '.join(map(str, run_dirs))}", found, "name directories of finished runs")
+    rollouts = [rollout for wave in waves.values() for rollout in wave]
+    metrics = [rollout.metrics for rollout in rollouts]
+    start_s, step_s, row_s = fit([row for wave in waves.values() for row in _requests(wave)])
+    update_s, update_token_s = fit([((1.0, _tokens(row)), _update_s(row)) for row in rows])
     return Rates(
         start_s=start_s,
         step_s=step_s,
         row_s=row_s,
-        max_rows=max(int(getattr(run.config.engine, "max_rows", 256)) for run in runs),
-        load_s=_mean(span.stop - span.start for run in runs for span in run.spans if span.name == "load weights"),
+        max_rows=max_rows,
+        load_s=median(span.stop - span.start for span in spans if span.name == "load weights"),
         update_s=update_s,
         update_token_s=update_token_s,
-        score_token_s=fmean(scores),
-        sync_s=_mean(row["time/sync"] for run in runs for row in run.rows if "time/sync" in row),
-        save_s=_mean(span.stop - span.start for run in runs for span in run.spans if span.name == "checkpoint"),
-        prompt_tokens=_quantiles([len(rollout.trajectory.turns[0].prompt_tokens) for rollout in rollouts]),
-        response_tokens=_quantiles([len(turn.tokens) for turn in turns]),
-        turns=_quantiles([len(rollout.trajectory.turns) for rollout in rollouts]),
-        environment_s=_quantiles([max(0.0, m[ROLLOUT_S] - m[ENGINE_S]) for m in metrics]),
-        reward_s=_quantiles([m[REWARD_S] for m in metrics]),
-        equal_groups=_mean(
-            row["reward/equal_groups"] for run in runs for row in run.rows if "reward/equal_groups" in row
-        ),
+        score_token_s=_mean(_mean(_scores(row)) / _tokens(row) for row in rows),
+        sync_s=_mean(row["time/sync"] for row in rows if "time/sync" in row),
+        save_s=_mean(span.stop - span.start for span in spans if span.name == "checkpoint"),
+        prompt_tokens=_quantiles([len(rollout.turns[0].prompt_tokens) for rollout in rollouts]),
+        response_tokens=_quantiles([len(turn.tokens) for rollout in rollouts for turn in rollout.turns]),
+        turns=_quantiles([len(rollout.turns) for rollout in rollouts]),
+        environment_s=_quantiles([max(0.0, m[ROLLOUT_S] - m[ENGINE_S]) + m[REWARD_S] for m in metrics]),
+        equal_groups=_mean(row["reward/equal_groups"] for row in rows if "reward/equal_groups" in row),
     )
 
 
@@ -162,49 +167,27 @@ Row = tuple[tuple[float, ...], float]
 """(columns, seconds that are a sum of them with unknown factors)."""
 
 
-class _Measured:
-    """The steps of one run after the first ones, with their rollouts and spans."""
+def _requests(wave: Sequence[Trajectory]) -> Iterator[Row]:
+    """For each of the rollouts that begin together ((turns, tokens, rows in flight summed over its tokens), seconds in
+    the engine)."""
+    lengths = np.sort([rollout.num_tokens for rollout in wave])
+    in_flight = len(wave) - np.searchsorted(lengths, np.arange(1, lengths[-1] + 1))
+    rows = [0.0, *np.cumsum(in_flight).tolist()]
+    for rollout in wave:
+        yield (len(rollout.turns), rollout.num_tokens, rows[rollout.num_tokens]), rollout.metrics[ENGINE_S]
 
-    def __init__(self, path: Path) -> None:
-        run = RecordedRun.open(path)
-        self.config = run.config.stage_configs()[-1]
-        rows = [row for row in run.rows() if "time/update/policy" in row]
-        self.rows = rows[_WARM:] if len(rows) > 2 * _WARM else rows
-        steps = {int(row["step"]) for row in self.rows}
-        recorded = read_rollouts(path, step=steps) if steps else ()
-        self.rollouts = [r for r in recorded if r.trajectory.turns and ENGINE_S in r.trajectory.metrics]
-        self.spans = read_spans(path)
 
-    def requests(self) -> Iterator[Row]:
-        """For each rollout ((turns, tokens, tokens times rows in flight), seconds in the engine)."""
-        if self.config.max_staleness == 0 and all(len(r.trajectory.turns) == 1 for r in self.rollouts):
-            waves = defaultdict[int, list[Rollout]](list)
-            for rollout in self.rollouts:
-                waves[rollout.steps[0]].append(rollout)
-            for wave in waves.values():
-                lengths = np.sort([rollout.trajectory.num_tokens for rollout in wave])
-                longer = len(lengths) - np.searchsorted(lengths, np.arange(1, lengths[-1] + 1))
-                together = np.cumsum(longer)  # rows in flight, summed over the decoding steps so far
-                for rollout in wave:
-                    tokens = rollout.trajectory.num_tokens
-                    rows = float(together[tokens - 1]) if tokens else 0.0
-                    yield (1.0, float(tokens), rows), rollout.trajectory.metrics[ENGINE_S]
-            return
-        busy = sum(span.stop - span.start for span in self.spans if span.name == "generate")
-        total = sum(rollout.trajectory.metrics[ENGINE_S] for rollout in self.rollouts)
-        rows = total / max(busy, 1e-9)
-        for rollout in self.rollouts:
-            tokens = float(rollout.trajectory.num_tokens)
-            num_turns = float(len(rollout.trajectory.turns))
-            yield (num_turns, tokens, tokens * rows), rollout.trajectory.metrics[ENGINE_S]
+def _tokens(row: Mapping[str, float]) -> float:
+    return (row["rollout/prompt_tokens"] + row["rollout/response_tokens"]) * row["rollout/trajectories"]
 
-    def updates(self) -> Iterator[tuple[float, float, float]]:
-        """For each step (tokens, seconds of training without scores, seconds of scores for each pass)."""
-        for row in self.rows:
-            tokens = (row["rollout/prompt_tokens"] + row["rollout/response_tokens"]) * row["rollout/trajectories"]
-            scores = [seconds for name, seconds in row.items() if name.startswith("time/score/")]
-            seconds = row["time/step"] - row.get("time/wait", 0.0) - sum(scores)
-            yield tokens, seconds, _mean(scores)
+
+def _scores(row: Mapping[str, float]) -> list[float]:
+    return [seconds for name, seconds in row.items() if name.startswith("time/score/")]
+
+
+def _update_s(row: Mapping[str, float]) -> float:
+    """Seconds of a train step without scores."""
+    return row["time/step"] - row.get("time/wait", 0.0) - sum(_scores(row))
 
 
 def fit(rows: Sequence[Row]) -> tuple[float, ...]:
@@ -224,8 +207,8 @@ def fit(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    quantiles = np.quantile(values, _QUANTILES)
-    return (float(quantiles[0]),) if quantiles[0] == quantiles[-1] else tuple(float(each) for each in quantiles)
+    quantiles = np.quantile(values, _QUANTILES).tolist()
+    return (quantiles[0],) if quantiles[0] == quantiles[-1] else tuple(quantiles)
 
 
 def _mean(values: Any) -> float:
