@@ -118,7 +118,7 @@ def _rounded(value: float) -> str:
 
 def measure(run_dirs: Sequence[Path]) -> Rates:
     """Reads the rates of finished synchronous runs on one machine. The cost of a row holds for as many rows as the runs
-    had in flight.
+    had in flight: the cost of more rows is higher or lower in real engines.
 
     Raises RunDirError for an asynchronous run, or if no run has recorded rollouts.
     """
@@ -191,12 +191,14 @@ def _update_s(row: Mapping[str, float]) -> float:
 
 
 def fit(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Least squares with factors that are not negative. A column that the others determine gets the factor 0."""
-    columns, seconds = np.array([row for row, _ in rows]), np.array([value for _, value in rows])
+    """Least squares of relative errors, with factors that are not negative: large runs count as much as small ones. A
+    column that the others determine gets the factor 0."""
+    seconds = np.maximum([value for _, value in rows], 1e-6)
+    columns = np.array([row for row, _ in rows]) / seconds[:, None]
     used = [n for n in range(columns.shape[1]) if columns[:, n].any()]
     while used:
         scale = columns[:, used].max(axis=0)
-        factors, _, rank, _ = np.linalg.lstsq(columns[:, used] / scale, seconds, rcond=1e-6)
+        factors, _, rank, _ = np.linalg.lstsq(columns[:, used] / scale, np.ones(len(rows)), rcond=1e-6)
         if rank == len(used) and (factors >= 0).all():
             result = np.zeros(columns.shape[1])
             result[used] = factors / scale
