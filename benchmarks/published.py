@@ -1,6 +1,6 @@
 """What `trivium simulate` says about published comparisons of synchronous and asynchronous training.
 
-    python benchmarks/published.py [--steps 20] [--only NAME] [--plot docs/scaling.svg]
+    python benchmarks/published.py [--steps 40] [--only NAME] [--plot docs/scaling.svg]
 
 Each publication states the seconds of its synchronous step, the GPUs and the batch, but not how the step divides into
 sampling and training. The division decides the result, so each comparison is simulated for several divisions. The
@@ -110,7 +110,7 @@ def _rates(**rates: object) -> Rates:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Published and simulated speedups.")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", default="", help="the comparison to simulate")
     parser.add_argument("--plot", type=Path, help="the SVG to write")
     arguments = parser.parse_args()
