@@ -103,13 +103,13 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
         process.writes += 1
 
     def is_missing(path: Any) -> bool:
-        return computer.current is not None and not os.path.lexists(path)
+        return computer.current is not None and not isinstance(path, int) and not os.path.lexists(path)
 
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         is_new = False
         if {*mode} & {*"wax+"}:
             refuse_if_full(path)
-            is_new = not isinstance(path, int) and is_missing(path)
+            is_new = is_missing(path)
         file = real_open(path, mode, *args, **kwargs)
         if is_new:
             disk.made(path, computer.now)
