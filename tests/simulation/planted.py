@@ -197,7 +197,7 @@ PLANTED = {
         323,
     ),
     "a new run directory is not synced": Fault(
-        "checkpoint/atomic.py", "        fsync(path.parent)\n", "        pass\n", True, 47
+        "checkpoint/atomic.py", "            fsync(path.parent)  # another", "            pass  # another", True, 517
     ),
     "a complete run does not say so": Fault(
         "runtime/launch.py",

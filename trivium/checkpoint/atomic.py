@@ -47,6 +47,8 @@ def made_directory(path: Path, key: str) -> Path:
     the directory cannot be written."""
     try:
         make_directories(path)
+        if os.access(path.parent, os.R_OK):
+            fsync(path.parent)  # another process may have made it a moment ago
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
     except (OSError, ValueError) as error:  # ValueError: the path contains NUL
