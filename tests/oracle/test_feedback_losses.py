@@ -8,11 +8,13 @@ import torch
 from algebra import HOLES as MASK
 from algebra import STEP as WHOLE
 from algebra import finite_differences, numbers, policy_objective, run, selected
+from configs import configured
 
-from trivium.algorithms import catalogue, policy_inputs
+from trivium.algorithms import GroupAlgorithm, catalogue, policy_inputs
 from trivium.algorithms.entropy import EntropyController
 from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.policy_losses.future import discounted_future
+from trivium.runtime.build import algorithm_of
 
 FIPO = catalogue("policy_losses")["fipo"]
 
@@ -119,3 +121,15 @@ def test_the_entropy_bonus_acts_below_its_target_and_follows_it() -> None:
         controller.update(entropy)
         seen.append((round(controller.coef, 3), round(controller.value, 3)))
     assert seen == [(0, 0), (0, 0.01), (0.01, 0.02), (0.02, 0.02), (0.02, 0.03), (0, 0.02), (0, 0.01), (0.01, 0.02)]
+
+
+def test_a_resumed_run_takes_a_changed_coefficient_of_the_bonus() -> None:
+    def algorithm(coef: float) -> GroupAlgorithm:
+        return algorithm_of(configured(algorithm={"kind": "grpo", "entropy": {"coef": coef, "target": 0.5}}))
+
+    before, same, changed = (algorithm(coef) for coef in (0.01, 0.01, 0.3))
+    assert before.entropy_controller is not None
+    before.entropy_controller.update(0.1)
+    for resumed, expected in ((same, 0.015), (changed, 0.3)):
+        resumed.restore(before.state())
+        assert resumed.state()["entropy_coef"] == pytest.approx(expected)

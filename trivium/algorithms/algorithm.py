@@ -304,19 +304,21 @@ class GroupAlgorithm:
         moments = [asdict(moments) for moments in self._moments]
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         coef = {"kl_coef": steered.value, "kl_coef_initial": steered.initial} if steered else {}
-        coef |= {"entropy_coef": self.entropy_controller.value} if self.entropy_controller else {}
+        if (entropy := self.entropy_controller) is not None:
+            coef |= {"entropy_coef": entropy.value, "entropy_coef_initial": entropy.initial}
         roles = [{name: asdict(each) for name, each in roles.items()} for roles in self._roles]
         return coef | ({"moments": moments} if moments else {}) | ({"roles": roles} if roles else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`. Keeps the current value of anything that the state lacks, and of the KL coefficient
-        if the config's initial coefficient has changed since."""
+        """The inverse of `state`. Keeps the current value of anything that the state lacks, and of a steered
+        coefficient whose initial value in the config has changed since."""
         controller = self.estimator.kl_controller if self.estimator else None
         steered = controller if isinstance(controller, AdaptiveKLController) else None
         if steered and state.get("kl_coef_initial", steered.initial) == steered.initial:
             steered.value = float(state.get("kl_coef", steered.value))
-        if self.entropy_controller:
-            self.entropy_controller.value = float(state.get("entropy_coef", self.entropy_controller.value))
+        entropy = self.entropy_controller
+        if entropy and state.get("entropy_coef_initial", entropy.initial) == entropy.initial:
+            entropy.value = float(state.get("entropy_coef", entropy.value))
         if "moments" in state:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 vars(moments).update(saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trivium.algorithms.aggregation import agg_loss
@@ -47,6 +47,11 @@ class EntropyController:
     """The change of the coefficient in each train step: up below the target, down above it."""
     coef: float = 0.0
     """The coefficient of this step."""
+    initial: float = field(init=False)
+    """The coefficient of the config."""
+
+    def __post_init__(self) -> None:
+        self.initial = self.value
 
     def update(self, entropy: float) -> None:
         """Begins a step with this entropy."""
