@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.objective import PolicyObjective, required
+from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective, required
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.metrics import depends_on_machine
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.late import torch
 from trivium.schedule import source_metric
-from trivium.types import SOURCE, AnyArray, Batch, Group, Metrics
+from trivium.types import SCORES, SOURCE, AnyArray, Batch, Group, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +80,10 @@ class MixedObjective:
         return "none: each source has its own"
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """Applies each source's selections to its part of the mini-batch."""
-        return _mapped(batch, self.parts, lambda objective, own: objective.select(own, *address))
+        """Applies each source's selections to its part of the mini-batch. Columns of sources without rows are 0."""
+        batch = _mapped(batch, self.parts, lambda objective, own: objective.select(own, *address))
+        missing = self.needs - batch.columns.keys() - FORWARD_COLUMNS
+        return batch.with_columns(**{name: [np.zeros(n, np.float32) for n in batch.lengths] for name in missing})
 
     def derived(self, means: Metrics) -> Metrics:
         for name, objective in self.parts.items():
@@ -100,12 +102,12 @@ def _rows_of(inputs: LossInputs, rows: Tensor, without: AbstractSet[str]) -> Los
 
 
 def _foreign(parts: Mapping[str, Part], own: Part) -> AbstractSet[str]:
-    """The columns that only other sources read: a loss would take their presence for its own."""
+    """The columns that only other sources read, scores aside: a loss would take their presence for its own."""
 
     def read(part: Part) -> AbstractSet[str]:
         return part.columns if isinstance(part, GroupAlgorithm) else part.needs | part.looks_at
 
-    return frozenset[str]().union(*map(read, parts.values())) - read(own)
+    return frozenset[str]().union(*map(read, parts.values())) - read(own) - {*SCORES.values()}
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ def _mapped(batch: Batch, parts: Mapping[str, Part], change: Callable[[Part, Bat
     changed: list[Batch] = []
     for number, (name, part) in enumerate(parts.items(), 1):
         rows = batch.select(np.flatnonzero(numbers == number))
+        if not len(rows):  # all its groups were refused, or none has arrived
+            continue
         own = change(part, rows.without(*_foreign(parts, part)))
         changed.append(replace(own, metrics=_named(name, dict(own.metrics))))
     order: dict[str, int] = {}

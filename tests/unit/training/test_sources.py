@@ -11,7 +11,7 @@ import pytest
 import torch
 from configs import configured, problems_of
 from episodes import group, turn
-from training_parts import VOCABULARY, make_engine, write_model
+from training_parts import VOCABULARY, make_engine, weights, write_model
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.config import RunConfig
@@ -125,9 +125,21 @@ def test_the_metrics_of_a_source_are_those_of_a_step_of_its_own(tmp_path: Path) 
         "train/ref_kl",
     }
     assert metrics["rollout/groups"] == 4
-    weights = {source["name"]: source.get("loss_weight", 1.0) for source in SOURCES}
-    losses = {name: metrics[f"source/{name}/train/loss/policy"] for name in weights}
-    assert metrics["train/loss/policy"] == pytest.approx(sum(weights[name] * losses[name] for name in losses))
+    losses = [
+        source.get("loss_weight", 1.0) * metrics[f"source/{source['name']}/train/loss/policy"] for source in SOURCES
+    ]
+    assert metrics["train/loss/policy"] == pytest.approx(sum(losses))
+
+
+def test_a_step_may_lack_groups_of_a_source(tmp_path: Path) -> None:
+    algorithm = algorithm_of(config_of())
+    engine = make_engine(write_model(tmp_path / "model"), algorithm, dtype="float64")
+    metrics = train_step(engine, GROUPS[:1], algorithm)
+    assert metrics["train/loss/policy"] == pytest.approx(metrics["source/math/train/loss/policy"])
+    assert "source/rows/train/loss/policy" not in metrics
+    before = weights(engine)
+    assert "train/loss/policy" not in train_step(engine, [], algorithm)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
 
 
 def test_sources_are_checked_one_by_one() -> None:
