@@ -7,10 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_parts_of_splitting import FAULTS, LAYOUTS, Step, engine_of, on_ranks, step
+import torch
+from moe_parts import mixture
+from rank_parts_of_splitting import (
+    ADAPTER,
+    FAULTS,
+    KEPT,
+    LAYOUTS,
+    TOKENS,
+    Step,
+    engine_of,
+    head_numbers,
+    on_ranks,
+    step,
+)
 from rank_processes import run_ranks
 from training_parts import SIZE, random_model
-from transformers import Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3MoeConfig
+
+from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
+from trivium.models.heads.vocabulary_part import WHOLE
 
 pytestmark = pytest.mark.slow
 SIZES = (2, 4)
@@ -21,7 +37,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("split")
     sizes: dict[str, Any] = {**SIZE, "vocab_size": 34, "head_dim": 4, "moe_intermediate_size": 14, "num_experts": 6}
     random_model(Qwen3MoeConfig(**sizes, num_experts_per_tok=2), seed=0, scale=8.0).save_pretrained(directory / "model")
+    for kind in TENSOR_MODELS | EXPERT_MODELS:
+        model = mixture(kind) if kind in EXPERT_MODELS else random_model(_dense(kind), seed=0, scale=6.0)
+        model.save_pretrained(directory / kind)
     return directory
+
+
+def _dense(kind: str) -> Any:
+    return AutoConfig.for_model(kind, **{**SIZE, "vocab_size": 40, "head_dim": 4, "pad_token_id": 0})
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +81,29 @@ def test_a_checkpoint_continues_in_another_layout(
     assert distance(step(engine), alone[1]) < 1e-9
 
 
+@pytest.mark.parametrize("kind", sorted(TENSOR_MODELS | EXPERT_MODELS))
+def test_each_type_of_models_is_split_exactly(kind: str, found: dict[int, list[Any]], directory: Path) -> None:
+    assert distance(found[2][0][kind], step(engine_of(directory, model=kind))) < 1e-9
+
+
+def test_an_adapter_learns_beside_experts_on_other_ranks(found: dict[int, list[Any]], directory: Path) -> None:
+    alone = step(engine_of(directory, lora=ADAPTER))
+    assert all(distance(ranks[0]["adapter"], alone) < 1e-9 for ranks in found.values())
+
+
 def test_each_rank_holds_its_part(found: dict[int, list[Any]]) -> None:
     for size, ranks in found.items():
         for layout in LAYOUTS:
             parts = [rank[f"{layout} part"] for rank in ranks]
             assert 1 <= sum(parts) < 1.03, "norms and routers alone are whole on several ranks"
             assert max(parts) < 1.35 / size  # experts and rows do not divide evenly
+
+
+def test_a_split_output_layer_gives_the_numbers_of_the_whole(found: dict[int, list[Any]]) -> None:
+    for expected, number in ((head_numbers(WHOLE, TOKENS, kept), number) for number, kept in enumerate((None, KEPT))):
+        for rank in (rank for ranks in found.values() for rank in ranks):
+            for name, value in rank["head"][number].items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,8 @@ class ModelShape:
     as blocks of the usual parameters."""
     vision: VisionShape | None = None
     """The vision tower and its projector; None for a model that reads text only."""
+    kind: str = field(default="", compare=False)
+    """`model_type`; empty for a shape without a config.json."""
 
     @property
     def query(self) -> int:
@@ -236,6 +238,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
         recurrent_layers=sum(kind in _WITHOUT_KEYS for kind in text.get("layer_types") or ()),
         vision=vision_shape(config, hidden),
+        kind=kind,
         outside=learned + (2 if plain else 1) * hidden + (2 * hidden if kind == "bloom" else 0),
     )
 

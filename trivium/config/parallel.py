@@ -9,6 +9,13 @@ from trivium.config.model_shape import ModelShape
 from trivium.config.schema import Config
 from trivium.errors import Problem
 
+_MIXTURES = {"gpt_oss", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe"}
+EXPERT_MODELS = {"mixtral", *_MIXTURES}
+"""The types of models whose experts ranks can split: those whose updates a test compares with one rank."""
+TENSOR_MODELS = {"cohere2", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3", *_MIXTURES}
+"""The types of models whose layers ranks can split. A plan in transformers is not enough: with that of Apertus, ranks
+compute other gradients than one."""
+
 
 class ParallelConfig(Config):
     """Ranks that split the layers of the models, beside those that shard their parameters."""
@@ -54,11 +61,15 @@ def mesh_problems(ranks: int, *, sequence: int, shard: int, tensor: int, expert:
 def shape_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:
     """The parts of a model that cannot be split in this way."""
     expert, tensor = parallel.expert, parallel.tensor
-    if parallel.is_set and (shape.vision is not None or shape.recurrent_layers):
-        kind = "a vision tower" if shape.vision is not None else "layers with a recurrent state"
-        found = f"the model has {kind}, which ranks cannot split"
-        yield Problem("train.parallel", "layers split over ranks", found, "leave it out: parameters are sharded anyway")
-        return
+    if parallel.is_set and shape.vision is not None:
+        found, do = "the model has a vision tower", "leave it out: parameters are sharded in any case"
+        yield Problem("train.parallel", "layers split over ranks", found, do)
+    for key, ranks, kinds in (("tensor", tensor, TENSOR_MODELS), ("expert", expert, EXPERT_MODELS)):
+        if ranks > 1 and shape.kind and shape.kind not in kinds:
+            found = f"models of type {shape.kind!r} are not split in this way"
+            do = f"leave it out (parameters are sharded in any case), or train one of {', '.join(sorted(kinds))}"
+            yield Problem(f"train.parallel.{key}", str(ranks), found, do)
+            return
     if expert > 1 and shape.experts == 1:
         yield Problem("train.parallel.expert", str(expert), "the model has no experts", "leave it out")
     counts = {"experts": (shape.experts, expert)} if shape.experts > 1 else {}

@@ -153,9 +153,9 @@ class RoleModels:
                 f"the algorithm {algorithm.name!r} trains " + (", ".join(sorted(trained)) or "nothing"),
                 "leave the section out",
             )
-        if self.ranks.tensor is not None and self.config.lora is not None:
+        if self.ranks.tensor_size > 1 and self.config.lora is not None:
             found, do = "an adapter's matrices are not split", "leave one of the two keys out"
-            raise ConfigError("train.parallel with train.lora", found, do)
+            raise ConfigError("train.parallel.tensor with train.lora", found, do)
         if is_quantized(self.config.frozen_dtype) and (
             why := self.config.refuses_few_bits(self.device.type, self.ranks.size)
         ):

@@ -89,7 +89,7 @@ class TorchTrainConfig(TrainConfig):
     """Recomputes activations in the backward pass: less memory for a second forward pass."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks that split the layers of text models by experts and tensors, for models whose class has a plan for that in
-    transformers. Not with `lora`. FSDP shards what a rank has over the others."""
+    transformers. FSDP shards what a rank has over the others."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (Ulysses). With 1, every rank holds whole sequences."""
     shard: int = Field(default=0, ge=0)
@@ -159,9 +159,9 @@ class TorchTrainConfig(TrainConfig):
         if is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
             yield Problem(f"{where}.frozen_dtype", f"weights in {self.frozen_dtype}", why.reason, why.do)
         yield from self._critic_problems(run, where)
-        if self.parallel.is_set and self.lora is not None:
+        if self.parallel.tensor > 1 and self.lora is not None:
             found, do = "an adapter's matrices are not split", "leave one of the two keys out"
-            yield Problem(f"{where}.parallel", "layers split over ranks, with train.lora", found, do)
+            yield Problem(f"{where}.parallel.tensor", f"{self.parallel.tensor} with train.lora", found, do)
         elif self.parallel.is_set and (shape := shape_in(run)) is not None:
             yield from shape_problems(shape, self.parallel)
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)

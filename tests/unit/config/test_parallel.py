@@ -49,7 +49,8 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
         (replace(DENSE, mlp=98), {"tensor": 4}, "98 rows"),
         (MIXTURE, {"expert": 4}, "6 experts"),
         (DENSE, {"expert": 2}, "no experts"),
-        (replace(DENSE, recurrent_layers=1), {"tensor": 2}, "recurrent state"),
+        (replace(DENSE, kind="qwen3_next"), {"tensor": 2}, "qwen3_next"),
+        (replace(MIXTURE, kind="deepseek_v3"), {"expert": 2}, "deepseek_v3"),
     ],
 )
 def test_models_that_cannot_be_split(shape: ModelShape, sizes: dict[str, int], named: str) -> None:
@@ -61,7 +62,7 @@ def test_a_config_names_what_is_not_split() -> None:
     sections: dict[str, Any] = {"model": tiny_model(heads=4), "train": {"parallel": {"tensor": 2}}}
     assert "train.parallel.tensor" in problems_of(configured, **sections)  # one key-value head
     adapted = {"lora": {"rank": 2}, "parallel": {"tensor": 2}}
-    assert "train.lora" in problems_of(configured, train=adapted)["train.parallel"]
+    assert "train.lora" in problems_of(configured, train=adapted)["train.parallel.tensor"]
 
 
 def test_a_run_on_one_rank_is_not_split() -> None:

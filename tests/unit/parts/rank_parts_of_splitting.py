@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from training_parts import Parts, Reinforce, SquaredError, make_batch
 from transformers.distributed import tensor_parallel
 
+from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
+from trivium.models.heads.kept import KeptSets
+from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
+from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.heads.vocabulary_part import VocabularyPart
 from trivium.models.weights.filling import local_part
 from trivium.training import optim
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks
 from trivium.training.engine import TorchTrainEngine
+from trivium.training.snapshot import full_weights
+from trivium.types import Teacher
 
 BATCH = make_batch(advantages=0.5, returns=0.2)
+ADAPTER = {"rank": 2}
+TOKENS = 8
+_COUNTS = torch.tensor([2, 1, 0, -2, 3, 2])
+KEPT = KeptSets(_COUNTS, torch.tensor([0, 1, 5, 0, 3, 2, 6, 1, 1, 4]), _COUNTS.abs().cumsum(0))
+"""Of the fourth state, two tokens are excluded; of others, some parts of the vocabulary have no candidate."""
 LAYOUTS = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
-_PPO = Parts((Reinforce(entropy_coef=0.2), SquaredError()))
+_TRAINED = Reinforce(entropy_coef=0.2), SquaredError()
+_AVERAGED = Parts(_TRAINED, frozenset({"teacher"}), teacher=Teacher(None, 1, weights="average", rate=0.3))
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,17 @@ class Step:
 
     norms: list[float]
     weights: dict[str, torch.Tensor]
+    """Of the policy, and of the average of its versions."""
 
 
-def engine_of(directory: Path, ranks: Ranks = ALONE, **parallel: int) -> TorchTrainEngine:
-    config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 30}
+def engine_of(
+    directory: Path, ranks: Ranks = ALONE, *, model: str = "model", lora: dict[str, int] | None = None, **parallel: int
+) -> TorchTrainEngine:
+    config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 30, "lora": lora}
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({**config, "parallel": parallel, "optimizer": {"lr": 0.1, "eps": 1.0}}),
-        model_dir=directory / "model",
-        algorithm=_PPO,
+        model_dir=directory / model,
+        algorithm=_AVERAGED if lora is None else Parts(_TRAINED),
         temperature=0.8,
         max_response_length=32,
         total_steps=10,
@@ -51,17 +66,23 @@ def engine_of(directory: Path, ranks: Ranks = ALONE, **parallel: int) -> TorchTr
 def step(engine: TorchTrainEngine) -> Step:
     rows = range(engine.ranks.data_rank, len(BATCH), engine.ranks.data_size)
     norms: list[float] = []
-    for objective in _PPO.objectives:
+    for objective in _TRAINED:
         metrics = engine.update(objective.role, BATCH.select([*rows]), objective, count(BATCH, 32))
         norms += [value for key, value in metrics.items() if "grad_norm" in key]
     engine.version += 1
-    return Step(norms, {name: tensor.clone() for name, tensor in engine.export_weights()})
+    weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    if (teacher := engine._learners.get("teacher")) is not None:
+        average = full_weights(cast(LanguageModel, teacher.model))
+        weights |= {f"average {name}": tensor.clone() for name, tensor in average}
+    return Step(norms, weights)
 
 
 def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    """Steps by layout, `resumed` ones from the checkpoint of one process, faulty ones by fault, and the part of the
-    parameters that this rank holds."""
-    done: dict[str, Any] = {}
+    """Steps by layout, `resumed` ones from the checkpoint of one process, faulty ones by fault, the part of the
+    parameters that this rank holds, and the numbers of a split output layer."""
+    join_ranks(tensor=2)
+    own = VocabularyPart(rank * TOKENS // size, torch.distributed.group.WORLD)
+    done: dict[str, Any] = {"head": [head_numbers(own, TOKENS // size, kept) for kept in (None, KEPT)]}
     for name, parallel in LAYOUTS.items():
         engine = engine_of(directory, join_ranks(**parallel), **parallel)
         parameters = [*engine._learners["policy"].model.parameters()]
@@ -70,6 +91,10 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         engine.save(directory / f"{size} {name}")
         engine.load(directory / "alone")
         done[f"{name} resumed"] = step(engine)
+    done["adapter"] = step(engine_of(directory, join_ranks(expert=2), lora=ADAPTER, expert=2))
+    for kind in sorted(TENSOR_MODELS | EXPERT_MODELS) if size == 2 else ():
+        splits = {"tensor": 2 if kind in TENSOR_MODELS else 1, "expert": 2 if kind in EXPERT_MODELS else 1}
+        done[kind] = step(engine_of(directory, join_ranks(**splits), model=kind, **splits))
     for name, (owner, attribute, faulty) in FAULTS.items():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
@@ -78,6 +103,29 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         finally:
             setattr(owner, attribute, right)
     return done
+
+
+def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict[str, torch.Tensor]:
+    """What the output layer with `size` tokens of a part computes of six states, and the gradient of the states."""
+    draw = torch.Generator().manual_seed(0)
+    states, weight, bias = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((6, 4), (TOKENS, 4), TOKENS))
+    states.requires_grad_()
+    layer = states, weight[part.first :][:size], bias[part.first :][:size]
+    targets = torch.tensor([[0, 1], [5, 5], [3, 0], [6, 7], [2, 6], [1, 4]])
+    log_prob, entropy = log_prob_and_entropy(*layer, targets, temperature=0.7, entropy_grad=True, kept=kept, part=part)
+    chosen = log_prob[:, :1] if kept is not None else log_prob  # the second target may be excluded
+    (chosen.sum(1) * torch.arange(6) + 2 * entropy).sum().backward()
+    ids, top = top_k_log_probs(*layer, 5, part=part)
+    assert states.grad is not None
+    return {
+        "log_prob": chosen.detach(),
+        "entropy": entropy.detach(),
+        "gradient": states.grad,
+        "sum_pi_squared": sum_pi_squared(*layer, temperature=0.7, kept=kept, part=part),
+        "mean_discriminant": mean_discriminant(*layer, temperature=0.7, kept=kept, part=part),
+        "ids": ids,
+        "top": top,
+    }
 
 
 def _unless_wide(part: VocabularyPart, values: torch.Tensor, right: Callable[..., Any] = VocabularyPart.sum) -> Any:

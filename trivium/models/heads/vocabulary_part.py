@@ -25,10 +25,6 @@ class VocabularyPart:
     group: dist.ProcessGroup | None = None
     """The ranks with the other parts; None if this is the whole vocabulary."""
 
-    @property
-    def is_whole(self) -> bool:
-        return self.group is None
-
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all parts, on every rank, in place."""
         if self.group is not None:

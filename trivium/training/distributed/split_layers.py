@@ -10,9 +10,12 @@ get the sum of the gradients of all its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from trivium.config.model_shape import shape_of
@@ -24,19 +27,6 @@ from trivium.training.distributed.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
-
-_STYLES = {
-    "colwise",
-    "rowwise",
-    "embedding_rowwise",
-    "colwise_gather_output",
-    "replicated_with_grad_allreduce",
-    "packed_colwise",
-    "moe_tp_experts",
-    "grouped_gemm",
-    "ep_dispatch_experts",
-}
-"""The rules of transformers' plans that the tests compare with one rank."""
 
 
 def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, DeviceMesh]]:
@@ -58,9 +48,11 @@ def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, Devi
             "this release of transformers has no plans with DTensors",
             "install transformers 5.23 or later",
         ) from error
+    # A warning for each mesh whose tensors are gathered or summed over two of its axes, one after the other.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tied = _tied(module)
-    experts = {} if ranks.experts is None else _expanded(module, module.ep_plan, "expert")
-    layers = {} if ranks.tensor_size == 1 else _expanded(module, module.tp_plan, "tensor")
+    experts = {} if ranks.experts is None else _expanded(module, module.ep_plan)
+    layers = {} if ranks.tensor_size == 1 else _expanded(module, module.tp_plan)
     layers = {name: style for name, style in layers.items() if name not in experts}
     for name, layer in module.named_modules():
         if name in layers and isinstance(layer, nn.Linear):  # `models.cpu.linear.use_onednn` cannot multiply DTensors
@@ -73,15 +65,19 @@ def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, Devi
         apply_expert_parallelism(module, ranks.experts["expert"], ranks.tensor, experts, ep_implementation="all_to_all")
         dispatching = (name for name, style in experts.items() if style == "ep_dispatch_experts")
         sharded = [(module.get_submodule(name), ranks.experts["expert_shard"]) for name in dispatching]
+        for each, _ in sharded:  # FSDP's hook on an output that is a view is lost if the layer adds to it in place
+            each.forward = partial(_copied, each.forward)
     for (owner, name), *others in tied:
         for other, its_name in others:
             other._parameters[its_name] = owner._parameters[name]
     return sharded
 
 
+def _copied(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return forward(*args, **kwargs).clone()
+
+
 def _check(model: FilledModel, ranks: Ranks) -> None:
-    if model.backbone.recurrent:
-        raise _refusal(model.module, "tensor", "it has layers with a recurrent state")
     expert = 1 if ranks.experts is None else ranks.experts["expert"].size()
     parallel = ParallelConfig(expert=expert, tensor=ranks.tensor_size)
     for problem in shape_problems(shape_of(model.module.config.to_dict()), parallel):
@@ -90,23 +86,11 @@ def _check(model: FilledModel, ranks: Ranks) -> None:
         )
 
 
-def _expanded(module: PreTrainedModel, plan: Mapping[str, str] | None, key: str) -> dict[str, str]:
+def _expanded(module: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
     """A plan with an entry for each parameter and module of this model."""
-    if not plan:
-        raise _refusal(module, key, "its class has no plan in transformers")
-    if unknown := sorted(set(plan.values()) - _STYLES):
-        raise _refusal(module, key, f"its plan in transformers has the rules {', '.join(unknown)}")
     # Of the places of a tied parameter, transformers' functions know one.
     known = {*dict(module.named_modules()), *dict(module.named_parameters())}
     return {name: style for name, style in module._expand_parallel_plan(dict(plan)).items() if name in known}
-
-
-def _refusal(module: PreTrainedModel, key: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"train.parallel.{key} for {type(module).__name__}",
-        found,
-        "leave it at 1 for this model, or train a Llama, Mistral, Qwen 2, Qwen 3 or Qwen 3 MoE",
-    )
 
 
 def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
