@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ pytest.importorskip("greenlet")
 
 from tests.failing import refused
 from tests.simulation.planted import PLANTED, find
+from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError
+from trivium.simulation import seeds
 from trivium.simulation.seeds import prepare, run_seeds, run_spec
 from trivium.simulation.spec import FAMILY, Fault, Spec
 
@@ -55,6 +59,21 @@ def test_a_seed_alone_decides_about_its_world(shared: bool, model: Path) -> None
 @pytest.mark.parametrize("seed", [143, 517])
 def test_worlds_that_found_a_defect_keep_their_promises(seed: int, model: Path) -> None:
     assert not run_spec(Spec.of(seed), model).problems
+
+
+def test_worlds_remove_their_files_and_those_of_killed_processes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "IN_MEMORY", tmp_path)
+    alive = ProcessLife.of(os.getpid())
+    for name, owner in {"alive": alive, "killed": replace(alive, started="0")}.items():  # a later one has its pid
+        (tmp_path / f"trivium-worlds-{name}").mkdir()
+        (tmp_path / f"trivium-worlds-{name}" / "owner.json").write_text(json.dumps(astuple(owner)))
+    outcomes = run_seeds(range(3), 1, model)
+    next(outcomes)
+    assert len([*tmp_path.glob("trivium-worlds-*")]) == 2  # the one that is alive, and its own
+    del outcomes  # while its process runs
+    assert [path.name for path in tmp_path.iterdir()] == ["trivium-worlds-alive"]
 
 
 def test_a_fault_is_read_as_it_is_printed() -> None:
