@@ -44,6 +44,8 @@ class Conditions:
     """What `time.time` is ahead."""
     full_until: float = 0.0
     """Until this time the disk is full: files cannot be opened for writing, and not be synced."""
+    full_share: float = 1.0
+    """The share of these calls that a full disk refuses: others free a part of it."""
     cut_until: dict[str, float] = field(default_factory=dict[str, float])
     """By the name of a process, the time until which it cannot reach the database."""
     silent_until: dict[str, float] = field(default_factory=dict[str, float])
@@ -90,7 +92,9 @@ def files(computer: Computer, disk: Disk, conditions: Conditions) -> list[Replac
     real_mkdir, real_rmdir = os.mkdir, os.rmdir
 
     def refuse_if_full(path: Any) -> None:
-        if computer.current is not None and computer.now < conditions.full_until:
+        if computer.current is None or computer.now >= conditions.full_until:
+            return
+        if computer.random.random() < conditions.full_share:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     @contextmanager

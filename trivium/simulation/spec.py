@@ -25,11 +25,11 @@ class Fault:
     kind: str
     """`kill` (a command), `kill_writing` (a command when it next writes, before it has written or after), `power` (the
     computer, with what it had not synced), `pause` (a command, for `seconds`), `clock` (the wall clock jumps by up to
-    1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`), `full_disk` (for `seconds`), `cut` (a
-    command cannot reach the database for `seconds`), `lost_answers` (for `seconds`, the database commits what a command
-    asks for, and the answer is lost), `messages` (between agents and endpoints are lost or arrive twice for
-    `seconds`), `twin` (the trainer's command is started a second time), `abandon` (the trainer
-    is killed and never started again)."""
+    1000 `seconds`), `slow_disk` (`fsync` takes up to a tenth of `seconds`), `full_disk` (for
+    `seconds`, all writes fail or a tenth of them), `cut` (a command cannot reach the database for `seconds`),
+    `lost_answers` (for `seconds`, the database commits what a command asks for, and the answer is lost), `messages`
+    (between agents and endpoints are lost or arrive twice for `seconds`), `twin` (the trainer's command is started a
+    second time), `abandon` (the trainer is killed and never started again)."""
     command: str = "trainer"
     seconds: float = 0.0
 

@@ -38,6 +38,8 @@ _STALLS_S = 2 * _LASTS_S
 """How long a run may make no progress: a role waits for another one, which then waits for the return of the first."""
 
 _AGENTS = 3
+_FULL = (0.1, 1.0)
+"""Shares of the writes that a full disk refuses."""
 _CHANGES: tuple[Mapping[str, Any], ...] = ({}, {}, {"workflow.max_concurrent": 3}, {"checkpoint.keep": 4})
 """Fields that an operator may change when a command is started again."""
 
@@ -240,6 +242,7 @@ class World:
 
     def _full_disk(self, fault: Fault) -> None:
         self._conditions.full_until = self.computer.now + fault.seconds
+        self._conditions.full_share = self._draw.choice(_FULL)
 
     def _messages(self, fault: Fault) -> None:
         self._network.bad_until = self.computer.now + fault.seconds

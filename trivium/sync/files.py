@@ -142,12 +142,17 @@ class FileChannel:
         own = self._clear() if self._own is None else self._own  # the first offer removes those of earlier processes
         folder = self._folder(version)
         with writing(folder):
-            yield (staging := staging_directory(folder))
-            for path in (*staging.iterdir(), staging):
-                fsync(path)
-            self._remove(version)
-            staging.rename(folder)
-            fsync(self._directory)
+            staging = staging_directory(folder)
+            try:
+                yield staging
+                for path in (*staging.iterdir(), staging):
+                    fsync(path)
+                self._remove(version)
+                staging.rename(folder)
+                fsync(self._directory)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)  # the run may be complete: no later offer removes it
+                raise
         own = sorted({*own, version})
         self._own = own[-self._keep :]
         if is_whole:
