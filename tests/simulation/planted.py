@@ -46,6 +46,7 @@ PLANTED = {
         "return trains - self._schedule.max_staleness",
         "return trains - self._schedule.max_staleness - 1",
         False,
+        67,
     ),
     "an evicted slot is not issued again": Fault(
         "buffers/slot_machine.py", "        self._insert(following)\n", "        del following\n", False
@@ -85,13 +86,13 @@ PLANTED = {
         138,
     ),
     "a repeated call takes effect twice": Fault(
-        "buffers/sql/buffer.py", "if call.tried and (answered", "if not call.tried and (answered", True, 48
+        "buffers/sql/buffer.py", "if call.tried and (answered", "if not call.tried and (answered", True, 186
     ),
     "SQLite does not sync": Fault(
-        "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 47
+        "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 46
     ),
     "checkpoints are not synced": Fault(
-        "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False
+        "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False, 28
     ),
     "the run directory is not locked": Fault(
         "runtime/run_dir.py",
@@ -128,6 +129,7 @@ PLANTED = {
         "return min(version, self.version_for((version - self.first_version) * self.fresh_per_step))",
         "return version",
         False,
+        33,
     ),
     "a version is published before its weights": Fault(
         "publisher.py",
@@ -141,14 +143,14 @@ PLANTED = {
         ".where(mine, _boards.c.revision == revision)",
         ".where(mine)",
         True,
-        188,
+        17,
     ),
     "the id of a run is not synced": Fault(
         "buffers/sql/buffer.py",
         "            fsync(folder)\n",
         "            pass\n",
         True,
-        179,
+        46,
     ),
     "failed rollouts are trained": Fault(
         "types/trajectories.py",
@@ -162,7 +164,7 @@ PLANTED = {
         "replaced=stopped)\n            raise\n",
         "replaced=stopped)\n",
         True,
-        106,
+        104,
     ),
     "feedback counts twice": Fault(
         "serving/gateway.py",
@@ -186,15 +188,15 @@ PLANTED = {
         "monitors/jsonl.py",
         "        with writing(self.path):\n            os.fsync",
         "        if True:\n            os.fsync",
-        False,
-        21,
+        None,
+        382,
     ),
     "a full disk at a sync of buffer.id": Fault(
         "buffers/sql/buffer.py",
         "    with writing(path):\n        for folder",
         "    if True:\n        for folder",
         True,
-        323,
+        914,
     ),
     "a new run directory is not synced": Fault(
         "checkpoint/atomic.py", "            fsync(path.parent)  # another", "            pass  # another", True, 517
@@ -206,7 +208,6 @@ PLANTED = {
         True,
         166,
     ),
-    "the config of a run is not synced": Fault("runtime/run_dir.py", "    fsync(run_dir)", "    pass", False, 36),
 }
 
 
