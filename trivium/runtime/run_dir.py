@@ -63,12 +63,21 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
         _held(lock, run_dir),
         logging_to(run_dir, "log.txt"),
     ):
+        _discard_unfinished(run_dir)
         _claim(config, run_dir, rows or {})
         try:
             yield run_dir
         except Exception as error:
             _log.info("%s%s", ENDED, one_line(first_cause(error)))
             raise
+
+
+def _discard_unfinished(run_dir: Path) -> None:
+    """Removes the files that a killed process of this run was writing (`atomic_write`). Explorers, which do not hold the
+    directory, write only files of their own name."""
+    for path in run_dir.glob(".*.writing"):
+        if path.is_file() and not path.name.startswith(".serve-"):
+            path.unlink(missing_ok=True)
 
 
 def _opened(path: Path) -> TextIO:
