@@ -73,8 +73,8 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
 
 
 def _discard_unfinished(run_dir: Path) -> None:
-    """Removes the files that a killed process of this run was writing (`atomic_write`). Explorers, which do not hold the
-    directory, write only files of their own name."""
+    """Removes the files that a killed process of this run was writing (`atomic_write`). Explorers do not hold the
+    directory, and write only files of their own name."""
     for path in run_dir.glob(".*.writing"):
         if path.is_file() and not path.name.startswith(".serve-"):
             path.unlink(missing_ok=True)
