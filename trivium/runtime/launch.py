@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable, Generator, Iterator
@@ -89,7 +90,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
             _log.warning("%s", note)
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
-        record = _train_with_restarts(partial(_train, config, run_dir, store, session), _restarts(config))
+        restarts = _restarts(config) if open_session is None else 0  # a caller's processes are not started again here
+        record = _train_with_restarts(partial(_train, config, run_dir, store, session), restarts)
         if launched_ranks() > 1:
             from trivium.training.distributed.torchrun import stop_ranks
 
@@ -119,13 +121,14 @@ def _train_with_restarts(train: Callable[[], dict[str, Any]], restarts: int) -> 
             died = first_cause(error)
             if not (isinstance(died, ProcessDied) and restarts):
                 raise
-            restarts -= 1
-            _log.warning(
-                "%s died (%s); the run continues from the last checkpoint (%d restarts left)",
-                died.role,
-                died.cause,
-                restarts,
-            )
+            role, cause = died.role, died.cause
+            del died
+        restarts -= 1
+        _log.warning(
+            "%s died (%s); the run continues from the last checkpoint (%d restarts left)", role, cause, restarts
+        )
+        # The frames of the error held the models of the attempt, which the next attempt has no memory for.
+        gc.collect()
 
 
 def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: OpenSession) -> dict[str, Any]:
