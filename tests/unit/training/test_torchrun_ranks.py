@@ -14,8 +14,9 @@ from failing import refused
 
 from tests.rank_processes import run_ranks
 from trivium.errors import RoleFailed
+from trivium.processes.sockets import own_interface
 from trivium.training.distributed.data_parallel import RankVerbs
-from trivium.training.distributed.ranks import Ranks
+from trivium.training.distributed.ranks import Ranks, open_process_group
 from trivium.training.distributed.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
 
 DEADLINE_S = 2.0
@@ -53,3 +54,17 @@ def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
 def test_a_stopped_rank_is_named(num_bytes: int, tmp_path: Path) -> None:
     said = run_ranks([2], with_a_stopped_rank, tmp_path / "ranks", num_bytes, deadline_s=90)
     assert "rank 1: process PID was stopped (SIGSTOP)" in said[2][0]
+
+
+def interfaces(rank: int, size: int, on_this_machine: int) -> tuple[str, str]:
+    """The interface that gloo is told to use, and the one that other machines reach."""
+    outward = own_interface()
+    os.environ["LOCAL_WORLD_SIZE"] = str(on_this_machine)
+    open_process_group("cpu", 60.0)
+    return os.environ.get("GLOO_SOCKET_IFNAME", ""), outward
+
+
+def test_ranks_of_one_machine_do_not_listen_on_the_interface_that_others_reach(tmp_path: Path) -> None:
+    for on_this_machine in (1, 2):
+        found = run_ranks([2], interfaces, tmp_path / str(on_this_machine), on_this_machine, deadline_s=90)[2]
+        assert all(used == (outward if on_this_machine == 1 else "") for used, outward in found)

@@ -22,7 +22,7 @@ from trivium.config.parallel import mesh_problems
 from trivium.errors import ConfigError
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.processes.sockets import own_interface
-from trivium.training.launched import launched_ranks, this_rank
+from trivium.training.launched import launched_ranks, ranks_here, this_rank
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -146,9 +146,10 @@ def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
     """Opens the group of all ranks once, for CPU tensors and, if `kind` is `cuda`, for CUDA tensors too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
-        # By default gloo takes the address of the host's name, which is a loopback address on many machines.
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := own_interface()):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        # By default gloo takes the address of the host's name, which is a loopback address on many machines. Other
+        # machines could not reach it.
+        if ranks_here() < launched_ranks() and "GLOO_SOCKET_IFNAME" not in os.environ and (name := own_interface()):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         timeout = timedelta(seconds=deadline_s)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
