@@ -36,9 +36,11 @@ def difference(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
     if old.dtype != new.dtype or old.shape != new.shape:
         return None
     bits = _bits(new)
-    places = (_bits(old) != bits).nonzero().flatten()
-    if 2 * len(places) * (1 + new.itemsize) >= new.nbytes:
+    changed = _bits(old) != bits
+    # `nonzero` takes 8 bytes for each changed element, and `sum` for each element.
+    if 2 * int(changed.count_nonzero()) * (1 + new.itemsize) >= new.nbytes:
         return None
+    places = changed.nonzero().flatten()
     unchanged = places.diff(prepend=places.new_tensor([-1])) - 1
     skips = unchanged // _SKIP
     ends = (skips + 1).cumsum(0) - 1

@@ -61,6 +61,13 @@ def test_signs_of_zero_and_bits_of_nan_are_differences() -> None:
     assert again.nbytes == 0
 
 
+def test_a_tensor_that_changed_everywhere_takes_no_more_memory_than_it_has() -> None:
+    new = torch.ones(100_000, dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        assert difference(torch.zeros_like(new), new) is None
+    assert 0 < max(event.cpu_memory_usage for event in profile.key_averages()) <= new.nbytes
+
+
 def test_a_difference_of_another_tensor_is_refused() -> None:
     change = Difference(torch.tensor([9], dtype=torch.uint8), torch.ones(1))
     for tensor in (torch.zeros(9), torch.zeros(0)):
