@@ -58,8 +58,8 @@ def mesh_problems(ranks: int, *, sequence: int, shard: int, tensor: int, expert:
         yield Problem("train.parallel.expert", str(expert), found, f"choose a multiple of {tensor}, or 1")
 
 
-def shape_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:
-    """The parts of a model that cannot be split in this way."""
+def shape_problems(shape: ModelShape, parallel: ParallelConfig, sequence: int) -> Iterator[Problem]:
+    """The parts of a model that cannot be split in this way, by ranks of which `sequence` share each sequence."""
     expert, tensor = parallel.expert, parallel.tensor
     if parallel.is_set and shape.vision is not None:
         found, do = "the model has a vision tower", "leave it out: parameters are sharded in any case"
@@ -84,6 +84,10 @@ def shape_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Prob
         if number % ranks:
             key, do = "expert" if name == "experts" else "tensor", f"choose a divisor of {number}"
             yield Problem(f"train.parallel.{key}", str(ranks), f"it does not divide the {number} {name}", do)
+    if shape.heads % tensor == 0 and shape.heads // tensor % sequence:  # attention splits the heads of a rank further
+        found = f"it does not divide the {shape.heads // tensor} attention heads"
+        found += f" that train.parallel.tensor {tensor} leaves to a rank" if tensor > 1 else ""
+        yield Problem("train.sequence_parallel", str(sequence), found, f"choose a divisor of {shape.heads // tensor}")
 
 
 def sent_in_a_pass(

@@ -162,8 +162,8 @@ class TorchTrainConfig(TrainConfig):
         if self.parallel.tensor > 1 and self.lora is not None:
             found, do = "an adapter's matrices are not split", "leave one of the two keys out"
             yield Problem(f"{where}.parallel.tensor", f"{self.parallel.tensor} with train.lora", found, do)
-        elif self.parallel.is_set and (shape := shape_in(run)) is not None:
-            yield from shape_problems(shape, self.parallel)
+        elif (self.parallel.is_set or self.sequence_parallel > 1) and (shape := shape_in(run)) is not None:
+            yield from shape_problems(shape, self.parallel, self.sequence_parallel)
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
         if self.lora is not None:
             yield from self.lora.own_problems(f"{where}.lora")

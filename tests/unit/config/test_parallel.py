@@ -45,6 +45,9 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
         (replace(MIXTURE, mlp=97), {"tensor": 4, "expert": 2}, ""),  # experts are whole
         (DENSE, {"tensor": 3}, "4 key-value heads"),
         (replace(DENSE, heads=10), {"tensor": 4}, "10 attention heads"),
+        (replace(DENSE, heads=6, kv_heads=2), {"tensor": 2, "sequence": 3}, ""),
+        (replace(DENSE, heads=6, kv_heads=2), {"tensor": 2, "sequence": 2}, "3 attention heads"),
+        (replace(DENSE, heads=6, kv_heads=2), {"sequence": 4}, "6 attention heads"),
         (replace(DENSE, vocabulary=1001), {"tensor": 4}, "1001 tokens"),
         (replace(DENSE, mlp=98), {"tensor": 4}, "98 rows"),
         (MIXTURE, {"expert": 4}, "6 experts"),
@@ -54,13 +57,18 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
     ],
 )
 def test_models_that_cannot_be_split(shape: ModelShape, sizes: dict[str, int], named: str) -> None:
-    problems = [str(problem) for problem in shape_problems(shape, ParallelConfig(**sizes))]
+    sequence = sizes.get("sequence", 1)
+    parallel = ParallelConfig.model_validate({name: size for name, size in sizes.items() if name != "sequence"})
+    problems = [str(problem) for problem in shape_problems(shape, parallel, sequence)]
     assert any(named in problem for problem in problems) if named else not problems
 
 
 def test_a_config_names_what_is_not_split() -> None:
     sections: dict[str, Any] = {"model": tiny_model(heads=4), "train": {"parallel": {"tensor": 2}}}
     assert "train.parallel.tensor" in problems_of(configured, **sections)  # one key-value head
+    sections = {"model": tiny_model(heads=6, kv_heads=2, hidden=48), "train": {"parallel": {"tensor": 2}}}
+    sections["train"]["sequence_parallel"] = 2
+    assert "train.sequence_parallel" in problems_of(configured, **sections)
     adapted = {"lora": {"rank": 2}, "parallel": {"tensor": 2}}
     assert "train.lora" in problems_of(configured, train=adapted)["train.parallel.tensor"]
 

@@ -80,7 +80,7 @@ def _copied(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> 
 def _check(model: FilledModel, ranks: Ranks) -> None:
     expert = 1 if ranks.experts is None else ranks.experts["expert"].size()
     parallel = ParallelConfig(expert=expert, tensor=ranks.tensor_size)
-    for problem in shape_problems(shape_of(model.module.config.to_dict()), parallel):
+    for problem in shape_problems(shape_of(model.module.config.to_dict()), parallel, ranks.sequence_size):
         raise ConfigError(
             f"{problem.where} {problem.asked} for {type(model.module).__name__}", problem.found, problem.do
         )
