@@ -158,6 +158,13 @@ def check_channel(config: RunConfig) -> Iterator[Problem]:
             "a resumed run rolls out slots with earlier versions, and a broadcast keeps no version",
             "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
         )
+    if config.has_fixed_versions and channel.uses_directory and config.cluster.ranks > 1:
+        yield Problem(
+            "sync.method",
+            f"'{sync.method}' with cluster.ranks {config.cluster.ranks} {WITH_FIXED_VERSIONS}",
+            "the first rank writes the versions, so the trainer can neither save nor restore earlier ones",
+            "use memory, or cluster.ranks: 1, or set schedule.max_staleness or schedule.deterministic back",
+        )
     if sync.dir is not None and not channel.uses_directory:
         yield Problem(
             "sync.dir",

@@ -50,6 +50,19 @@ def test_what_was_broadcast_cannot_be_had_again(tmp_path: Path) -> None:
         assert problems(tmp_path, sync={"method": method}, schedule=ahead) == {}
 
 
+def test_earlier_versions_are_not_saved_if_the_first_rank_writes_them(tmp_path: Path) -> None:
+    ahead = {"deterministic": True, "max_staleness": 2}
+    for method, ranks, schedule, is_refused in (
+        ("checkpoint", 2, ahead, True),
+        ("memory", 2, ahead, False),
+        ("checkpoint", 1, ahead, False),
+        ("checkpoint", 2, {"max_staleness": 2}, False),
+    ):
+        cluster = {"kind": "ray", "ranks": ranks}
+        found = problems(tmp_path, sync={"method": method}, cluster=cluster, schedule=schedule)
+        assert [*found] == ["sync.method"] * is_refused
+
+
 def test_a_directory_is_for_a_channel_that_has_files(tmp_path: Path) -> None:
     assert problems(tmp_path, sync={"method": "checkpoint", "dir": "weights"}) == {}
     for method in ("memory", "nccl"):
