@@ -6,11 +6,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,26 @@ def test_torchrun_starts_ranks_again_and_the_bits_are_those_of_a_run_without_dea
     assert "continuing from step-" in (tmp_path / "killed" / "log.txt").read_text()
     assert_ranks_end(0, tmp_path / "whole", "workflow.pause_s=0.2", "schedule.steps=12")
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
+def test_ranks_of_two_agents_meet_again_if_one_agent_counts_a_restart_and_the_other_none(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--local-addr=127.0.0.1"]
+    command += [str(HERE / "second_round.py"), str(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        agents = list[subprocess.Popen[str]]()
+        for _ in range(2):
+            agent = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            )
+            agents.append(stack.enter_context(agent))
+            stack.callback(agent.terminate)  # and its rank with it
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert [(tmp_path / f"second-{rank}").read_text() for rank in range(2)] == ["2 0", "2 1"]
 
 
 def test_a_rank_holds_the_run_directory_and_ends_with_the_driving_rank(tmp_path: Path) -> None:

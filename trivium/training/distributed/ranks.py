@@ -8,18 +8,20 @@ parallelism several ranks get the same share: `sequence_size` ranks split its to
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from trivium.config.parallel import mesh_problems
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, RoleFailed
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.processes.sockets import own_interface
 from trivium.training.launched import launched_ranks, ranks_here, this_rank
@@ -28,6 +30,7 @@ _T = TypeVar("_T")
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
 """Default deadline of a collective call."""
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -154,5 +157,34 @@ def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         # The store of torchrun also holds the keys of the ranks before a restart, with addresses where none listens.
-        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(_agreed_prefix(store, rank, size, deadline_s), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _agreed_prefix(store: Store, rank: int, size: int, deadline_s: float) -> str:
+    """A random prefix for the keys of these ranks in a store that outlives them. TORCHELASTIC_RESTART_COUNT cannot be
+    the prefix: each agent of torchrun counts the failures of its own ranks.
+
+    The first rank chooses the prefix and sends it to each nonce that another rank of this name shows, also to those of
+    earlier ranks. Only a rank that runs confirms the prefix. torchrun ends all ranks before it starts any again.
+
+    Raises RoleFailed if a rank does not answer within `deadline_s`.
+    """
+    mine, end = secrets.token_hex(), time.monotonic() + deadline_s
+    if rank > 0:
+        store.set(f"trivium/nonce/{rank}", mine)
+        try:
+            prefix = store.get(f"trivium/prefix for {mine}").decode()
+        except dist.DistStoreError as error:
+            raise RoleFailed("trainer rank 0", f"it did not connect ({error})") from error
+        store.set(f"{prefix}/confirmed/{rank}", "")
+        return prefix
+    absent = set(range(1, size))
+    while absent := {each for each in absent if not store.check([f"{mine}/confirmed/{each}"])}:
+        if time.monotonic() > end:
+            raise RoleFailed(f"trainer rank {min(absent)}", f"it did not connect within {deadline_s:.0f} s")
+        for each in absent:
+            if store.check([f"trivium/nonce/{each}"]):
+                store.set(f"trivium/prefix for {store.get(f'trivium/nonce/{each}').decode()}", mine)
+        time.sleep(_POLL_S)
+    return mine
