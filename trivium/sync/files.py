@@ -68,6 +68,11 @@ class _Folder:
     entries: dict[str, dict[str, Any]]
     files: SafetensorsFiles
 
+    @property
+    def hash(self) -> str:
+        """The hash of all tensors."""
+        return joined({name: each["hash"] for name, each in self.entries.items()})
+
 
 class FileChannel:
     """Keeps the newest `keep` published versions as files.
@@ -201,6 +206,8 @@ class FileChannel:
         have = None if before is None else (before.version, before.hash)
         while (base := folders[0].base) is not None and base != have:
             folders.insert(0, self._opened(base[0], version))
+            if folders[0].hash != base[1]:  # a trainer that was started again has replaced it meanwhile
+                raise self._gone(version)
         return folders
 
     def _opened(self, version: int, wanted: int) -> _Folder:
@@ -230,7 +237,7 @@ class FileChannel:
                 last.tensors[name] = tensor
             yield name, tensor
         if self._full_every > 1:
-            last.hash = joined({name: each["hash"] for name, each in folders[-1].entries.items()})
+            last.hash = folders[-1].hash
             self._last = last
 
     def _wait_for(self, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from failing import refused
 
 from trivium.board import MemoryBoard
-from trivium.errors import SyncError
+from trivium.errors import SyncError, VersionGone
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.sync.differences import Difference, difference, patched
 from trivium.sync.files import FileChannel
@@ -174,6 +175,18 @@ def test_weights_of_another_trainer_under_the_same_number_are_no_base(tmp_path: 
     ends.trainer.offer(2, [(name, tensor + 1) for name, tensor in weights(2).items()])
     ends.publish(3)
     assert_delivers(explorer, 3)
+
+
+def test_a_base_that_another_trainer_replaced_is_not_patched(tmp_path: Path) -> None:
+    """Here the next trainer replaces version 1 while an explorer has opened version 2, which is still there."""
+    ends = Ends(tmp_path)
+    ends.publish(1, 2)
+    other = Ends(tmp_path / "other")
+    other.trainer.offer(1, [(name, tensor + 1) for name, tensor in weights(1).items()])
+    shutil.rmtree(ends.directory / "version-000001")
+    shutil.copytree(other.directory / "version-000001", ends.directory / "version-000001")
+    with refused(VersionGone, "version 2"):
+        ends.end("late").collect(2)
 
 
 def test_an_offer_that_fails_is_followed_by_a_whole_version(tmp_path: Path) -> None:
