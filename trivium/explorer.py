@@ -118,7 +118,7 @@ class Explorer:
     """The leases in order of their start, each with its group; None until the group is finished. A finished group stays
     until all older ones have finished."""
     _finished: deque[Group] = field(init=False)
-    """The last `failure_window` finished groups, in order of their start."""
+    """The last `failure_window` finished groups, in order of their start; each source has its own."""
     _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
     """The kinds of failure that have been logged."""
 
@@ -200,10 +200,12 @@ class Explorer:
             self._in_progress[lease] = group
             while self._in_progress and (oldest := next(iter(self._in_progress.values()))) is not None:
                 del self._in_progress[next(iter(self._in_progress))]
-                self._finished.append(oldest)
-            if self.min_members > 1 and len(self._finished) == self.failure_window:
-                what = f"{self.failure_window} groups in a row"
-                check_failures(tuple(self._finished), self.max_failed_fraction, what)
+                of = self.sources.get(oldest.task.taskset, self)
+                of._finished.append(oldest)
+                if of.min_members > 1 and len(of._finished) == of.failure_window:
+                    what = f"{of.failure_window} groups in a row"
+                    what += f" of the source {oldest.task.taskset!r}" if of is not self else ""
+                    check_failures(tuple(of._finished), of.max_failed_fraction, what)
 
         try:
             yield count

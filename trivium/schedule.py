@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _REPLACED = ("given_up", "dropped", "refused")
 _SPARE = 4
-"""Tasks that an adaptive curriculum draws for each slot of a step: the further ones replace refused groups."""
+"""Tasks that an adaptive curriculum draws for each slot: the further ones replace refused groups."""
 
 
 def source_metric(source: str, key: str) -> str:
@@ -98,10 +98,10 @@ class AdaptiveCurriculum(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         self.follow(state["draws"])
 
-    def draw(self, slot: int, count: int, keep: int) -> None:
-        """Draws the tasks of the slots from `slot` on, about `count`. Keeps so many earlier draws, for the slots that
-        are not trained on yet."""
-        self.draws = (*self.draws[-keep:], (slot, tuple(map(int, self.order(slot)[:count]))))
+    def draw(self, slot: int, number: int, keep: int) -> None:
+        """Draws the tasks of the `number` slots from `slot` on, and further ones that replace refused groups. Keeps so
+        many earlier draws, for the slots that are not trained on yet."""
+        self.draws = (*self.draws[-keep:], (slot, tuple(map(int, self.order(slot)[: _SPARE * number]))))
 
     def follow(self, draws: Draws) -> None:
         """Takes over the draws of another process."""
@@ -226,12 +226,14 @@ class Schedule:
 
     def draw_tasks(self, version: int | None, replaced: int) -> None:
         """Draws the tasks of the slots that no version up to `version` admits; None: of the first ones. `replaced` is
-        the number of slots that were admitted in place of others (`num_replaced`)."""
-        first = 0 if version is None else self.admitted(version) + replaced
-        ahead = self.admitted(self.first_version) if version is None else self.fresh_per_step
+        the number of slots that were admitted in place of others (`num_replaced`). The draws do not depend on `steps`:
+        a stage that is lengthened continues them."""
+        first = 0 if version is None else self._ahead(version) * self.fresh_per_step + self.over_rollout + replaced
+        steps = self._ahead(self.first_version) if version is None else 1
+        number = steps * self.fresh_per_step + (self.over_rollout if version is None else 0)
         for name, curriculum in self.adaptive.items():
-            below, number = self._num_below(name, first), self._num_below(name, ahead)
-            curriculum.draw(below, _SPARE * number, self.max_staleness + 1)
+            below, own = self._num_below(name, first), self._num_below(name, number)
+            curriculum.draw(below, own, self.max_staleness + 1)
 
     @property
     def draws(self) -> dict[str, Draws]:
@@ -286,8 +288,11 @@ class Schedule:
 
     def admitted(self, version: int) -> int:
         """The number of slots that may be issued in total to explorers with `version`."""
-        ahead = version - self.first_version + self.max_staleness + 1
-        return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout
+        return min(self._ahead(version), self.steps) * self.fresh_per_step + self.over_rollout
+
+    def _ahead(self, version: int) -> int:
+        """The number of steps whose slots a version admits, in a stage without an end."""
+        return version - self.first_version + self.max_staleness + 1
 
     def published(self, version: int) -> bool:
         """Whether the trainer offers `version` to the explorers."""

@@ -95,6 +95,9 @@ class Trainer:
     recorded_weights: Mapping[int, str] | None = None
     """The hash of each version that earlier sessions published in this stage (`EarlierRollouts`)."""
     max_failed_fraction: float = 1.0
+    """The largest fraction of a step's trajectories that may fail, in a stage without sources."""
+    max_failed_of_source: Mapping[str, float] = field(default_factory=dict[str, float])
+    """That of each source, by its name."""
     enable_preview: bool = False
     """Whether a table of rollouts (`rollout_examples`) is logged at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
@@ -278,7 +281,11 @@ class Trainer:
     async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
         """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
         try:
-            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
+            if not self.max_failed_of_source:
+                check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
+            for name, limit in self.max_failed_of_source.items():
+                own = [group for group in fresh if group.task.taskset == name]
+                check_failures(own, limit, f"step {version + 1} of the source {name!r}")
         except RolloutsFailing as error:
             await self.buffer.retry_on_resume(error.slots)
             raise

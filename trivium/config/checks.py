@@ -113,6 +113,11 @@ def check_sources(config: RunConfig) -> Iterator[Problem]:
         if not hasattr(own.algorithm, "policy_loss") or own.algorithm.has_critic:
             found = f"{own.algorithm.kind!r} has a critic, or no policy loss"
             yield Problem(f"{place}.algorithm", "one update for all sources", found, "use another algorithm")
+        for key in ("max_concurrent", "max_image_pixels"):
+            value, whole = getattr(own.workflow, key), getattr(config.workflow, key)
+            if sources.sources[number].workflow is not None and key in own.workflow.model_fields_set and value != whole:
+                found = f"the limit of the run is {whole}, and it holds for all sources together"
+                yield Problem(f"{place}.workflow.{key}", f"{value} for this source", found, f"set workflow.{key}")
     for key in ("epochs", "mini_batches", "teacher"):
         values = [value for each in algorithms if (value := getattr(each, key, None)) is not None]
         if any(value != values[0] for value in values):

@@ -214,7 +214,7 @@ class ReplayedTrainer:
             {},
         )
         self.trainer.publisher.note = None
-        self.trainer.max_failed_fraction = 1.0
+        self.trainer.max_failed_fraction, self.trainer.max_failed_of_source = 1.0, {}
 
     @property
     def version(self) -> int:

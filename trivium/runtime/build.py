@@ -219,6 +219,7 @@ def build_trainer(
         resume=resume,
         recorded_weights=log.recorded_weights if explored else None,
         max_failed_fraction=config.workflow.max_failed_fraction,
+        max_failed_of_source={n: own.workflow.max_failed_fraction for n, own in source_configs(config).items() if n},
         enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
         keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
@@ -295,13 +296,7 @@ def _schedule_of(stage: Stage, config: RunConfig, tasks: TaskSource, ordered: bo
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
     curriculum = None
     if ordered and schedule.curriculum is not None:
-        curriculum = curriculum_of(
-            schedule.curriculum,
-            tasks,
-            seed=config.run.seed,
-            stage=stage.number,
-            groups_per_step=schedule.groups_per_step - stored,
-        )
+        curriculum = curriculum_of(schedule.curriculum, tasks, seed=config.run.seed, stage=stage.number)
     return Schedule(
         tasks=tasks,
         seed=config.run.seed,
@@ -391,7 +386,7 @@ def _explorer_of(
         max_failed_fraction=workflow.max_failed_fraction,
         failure_window=max(16, config.schedule.groups_per_step),
         greedy_baseline=algorithm_of(config).greedy_baseline,
-        must_judge=config.algorithm.reads_rewards or stage.evaluated,
+        must_judge=config.algorithm.reads_rewards or (stage.evaluated and config.evaluation.taskset is not None),
         name=name,
         in_flight=config.sync.in_flight,
         operators=(Pipeline(config.buffer),) if config.buffer.operators else (),

@@ -123,12 +123,11 @@ class Learned(AdaptiveCurriculum):
         tasks: TaskSource,
         seed: int,
         stage: int,
-        groups_per_step: int,
         score: Callable[[Record], object] | None = None,
     ) -> None:
         """`score` is a function of the user, by default the method."""
         super().__init__(tasks)
-        self.config, self._address, self._step = config, (seed, "curriculum", stage), groups_per_step
+        self.config, self._address = config, (seed, "curriculum", stage)
         self.record = Record.empty(len(tasks))
         self._function = score
 
@@ -159,10 +158,9 @@ class Learned(AdaptiveCurriculum):
         active = order[~self.retired[order]]
         return active if len(active) else order
 
-    def draw(self, slot: int, count: int, keep: int) -> None:
-        super().draw(slot, count, keep)
-        expected = self.draws[-1][1][: self._step]
-        np.add.at(self.record.drawn, list(expected), 1)
+    def draw(self, slot: int, number: int, keep: int) -> None:
+        super().draw(slot, number, keep)
+        np.add.at(self.record.drawn, [self.place(each) for each in range(slot, slot + number)], 1)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         members: dict[int, list[float]] = {}
@@ -321,12 +319,10 @@ class Coverage(Learned):
         return -record.drawn.astype(np.float64)
 
 
-def curriculum_of(
-    config: Plugin, tasks: TaskSource, *, seed: int, stage: int, groups_per_step: int
-) -> Curriculum | AdaptiveCurriculum:
+def curriculum_of(config: Plugin, tasks: TaskSource, *, seed: int, stage: int) -> Curriculum | AdaptiveCurriculum:
     """Builds a curriculum. A plain function of the user scores the tasks of a `Learned` one."""
     target = resolve("curricula", config.kind)
-    options: dict[str, Any] = {"tasks": tasks, "seed": seed, "stage": stage, "groups_per_step": groups_per_step}
+    options: dict[str, Any] = {"tasks": tasks, "seed": seed, "stage": stage}
     if isinstance(target, type):
         return target(config, **options)
     assert isinstance(config, CurriculumConfig)

@@ -28,10 +28,10 @@ def tasks(number: int, **columns: Sequence[float]) -> list[Task]:
     return [Task(f"t{i}", (), {name: values[i] for name, values in columns.items()}) for i in range(number)]
 
 
-def learned(kind: str = "success_rate", number: int = 5, step: int = 2, seed: int = 0, **said: Any) -> Learned:
+def learned(kind: str = "success_rate", number: int = 5, seed: int = 0, **said: Any) -> Learned:
     source = tasks(number, weak=(0.2, 0.4), strong=(0.6, 0.8)) if "references" in said else tasks(number)
     config = KINDS[kind].Config(**said)
-    curriculum = curriculum_of(config, cast(TaskSource, source), seed=seed, stage=0, groups_per_step=step)
+    curriculum = curriculum_of(config, cast(TaskSource, source), seed=seed, stage=0)
     assert isinstance(curriculum, Learned)
     return curriculum
 
@@ -121,15 +121,15 @@ def test_solved_tasks_retire_after_visits_in_a_row() -> None:
 
 
 def test_coverage_makes_epochs_without_retired_tasks() -> None:
-    curriculum = learned("coverage", number=6, step=2, retire_above=0.9)
+    curriculum = learned("coverage", number=6, retire_above=0.9)
     visited: list[int] = []
     for step in range(6):
-        curriculum.draw(2 * step, 8, 1)
+        curriculum.draw(2 * step, 2, 1)
         visited += [curriculum.place(2 * step), curriculum.place(2 * step + 1)]
     assert sorted(visited[:6]) == sorted(visited[6:]) == [*range(6)]
     assert visited[:6] != visited[6:]
     curriculum.observe([group(2, (1, 1, 1))])
-    curriculum.draw(12, 8, 1)
+    curriculum.draw(12, 2, 1)
     assert 2 not in [curriculum.place(slot) for slot in range(12, 40)]
 
 
@@ -157,7 +157,7 @@ def test_a_restored_curriculum_continues_alike(kind: str) -> None:
         options |= {"references": ("weak", "strong"), "trials": 4, "adaptive_sharing": True, "sampled": True}
     make = lambda: learned("success_rate" if kind == "references" else kind, 2, **options)  # noqa: E731
     whole, dice = make(), np.random.default_rng(1)
-    whole.draw(0, 8, 2)
+    whole.draw(0, 2, 2)
     resumed: list[Learned] = []
     for step in range(1, 8):
         groups = [group(whole.place(slot), dice.random(3).tolist(), slot) for slot in (2 * step - 2, 2 * step - 1)]
@@ -166,14 +166,14 @@ def test_a_restored_curriculum_continues_alike(kind: str) -> None:
             resumed[0].restore(json.loads(json.dumps(whole.state())))
         for curriculum in (whole, *resumed):
             curriculum.observe(groups)
-            curriculum.draw(2 * step, 8, 2)
+            curriculum.draw(2 * step, 2, 2)
     assert json.dumps(whole.state()) == json.dumps(resumed[0].state())
     assert len(whole.draws) == 3
 
 
 def test_the_slots_of_a_draw_are_those_that_only_its_version_admits() -> None:
     """With staleness 1, a step's tasks follow from all groups but those of the step before it."""
-    curriculum = learned("coverage", number=50, step=2)
+    curriculum = learned("coverage", number=50)
     schedule = Schedule(curriculum.tasks, 0, curriculum=curriculum, groups_per_step=2, max_staleness=1, steps=9)
     schedule.draw_tasks(None, 0)
     first = [schedule.at(slot).task.task_id for slot in range(4)]
@@ -185,6 +185,34 @@ def test_the_slots_of_a_draw_are_those_that_only_its_version_admits() -> None:
     assert schedule.at(9).epoch == 9
     assert schedule.may_have(30, "t7")
     assert not schedule.may_have(30, "t77")
+
+
+def ahead(number: int, **said: Any) -> Schedule:
+    curriculum = learned("coverage", number=number, retire_above=None)
+    return Schedule(curriculum.tasks, 0, curriculum=curriculum, groups_per_step=4, max_staleness=2, **said)
+
+
+def tasks_of(schedule: Schedule, first: int, last: int) -> list[str]:
+    return [schedule.at(slot).task.task_id for slot in range(first, last)]
+
+
+def test_an_epoch_of_coverage_repeats_no_task_with_staleness() -> None:
+    schedule, visited = ahead(12, steps=9), list[str]()
+    schedule.draw_tasks(None, 0)
+    for version in range(6):
+        visited += tasks_of(schedule, 4 * version, 4 * version + 4)
+        schedule.draw_tasks(version, 0)
+    assert len({*visited[:12]}) == len({*visited[12:]}) == 12
+
+
+def test_a_lengthened_stage_draws_the_tasks_of_the_whole_one() -> None:
+    whole, cut = ahead(50, steps=10), ahead(50, steps=5)
+    for schedule in (whole, cut):
+        schedule.draw_tasks(None, 0)
+        for version in range(5):
+            schedule.draw_tasks(version, 0)
+    assert tasks_of(cut, 20, 32) == tasks_of(whole, 20, 32)
+    assert cut.admitted(4) == 20
 
 
 def test_a_curriculum_that_learns_needs_results() -> None:

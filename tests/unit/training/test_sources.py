@@ -161,6 +161,8 @@ def test_sources_are_checked_one_by_one() -> None:
     assert "files" in no_explorers["tasks.train"]
     elsewhere = problems_of(lambda: config_of(tasks={"train": ARITHMETIC, "test": SOURCES}))
     assert "train" in elsewhere["tasks.test"]
+    limited = [{**SOURCES[0], "workflow": {"kind": "single_turn", "max_concurrent": 2}}, *SOURCES[1:]]
+    assert "4096" in problems_of(lambda: config_of(limited))["tasks.train[0].workflow.max_concurrent"]
 
 
 def test_the_explanation_has_a_part_for_each_source() -> None:
