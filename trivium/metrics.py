@@ -64,7 +64,7 @@ def declare_missing(keys: Iterable[str], help: str) -> None:
 
 
 def declared(key: str) -> Declared:
-    """The declaration of a key, by name or by pattern."""
+    """The declaration of a key, by name or by pattern. A metric of a source has that of the metric."""
     metric = _declaration(key)
     if metric is None:
         raise DataError(
@@ -75,7 +75,18 @@ def declared(key: str) -> Declared:
     return metric
 
 
+def of_source(key: str) -> tuple[str, str]:
+    """(source, key) of a metric of one of several sources: `source/NAME/reward/mean` gives (NAME, `reward/mean`). For
+    other metrics, the source is empty."""
+    area, _, rest = key.partition("/")
+    source, _, own = rest.partition("/")
+    return (source, own) if area == "source" and own else ("", key)
+
+
 def _declaration(key: str) -> Declared | None:
+    source, own = of_source(key)
+    if source:
+        return _declaration(own)
     named = METRICS.get(key) or _OF_USERS.get(key)
     return named or next((d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
 

@@ -14,11 +14,17 @@ from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
 from trivium.config.sources import SourcesConfig, source_configs
 from trivium.errors import Problem, TriviumError
-from trivium.metrics import METRICS, depends_on_machine
+from trivium.metrics import METRICS, depends_on_machine, of_source
 from trivium.registry import describe, resolve, suggest
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 CONFIG_RULES = Rules[RunConfig]()
+_OF_EACH_SOURCE = ("train/*", "mismatch/*", "curriculum/*")
+_OF_THE_UPDATE = (
+    *("train/loss/*", "train/grad_norm/*", "train/lr/*", "train/tokens", "train/version", "train/changed_fields"),
+    *(f"train/{name}_{of}" for name in ("advantage", "return") for of in ("mean", "min", "max")),
+)
+"""With several sources, steps have the metrics of `_OF_EACH_SOURCE` for each source alone, and these for all."""
 
 
 @CONFIG_RULES.rule
@@ -60,11 +66,20 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Problem]:
     metric, where, evaluation = until.metric, "schedule.until", config.evaluation
-    known = any(fnmatchcase(metric, pattern) for pattern in METRICS)
+    train = config.tasks.get("train")
+    sources = [each.name for each in train.sources] if isinstance(train, SourcesConfig) else []
+    source, own = of_source(metric)
+    known = not own.startswith("source/") and any(fnmatchcase(own, pattern) for pattern in METRICS)
     found = do = ""
-    if not known or depends_on_machine(metric):
+    if source and source not in sources:
+        found, do = f"no source is named {source!r}", suggest(source, sources)
+    elif not known or depends_on_machine(own):
         found = "it depends on the machine" if known else "no such metric"
         do = "name one that docs/metrics.md lists"
+    elif source and own.startswith("eval/"):
+        found, do = "evaluations are those of the run", f"name {own}"
+    elif sources and not source and _is_of_each_source(metric):
+        found, do = "each source has its own", f"name that of a source, for example source/{sources[0]}/{metric}"
     elif metric.startswith("eval/"):
         measured = [name for name in (evaluation.taskset, evaluation.held_out) if name is not None]
         if metric.split("/")[1] not in measured:
@@ -75,6 +90,13 @@ def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Prob
         yield Problem(f"{where}.metric", f"a stage that ends by {metric!r}", found, do)
     if until.below is None and until.above is None:
         yield Problem(where, f"a stage that ends by {metric!r}", "no threshold", f"set {where}.below or {where}.above")
+
+
+def _is_of_each_source(metric: str) -> bool:
+    """Whether, with several sources, a step has the metric for each source alone."""
+    return any(fnmatchcase(metric, pattern) for pattern in _OF_EACH_SOURCE) and not any(
+        fnmatchcase(metric, pattern) for pattern in _OF_THE_UPDATE
+    )
 
 
 @CONFIG_RULES.rule

@@ -72,7 +72,8 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _config_of(config: RunConfig, source: SourceConfig, groups: int) -> RunConfig:
-    schedule = {"groups_per_step": groups, "curriculum": source.curriculum or config.schedule.curriculum}
+    curriculum = source.curriculum or config.schedule.curriculum
+    schedule = {"groups_per_step": groups, "curriculum": curriculum, "until": None}
     size = source.group_size or (1 if source.completion is not None else None)
     update: dict[str, object] = {
         "tasks": {"train": source.tasks},

@@ -131,6 +131,49 @@ def test_the_metrics_of_a_source_are_those_of_a_step_of_its_own(tmp_path: Path) 
     assert metrics["train/loss/policy"] == pytest.approx(sum(losses))
 
 
+def test_the_mismatch_of_a_source_is_that_before_the_first_update(tmp_path: Path) -> None:
+    twice = [{"kind": kind, "mini_batches": 2} for kind in ("grpo", "echo")]
+    sources = [
+        {"name": name, "tasks": ARITHMETIC, "algorithm": each}
+        for name, each in zip(("math", "tools"), twice, strict=True)
+    ]
+    mixed = algorithm_of(config_of(sources))
+    engine = make_engine(write_model(tmp_path / "model"), mixed, dtype="float64")
+    groups = [episode(slot, source, members) for slot, source, members in ((0, "math", 3), (1, "math", 3))]
+    updates: list[float] = []
+    update = engine.update
+
+    def noted(*args: Any) -> Any:
+        metrics = update(*args)
+        updates.append(metrics["source/math/mismatch/kl"])
+        return metrics
+
+    engine.update = noted  # pyright: ignore[reportAttributeAccessIssue]
+    metrics = train_step(engine, groups, mixed)
+    assert len(updates) == 2
+    assert metrics["source/math/mismatch/kl"] == updates[0] != updates[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("train/kl", "source/math/train/kl"),
+        ("mismatch/kl", "source/math/mismatch/kl"),
+        ("source/maths/train/kl", "maths"),
+        ("source/math/train/nothing", "docs/metrics.md"),
+        ("train/loss/policy", ""),
+        ("reward/mean", ""),
+        ("source/math/train/kl", ""),
+    ],
+)
+def test_a_stage_ends_by_a_metric_that_its_steps_have(metric: str, words: str) -> None:
+    schedule = {"groups_per_step": 4, "group_size": 3, "until": {"metric": metric, "above": 1}}
+    if not words:
+        assert config_of(schedule=schedule).schedule.until
+        return
+    assert words in problems_of(lambda: config_of(schedule=schedule))["schedule.until.metric"]
+
+
 def test_a_step_may_lack_groups_of_a_source(tmp_path: Path) -> None:
     algorithm = algorithm_of(config_of())
     engine = make_engine(write_model(tmp_path / "model"), algorithm, dtype="float64")
