@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pydantic import Field
 
 from trivium.config.schema import (
@@ -10,6 +12,7 @@ from trivium.config.schema import (
     Config,
     CurriculumPlugin,
     Plugin,
+    RewardConfig,
     RewardPlugin,
     RunConfig,
     Tasks,
@@ -69,6 +72,29 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
         return {"": config}
     counts = train.groups(config.schedule.groups_per_step)
     return {source.name: _config_of(config, source, n) for source, n in zip(train.sources, counts, strict=True)}
+
+
+def rewards_of(config: RunConfig) -> dict[str, tuple[RewardConfig, ...]]:
+    """The rewards of a config and those that its sources have of their own, by their place in the config."""
+    train, places = config.tasks.get("train"), {"rewards": config.rewards}
+    for number, source in enumerate(train.sources if isinstance(train, SourcesConfig) else ()):
+        if source.rewards is not None:
+            places[f"tasks.train[{number}].rewards"] = source.rewards
+    return places
+
+
+def with_rewards(
+    config: RunConfig, change: Callable[[tuple[RewardConfig, ...]], tuple[RewardConfig, ...]]
+) -> RunConfig:
+    """The config with the rewards of `rewards_of`, each list changed by `change`."""
+    update: dict[str, object] = {"rewards": change(config.rewards)}
+    if isinstance(train := config.tasks.get("train"), SourcesConfig):
+        sources = tuple(
+            source if source.rewards is None else source.model_copy(update={"rewards": change(source.rewards)})
+            for source in train.sources
+        )
+        update["tasks"] = {**config.tasks, "train": train.model_copy(update={"sources": sources})}
+    return config.model_copy(update=update)
 
 
 def _config_of(config: RunConfig, source: SourceConfig, groups: int) -> RunConfig:

@@ -16,9 +16,9 @@ from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.step_log import Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
-from trivium.config import RunConfig
+from trivium.config import RewardConfig, RunConfig
 from trivium.config.sections import EvaluationSection
-from trivium.config.sources import SourcesConfig
+from trivium.config.sources import SourcesConfig, rewards_of, with_rewards
 from trivium.errors import DataError, RunDirError
 from trivium.inspection.rollouts import read_groups, read_rollouts, taken_groups
 from trivium.inspection.run import RecordedRun
@@ -46,20 +46,24 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 
 def remote_rewards(config: RunConfig) -> list[str]:
     """Returns the rewards that a server computes, whose results may have changed since the run."""
-    rewards = (part.reward for part in parts_of(config.rewards))
+    rewards = [part.reward for own in rewards_of(config).values() for part in parts_of(own)]
     return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
 
 
 def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
     """Returns the config without these rewards."""
-    rewards = []
-    for reward in config.rewards:
-        if isinstance(reward, Recipe.Config):
-            components = tuple(each for each in reward.components if each.label not in labels)
-            rewards += [reward.model_copy(update={"components": components})] if components else []
-        elif reward.label not in labels:
-            rewards.append(reward)
-    return config.model_copy(update={"rewards": tuple(rewards)})
+
+    def others(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+        kept: list[RewardConfig] = []
+        for reward in rewards:
+            if isinstance(reward, Recipe.Config):
+                components = tuple(each for each in reward.components if each.label not in labels)
+                kept += [reward.model_copy(update={"components": components})] if components else []
+            elif reward.label not in labels:
+                kept.append(reward)
+        return tuple(kept)
+
+    return with_rewards(config, others)
 
 
 def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collection[str]) -> Stage:

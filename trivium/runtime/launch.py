@@ -17,6 +17,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
+from trivium.config.sources import rewards_of
 from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
@@ -137,7 +138,7 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     latest = store.latest()
     if latest is not None:
         _log.info("continuing from %s", latest.path.name)
-        for reward in (part.reward for part in parts_of(config.rewards)):
+        for reward in (part.reward for own in rewards_of(config).values() for part in parts_of(own)):
             if is_unnamed(reward.kind):
                 _log.warning(
                     "the reward %s has no importable name: it is unknown whether it is the same as before", reward.kind
