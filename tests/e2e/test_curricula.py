@@ -58,6 +58,9 @@ def test_a_killed_run_of_several_sources_ends_with_the_same_bytes(overrides: tup
     expected = outcome_of(tmp_path / "whole")
     rows = [row for row in expected["metrics"] if "source/sums/reward/mean" in row]
     assert len(rows) == 6
+    shown = TaskTable(RecordedRun(tmp_path / "whole")).page("", True, "", 0, 1000)["rows"]
+    assert {row["taskset"] for row in shown} >= {"sums", "digits"}
+    assert {row["taskset"] for row in shown if "expected" in row} == {"sums"}
     for row in rows:
         assert [row[f"source/{name}/rollout/groups"] for name in ("sums", "digits", "rows")] == [2, 1, 1]
         assert [row[f"source/{name}/rollout/total"] for name in ("sums", "digits", "rows")] == [8, 3, 1]

@@ -56,7 +56,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
         )
-    if isinstance(schedule.curriculum, Config):
+    if isinstance(schedule.curriculum, Config) and not isinstance(config.tasks.get("train"), SourcesConfig):
         yield from schedule.curriculum.problems(config, "schedule.curriculum")
     if schedule.until is not None:
         yield from _check_threshold(schedule.until, config)

@@ -10,6 +10,7 @@ from trivium.config.schema import (
     AlgorithmPlugin,
     BufferConfig,
     Config,
+    CurriculumConfig,
     CurriculumPlugin,
     Plugin,
     RewardConfig,
@@ -44,7 +45,7 @@ class SourceConfig(Config):
     group_size: int | None = Field(default=None, ge=1)
     """Trajectories per task; unset: `schedule.group_size`, or 1 for rows."""
     curriculum: CurriculumPlugin | None = None
-    """The order of its tasks; unset: `schedule.curriculum`."""
+    """The order of its tasks; unset: `schedule.curriculum`, but for rows only one that needs no rewards."""
 
 
 class SourcesConfig(Plugin):
@@ -99,6 +100,8 @@ def with_rewards(
 
 def _config_of(config: RunConfig, source: SourceConfig, groups: int) -> RunConfig:
     curriculum = source.curriculum or config.schedule.curriculum
+    if source.curriculum is None and source.completion is not None and isinstance(curriculum, CurriculumConfig):
+        curriculum = None  # it learns from rewards, which rows do not have
     schedule = {"groups_per_step": groups, "curriculum": curriculum, "until": None}
     size = source.group_size or (1 if source.completion is not None else None)
     update: dict[str, object] = {

@@ -208,6 +208,19 @@ def test_sources_are_checked_one_by_one() -> None:
     assert "4096" in problems_of(lambda: config_of(limited))["tasks.train[0].workflow.max_concurrent"]
 
 
+def test_a_curriculum_of_the_run_needs_rewards_of_the_sources_that_follow_it() -> None:
+    sources = [{**SOURCES[0], "rewards": ["exact"]}, SOURCES[2]]
+    schedule = {"groups_per_step": 4, "group_size": 3, "curriculum": "success_rate"}
+    own = source_configs(config_of(sources, rewards=[], schedule=schedule))
+    assert own["math"].schedule.curriculum is not None
+    assert own["rows"].schedule.curriculum is None
+    without = [{**SOURCES[0], "rewards": []}, SOURCES[2]]
+    problems = problems_of(lambda: config_of(without, schedule=schedule))
+    assert "rewards" in problems["tasks.train[0].schedule.curriculum"]
+    asked = [sources[0], {**SOURCES[2], "curriculum": "success_rate"}]
+    assert "tasks.train[1].schedule.curriculum" in problems_of(lambda: config_of(asked, rewards=[], schedule=schedule))
+
+
 def test_the_explanation_has_a_part_for_each_source() -> None:
     text = explain(config_of())
     for line in ("source math: 2 of 4 groups", "source tools: 1 of 4 groups of a step, 2 trajectories", "source rows"):

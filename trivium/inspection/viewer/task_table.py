@@ -76,7 +76,7 @@ class TaskTable:
                 row["steps"].setdefault(step, (group, list[float]()))[1].append(value)
         known = self._known()
         for row in rows.values():
-            if (task := known.get(row["task"])) is not None:
+            if (task := known.get((row["taskset"], row["task"]))) is not None:
                 row |= {"expected": task["alpha"] / (task["alpha"] + task["beta"]), "retired": task["retired"]}
             row["points"] = [
                 {"step": step, "value": sum(values) / len(values), "group": group}
@@ -84,13 +84,16 @@ class TaskTable:
             ]
         return list(rows.values()), graded
 
-    def _known(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the curricula of the newest checkpoint know about each task."""
+    def _known(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+        """What the curricula of the newest checkpoint know about each task, by (taskset, task)."""
         latest = self._run.store.latest()
         curricula = {} if latest is None else latest.state.get("curricula", {})
-        known = [each["known"] for each in curricula.values()]
-        rows = (dict(zip(each, values, strict=True)) for each in known for values in zip(*each.values(), strict=True))
-        return {row["task"]: row for row in rows}
+        known: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for source, curriculum in curricula.items():  # the only source has no name, and the taskset `train`
+            for values in zip(*curriculum["known"].values(), strict=True):
+                row = dict(zip(curriculum["known"], values, strict=True))
+                known[source or "train", row["task"]] = row
+        return known
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
         key, threshold = place.record, config.evaluation.threshold
