@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from trivium.config.choices import PACKED_BYTES, PROMPT_CHUNK, SAMPLED_TOGETHER, logits_rows
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
+from trivium.config.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS
 from trivium.config.vision_shape import VisionShape
 
 _SAMPLING = 32
@@ -104,13 +105,16 @@ def activations(
     exchanges: bool = False,
 ) -> int:
     """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
-    layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs."""
+    layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs.
+
+    Attention, or experts, that the plan of the model does not split are not divided. A shared expert counts as none."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
-    through = 4 * shape.query + 8 * shape.key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
-    through += 4 * shape.hidden * shape.active_experts * exchanges
-    layer = through // tensor * narrow + 4 * shape.hidden * (
-        narrow + wide
-    )  # norms compute in float32 whatever the dtype
+    attention = 4 * shape.query + 8 * shape.key
+    experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
+    experts += 4 * shape.hidden * shape.active_experts * exchanges
+    through = attention if shape.kind in WHOLE_ATTENTION else attention // tensor
+    through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
+    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
     whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
     row = shape.vocabulary * wide // tensor

@@ -16,6 +16,11 @@ TENSOR_MODELS = {"cohere2", "granite", "llama", "mistral", "qwen2", "qwen3", "sm
 """The types of models whose layers ranks can split. A plan in transformers is not enough: with that of Apertus, ranks
 compute other gradients than one."""
 
+WHOLE_ATTENTION = {"gpt_oss", "granitemoe", "olmoe"}
+"""Those of `TENSOR_MODELS` whose plan leaves the attention of all heads to each rank."""
+WHOLE_EXPERTS = {"gpt_oss"}
+"""Those of `TENSOR_MODELS` whose plan splits no expert."""
+
 
 class ParallelConfig(Config):
     """Ranks that split the layers of the models, beside those that shard their parameters."""

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 from configs import configured, problems_of, tiny_model
+from transformers import AutoConfig
 
 from trivium.config.machine import Machine
+from trivium.config.model_memory import activations
 from trivium.config.model_shape import ModelShape
-from trivium.config.parallel import ParallelConfig, mesh_problems, sent_in_a_pass, shape_problems
+from trivium.config.parallel import (
+    EXPERT_MODELS,
+    TENSOR_MODELS,
+    WHOLE_ATTENTION,
+    WHOLE_EXPERTS,
+    ParallelConfig,
+    mesh_problems,
+    sent_in_a_pass,
+    shape_problems,
+)
 from trivium.config.plan import plan_run
 from trivium.runtime.preflight import preflight
 
@@ -97,6 +108,20 @@ def test_the_plan_divides_what_ranks_split() -> None:
     assert plans[0].communication is None
     assert plans[1].communication is not None
     assert "split layers" in plans[1].communication
+
+
+@pytest.mark.parametrize("kind", sorted(TENSOR_MODELS))
+def test_the_plan_divides_the_activations_that_transformers_splits(kind: str) -> None:
+    splits = AutoConfig.for_model(kind).base_model_tp_plan or {}
+    assert (kind not in WHOLE_ATTENTION) == (splits.get("layers.*.self_attn.q_proj") == "colwise")
+    assert (kind not in WHOLE_EXPERTS) == any(name.endswith("down_proj") for name in splits)
+    shape = replace(MIXTURE if kind in EXPERT_MODELS else DENSE, kind=kind, mlp=960)
+    whole, half = (activations(shape, 100, "float32", False, tensor=tensor) for tensor in (1, 2))
+    attention = (4 * shape.query + 8 * shape.key) * 4 * 100 * (shape.layers + 1)
+    experts = 4 * shape.mlp * shape.active_experts * 4 * 100 * (shape.layers + 1)
+    logits = 3 * 100 * shape.vocabulary * 4
+    divided = attention * (kind not in WHOLE_ATTENTION) + experts * (kind not in WHOLE_EXPERTS) + logits
+    assert whole - half == divided // 2
 
 
 def test_experts_that_stay_on_their_ranks_are_not_sent() -> None:
