@@ -93,8 +93,10 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         done[f"{name} resumed"] = step(engine)
     done["adapter"] = step(engine_of(directory, join_ranks(expert=2), lora=ADAPTER, expert=2))
     for kind in sorted(TENSOR_MODELS | EXPERT_MODELS) if size == 2 else ():
-        splits = {"tensor": 2 if kind in TENSOR_MODELS else 1, "expert": 2 if kind in EXPERT_MODELS else 1}
-        done[kind] = step(engine_of(directory, join_ranks(**splits), model=kind, **splits))
+        for name in layouts_of(kind):
+            done[f"{kind} {name}"] = step(
+                engine_of(directory, join_ranks(**LAYOUTS[name]), model=kind, **LAYOUTS[name])
+            )
     for name, (owner, attribute, faulty) in FAULTS.items():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
@@ -103,6 +105,12 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         finally:
             setattr(owner, attribute, right)
     return done
+
+
+def layouts_of(kind: str) -> list[str]:
+    """The layouts in which ranks can split models of a type."""
+    kinds = {"tensor": TENSOR_MODELS, "expert": EXPERT_MODELS}
+    return [name for name, layout in LAYOUTS.items() if all(kind in kinds[split] for split in layout)]
 
 
 def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict[str, torch.Tensor]:
