@@ -23,7 +23,7 @@ from trivium.buffers.step_tokens import keep_step, keep_updates
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.config import RunConfig, build
+from trivium.config import RewardConfig, RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.model_shape import positions_in
 from trivium.config.recording import recorded
@@ -38,7 +38,7 @@ from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.publisher import Publisher
 from trivium.registry import resolve
-from trivium.rewards.judge import make_judge
+from trivium.rewards.judge import Judge, make_judge
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_train_engine
 from trivium.schedule import Cadence, Schedule
@@ -353,19 +353,30 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
     """Builds an explorer over `engine`, or over a new engine."""
     config, configs = stage.config, source_configs(stage.config)
     engine = engine or build_engine(stage)
+    deadline_s = max(each.workflow.deadline_s for each in (config, *configs.values()))
+    judges: list[tuple[Sequence[RewardConfig], Judge]] = []
+
+    def explorer_of(config: RunConfig, tasksets: Sequence[str]) -> Explorer:
+        only_read = isinstance(config.buffer, FileBuffer.Config) and config.evaluation.taskset is None
+        rewards = config.rewards if tasksets and not only_read else ()
+        judge = next((each for own, each in judges if own == rewards), None)
+        if judge is None:  # explorers with equal rewards share a judge: a reward may hold a model
+            judge = make_judge(rewards, deadline_s)
+            judges.append((rewards, judge))
+        return _explorer_of(stage, config, name, engine, judge, tasksets)
+
     if "" in configs:
-        return _explorer_of(stage, config, name, engine, [config.evaluation.taskset or "train", "train"])
-    sources = {source: _explorer_of(stage, own, name, engine, ["train"]) for source, own in configs.items()}
+        return explorer_of(config, [config.evaluation.taskset or "train", "train"])
+    sources = {source: explorer_of(own, ["train"]) for source, own in configs.items()}
     evaluated = [] if config.evaluation.taskset is None else [config.evaluation.taskset]
-    return replace(_explorer_of(stage, config, name, engine, evaluated), sources=sources)
+    return replace(explorer_of(config, evaluated), sources=sources)
 
 
 def _explorer_of(
-    stage: Stage, config: RunConfig, name: str, engine: RolloutEngine, tasksets: Sequence[str]
+    stage: Stage, config: RunConfig, name: str, engine: RolloutEngine, judge: Judge, tasksets: Sequence[str]
 ) -> Explorer:
-    """An explorer of a stage, or of one of its sources, whose rewards judge these tasksets."""
-    workflow = config.workflow
-    judge, rows = make_judge(config.rewards, workflow.deadline_s), None
+    """An explorer of a stage, or of one of its sources, whose judge scores these tasksets."""
+    workflow, rows = config.workflow, None
     if isinstance(config.buffer, FileBuffer.Config):
         schedule = Schedule((), config.run.seed, group_size=config.schedule.group_size)  # pyright: ignore[reportArgumentType]
         rows = FileBuffer(config.buffer, schedule=schedule, rollouts=Path(), renderer=stage.renderer, deadline_s=0)

@@ -41,6 +41,21 @@ def test_an_evaluation_needs_no_rewards_of_a_source_that_reads_none(tmp_path: Pa
     assert explorer.must_judge
 
 
+def test_sources_with_equal_rewards_share_a_judge(tmp_path: Path) -> None:
+    sources: list[dict[str, Any]] = [
+        {"name": "sums", "tasks": ARITHMETIC},
+        {"name": "same", "tasks": ARITHMETIC, "rewards": ["exact"]},
+        {"name": "other", "tasks": ARITHMETIC, "rewards": ["format"]},
+        {"name": "rows", "tasks": ARITHMETIC, "completion": "completion", "algorithm": "sft"},
+    ]
+    for evaluation in ({"taskset": "test"}, None):
+        explorer = explorer_of(tmp_path, sources, evaluation=evaluation)
+        sums, same, other, rows = (each.judge for each in explorer.sources.values())
+        assert sums is same
+        assert len({id(each) for each in (sums, other, rows)}) == 3
+        assert explorer.judge is (sums if evaluation else rows), "rows and a stage without evaluation judge nothing"
+
+
 def test_a_reward_model_of_a_stage_may_reward_a_source(tmp_path: Path) -> None:
     judged = {"name": "judged", "tasks": ARITHMETIC, "rewards": [{"kind": "model", "stage": "judge"}]}
     train = {"train": [judged, {"name": "sums", "tasks": ARITHMETIC}]}
