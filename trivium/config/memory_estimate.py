@@ -150,7 +150,8 @@ def _mib(items: Mapping[str, int]) -> dict[str, Any]:
 
 def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
     """How one train step of a stage is cut on `ranks` training ranks."""
-    schedule, train, algorithm = config.schedule, config.train, config.algorithm
+    schedule, train = config.schedule, config.train
+    algorithm = next(iter(source_configs(config).values())).algorithm  # sources share these values
     sequences = trajectories_per_step(config)
     mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
     sequence, tensor = int(getattr(train, "sequence_parallel", 1)), split_over(config).tensor

@@ -53,7 +53,8 @@ class SourcesConfig(Plugin):
 
     kind: str = "sources"
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """The sources. Each step has groups of every one, in fixed numbers."""
+    """The sources. Each step has slots of every one, in fixed numbers. Its groups may come from others: from the slots that
+    finish first in an unordered run, or from the next ones, which replace refused groups."""
 
     def groups(self, number: int) -> list[int]:
         """The number of groups of each source among `number`: the shares, rounded by largest remainders."""
@@ -73,6 +74,11 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
         return {"": config}
     counts = train.groups(config.schedule.groups_per_step)
     return {source.name: _config_of(config, source, n) for source, n in zip(train.sources, counts, strict=True)}
+
+
+def algorithm_kinds(config: RunConfig) -> str:
+    """The kind of the algorithm of a stage, or of those of its sources."""
+    return ", ".join(dict.fromkeys(own.algorithm.kind for own in source_configs(config).values()))
 
 
 def rewards_of(config: RunConfig) -> dict[str, tuple[RewardConfig, ...]]:

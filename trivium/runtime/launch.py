@@ -17,7 +17,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
-from trivium.config.sources import rewards_of
+from trivium.config.sources import algorithm_kinds, rewards_of
 from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
@@ -149,7 +149,7 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     with session(config, run_dir, store, latest) as train_stage:
         for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
             if config.stages:
-                what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
+                what = f"{algorithm_kinds(stage.config)}, {stage.config.schedule.steps} steps"
                 announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
             record.update(train_stage(stage, resume, record))
             trained = True

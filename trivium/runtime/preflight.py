@@ -25,6 +25,7 @@ from trivium.config.machine import Machine
 from trivium.config.memory_estimate import context_limit, planned, shape_in
 from trivium.config.parallel import mesh_problems
 from trivium.config.rules import Rules
+from trivium.config.schema import Config
 from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
@@ -279,15 +280,27 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
 @STAGE_RULES.rule
 def settings(stage: _StageHere) -> Iterator[Problem]:
     """A section, or an object that it names, cannot be used on this machine or causes a warning."""
-    config, teacher = stage.config, getattr(stage.config.algorithm, "teacher", None)
+    config, configs, known = stage.config, source_configs(stage.config), set[tuple[str, ...]]()
     if config.run.mode == "serve":
         yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
-    for where, section in sections_of(config):
-        yield from section.machine_problems(config, where)
-        yield from (Caution(*problem) for problem in section.warnings(config, where))
+    for name, own in {"": config, **configs}.items():
+        # With several sources, the algorithm of the run is that of the sources without one of their own.
+        parts = [(where, part) for where, part in sections_of(own) if name in configs or where != "algorithm"]
+        problems = [problem for where, part in parts for problem in _settings_of(own, where, part)]
+        for problem in problems:
+            if problem[1:] not in known:  # sources share most sections of the run
+                known.add(problem[1:])
+                yield problem._replace(where=f"tasks.train/{name}.{problem.where}" if name else problem.where)
+
+
+def _settings_of(config: RunConfig, where: str, section: Config) -> Iterator[Problem]:
+    """Problems and warnings of a section of the config of a stage, or of a source."""
+    yield from section.machine_problems(config, where)
+    yield from (Caution(*problem) for problem in section.warnings(config, where))
+    teacher = getattr(section, "teacher", None)
     if teacher is not None and teacher.path is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
-        yield from attempt("algorithm.teacher", lambda: check_vocabulary(*paths, load=_tokenizer))
+        yield from attempt(f"{where}.teacher", lambda: check_vocabulary(*paths, load=_tokenizer))
 
 
 @STAGE_RULES.rule

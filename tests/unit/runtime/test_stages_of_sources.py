@@ -10,17 +10,22 @@ from failing import refused
 
 from tests.sessions import RENDERER
 from trivium.checkpoint.store import CheckpointStore
-from trivium.config.sources import rewards_of
+from trivium.config.machine import Machine
+from trivium.config.memory_estimate import plan_batch
+from trivium.config.sources import algorithm_kinds, rewards_of
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RunDirError
 from trivium.explorer import Explorer
 from trivium.inspection.replay_stage import remote_rewards, without_rewards
 from trivium.runtime.build import build_explorer
+from trivium.runtime.preflight import preflight
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_problems, with_reward_models
 
 ARITHMETIC = {"kind": "arithmetic"}
 TAUGHT = {"kind": "opsd", "teacher": {"context": ["Hint: {answer}"]}}
+
+KINDS = ("dapo", "echo")
 
 
 def explorer_of(tmp_path: Path, sources: list[dict[str, Any]], **sections: Any) -> Explorer:
@@ -74,3 +79,23 @@ def test_rewards_of_servers_are_found_in_sources() -> None:
     assert remote_rewards(config) == ["served"]
     kept = rewards_of(without_rewards(config, ["served"]))
     assert [[each.label for each in rewards] for rewards in kept.values()] == [["exact"], ["exact"]]
+
+
+def test_the_plan_reads_the_algorithms_of_sources() -> None:
+    sources = [{"name": kind, "tasks": ARITHMETIC, "algorithm": {"kind": kind, "mini_batches": 2}} for kind in KINDS]
+    config = configured(tasks={"train": sources}, algorithm={"kind": "gspo", "mini_batches": 4})
+    assert plan_batch(config, 1).mini_batches == 2
+    assert algorithm_kinds(config) == "dapo, echo"
+
+
+def test_sections_of_sources_are_checked_on_this_machine(tmp_path: Path) -> None:
+    token = {"kind": "remote", "urls": ["http://192.0.2.1/"], "token_variable": "TOKEN", "name": "served"}
+    sources = [
+        {"name": "x", "tasks": ARITHMETIC, "rewards": [token], "algorithm": "echo"},
+        {"name": "y", "tasks": ARITHMETIC, "rewards": [token], "algorithm": "grpo"},
+    ]
+    run = {"run": {"dir": str(tmp_path / "run")}, "cluster": {"threads": 1}}
+    found = preflight(configured(tasks={"train": sources}, algorithm="echo", **run), Machine(1 << 34), 1)
+    expected = ["tasks.train/x.rewards[0].urls", "tasks.train/x.algorithm.observation_coef"]
+    assert sorted(each.where for each in found.warnings if "tasks" in each.where) == sorted(expected)
+    assert not [each for each in found.warnings if each.where.startswith("algorithm")]
