@@ -12,6 +12,7 @@ import yaml
 from configs import tiny_model
 from postgres import Server
 
+from tests.e2e.test_curricula import SOURCES
 from tests.e2e.test_kill import outcome_of
 from tests.processes import Forked, commands, eventually
 
@@ -101,22 +102,31 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
     assert max(row.get("rollout/staleness_max", 0) for row in rows) <= 1
 
 
-def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
-    """Two explorers in two shells, deterministic and up to two versions behind, against one process."""
-    schedule = {"steps": 6, "deterministic": True, "max_staleness": 2}
+@pytest.mark.parametrize(
+    ("staleness", "overrides"),
+    [(2, ()), (1, (f"tasks.train={json.dumps(SOURCES)}",))],
+    ids=["one source", "sources and a curriculum"],
+)
+def test_apart_or_together_the_weights_are_the_same(staleness: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """Two explorers in two shells, deterministic and one or two versions behind, against one process. The explorers
+    follow the draws of the trainer's curriculum."""
+    schedule = {"steps": 6, "deterministic": True, "max_staleness": staleness}
     together, apart = tmp_path / "together", tmp_path / "apart"
     for directory in (together, apart):
         directory.mkdir()
     with commands(tmp_path) as start:
         path = small(apart, f"sqlite:///{apart / 'buffer.db'}", **schedule)
-        explorers = [start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab"]
-        assert_ends_well(start("train", "run", str(path), "run.mode=train"), *explorers)
-        assert_ends_well(start("both", "run", str(small(together, None, **schedule))))
+        explorers = [
+            start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}", *overrides) for name in "ab"
+        ]
+        assert_ends_well(start("train", "run", str(path), "run.mode=train", *overrides), *explorers)
+        assert_ends_well(start("both", "run", str(small(together, None, **schedule)), *overrides))
     ended = [outcome_of(directory / "run") for directory in (apart, together)]
     for outcome in ended:  # how a channel keeps the versions that are still wanted is its own affair
         outcome["tensors"] = {name: data for name, data in outcome["tensors"].items() if "/versions/" not in name}
         assert outcome["tensors"]
     assert ended[0] == ended[1]
+    assert any("source/sums/curriculum/seen" in row for row in ended[0]["metrics"]) == bool(overrides)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 2 * BEAT_S], ids=["at-once", "later"])
