@@ -65,31 +65,33 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Problem]:
-    metric, where, evaluation = until.metric, "schedule.until", config.evaluation
-    train = config.tasks.get("train")
+    asked = f"a stage that ends by {until.metric!r}"
+    yield from (Problem("schedule.until.metric", asked, *each) for each in _missing_metric(until.metric, config))
+    if until.below is None and until.above is None:
+        yield Problem("schedule.until", asked, "no threshold", "set schedule.until.below or schedule.until.above")
+
+
+def _missing_metric(metric: str, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(why, remedy) for a metric that no train step and no evaluation of a stage has."""
+    train, evaluation = config.tasks.get("train"), config.evaluation
     sources = [each.name for each in train.sources] if isinstance(train, SourcesConfig) else []
     source, own = of_source(metric)
-    known = not own.startswith("source/") and any(fnmatchcase(own, pattern) for pattern in METRICS)
-    found = do = ""
+    listed = "name one that docs/metrics.md lists"
     if source and source not in sources:
-        found, do = f"no source is named {source!r}", suggest(source, sources)
-    elif not known or depends_on_machine(own):
-        found = "it depends on the machine" if known else "no such metric"
-        do = "name one that docs/metrics.md lists"
+        yield f"no source is named {source!r}", suggest(source, sources) if sources else listed
+    elif own.startswith("source/") or not any(fnmatchcase(own, pattern) for pattern in METRICS):
+        yield "no such metric", listed
+    elif depends_on_machine(own):
+        yield "it depends on the machine", listed
     elif source and own.startswith("eval/"):
-        found, do = "evaluations are those of the run", f"name {own}"
+        yield "evaluations are those of the run", f"name {own}"
     elif sources and not source and _is_of_each_source(metric):
-        found, do = "each source has its own", f"name that of a source, for example source/{sources[0]}/{metric}"
+        yield "each source has its own", f"name that of a source, for example source/{sources[0]}/{metric}"
     elif metric.startswith("eval/"):
-        measured = [name for name in (evaluation.taskset, evaluation.held_out) if name is not None]
-        if metric.split("/")[1] not in measured:
-            found, do = "no evaluation measures it", "name the taskset in evaluation.taskset"
+        if metric.split("/")[1] not in (evaluation.taskset, evaluation.held_out):
+            yield "no evaluation measures it", "name the taskset in evaluation.taskset"
         elif not evaluation.every:
-            found, do = "evaluation.every is 0: no step before the last is evaluated", "set evaluation.every"
-    if found:
-        yield Problem(f"{where}.metric", f"a stage that ends by {metric!r}", found, do)
-    if until.below is None and until.above is None:
-        yield Problem(where, f"a stage that ends by {metric!r}", "no threshold", f"set {where}.below or {where}.above")
+            yield "evaluation.every is 0: no step before the last is evaluated", "set evaluation.every"
 
 
 def _is_of_each_source(metric: str) -> bool:

@@ -53,8 +53,8 @@ class SourcesConfig(Plugin):
 
     kind: str = "sources"
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """The sources. Each step has slots of every one, in fixed numbers. Its groups may come from others: from the slots that
-    finish first in an unordered run, or from the next ones, which replace refused groups."""
+    """The sources. Each step has slots of every one, in fixed numbers. Its groups may come from others: from the slots
+    that finish first in an unordered run, or from the next ones, which replace refused groups."""
 
     def groups(self, number: int) -> list[int]:
         """The number of groups of each source among `number`: the shares, rounded by largest remainders."""
