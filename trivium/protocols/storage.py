@@ -74,7 +74,7 @@ class Buffer(Protocol):
 
     async def counts(self) -> Mapping[str, int]:
         """Counts of groups so far: `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
-        after `max_attempts`, `dropped` by the experience pipeline, and `refused`. The
+        after `max_attempts`, `dropped` by the experience pipeline, and `refused` by the trainer, which replaces them. The
         schedule counts those that another slot replaces (`schedule.num_replaced`)."""
         ...
 

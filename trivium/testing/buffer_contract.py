@@ -232,7 +232,7 @@ async def _check_over_rollout(make: MakeBuffer) -> None:
         require(await buffer.lease("e", wait=False) is None, "a cancelled slot is not issued to the same version")
     first = [(1, 0), (2, 0), (3, 1), (4, 1), (6, 2), (7, 2)]
     require(trained == first, "with over_rollout a step takes the groups that are finished first")
-    counted = {"evicted": 0, "called_off": 3, "given_up": 1, "dropped": 0}
+    counted = {"evicted": 0, "called_off": 3, "given_up": 1, "dropped": 0, "refused": 0}
     require(await buffer.counts() == counted, "cancelled leases and slots that were given up are counted")
 
 
