@@ -74,8 +74,8 @@ class Buffer(Protocol):
 
     async def counts(self) -> Mapping[str, int]:
         """Counts of groups so far: `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
-        after `max_attempts`, `dropped` by the experience pipeline, and `refused` by the trainer, which replaces them. The
-        schedule counts those that another slot replaces (`schedule.num_replaced`)."""
+        after `max_attempts`, `dropped` by the experience pipeline, and `refused` by the trainer. The schedule counts
+        those that another slot replaces (`schedule.num_replaced`)."""
         ...
 
     async def state(self) -> dict[str, Any]:
