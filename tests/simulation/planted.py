@@ -37,8 +37,8 @@ class Fault(NamedTuple):
 PLANTED = {
     "admission is off by one": Fault(
         "schedule.py",
-        "return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout",
-        "return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout + 1",
+        "return min(self._ahead(version), self.steps) * self.fresh_per_step + self.over_rollout",
+        "return min(self._ahead(version), self.steps) * self.fresh_per_step + self.over_rollout + 1",
         False,
     ),
     "eviction is one version late": Fault(
