@@ -239,7 +239,7 @@ class Trajectory:
     """Metrics of the workflow; their means are logged under `workflow/`, except those that
     Trivium measures itself, such as `perf/environments`."""
     feedback: str = ""
-    """What the environment reports about the rollout after its end (`Policy.feedback`), which the policy has not read."""
+    """What the environment reports after the end of the rollout (`Policy.feedback`), which the policy has not read."""
 
     @property
     def reward(self) -> float:
