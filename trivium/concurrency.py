@@ -529,16 +529,20 @@ def _proc_stat(pid: int) -> tuple[str, str, int] | None:
     return fields[0], fields[19], int(fields[11]) + int(fields[12])
 
 
-def end_with(owner: ProcessLife, first: Callable[[], object] | None = None) -> None:
-    """Ends this process within a second after `owner` ends, even during a call. Calls `first` before.
+def end_with(owner: ProcessLife, first: Callable[[], object] | None = None) -> Callable[[], None]:
+    """Ends this process within a second after `owner` ends, even during a call. Calls `first` before. Returns a
+    function that stops the watch, for a process that ends by itself.
 
     Without `first`, Linux kills a child of the owner's main thread at once, even if it is stopped or C code holds its
     interpreter. A child of another thread does not get this, since it would end with that thread.
     """
 
+    stopped = threading.Event()
+
     def watch() -> None:
         while owner():
-            time.sleep(_LOOK_S)
+            if stopped.wait(_LOOK_S):
+                return
         if first is not None:
             first()
         os._exit(1)
@@ -547,6 +551,7 @@ def end_with(owner: ProcessLife, first: Callable[[], object] | None = None) -> N
     if first is None and children.is_file() and str(os.getpid()) in children.read_text().split():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=watch, name="trivium-owner", daemon=True).start()
+    return stopped.set
 
 
 def usable_cores() -> int:

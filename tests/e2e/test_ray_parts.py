@@ -41,7 +41,7 @@ from trivium.cluster.session import ray_session
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
-from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError
+from trivium.errors import ConfigError, MissingPackage, Problem, ProcessDied, RoleFailed, SyncError, TriviumError
 from trivium.policy import EngineFailure, PromptTooLong, sampled
 from trivium.protocols import StreamingEngine
 from trivium.randomness import SampleKey
@@ -75,10 +75,11 @@ EVERY_ERROR = [
     *(
         kind("asked", "found", "do")
         for _, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, TriviumError) and kind not in (MissingPackage, RoleFailed)
+        if issubclass(kind, TriviumError) and not issubclass(kind, (MissingPackage, RoleFailed))
     ),
     MissingPackage("ray", "ray", "this"),
     RoleFailed("trainer", "why"),
+    ProcessDied("trainer", "why"),
     ActorDied("buffer", "why"),
     EngineFailure("a", "b"),
     PromptTooLong("a", "b", "c"),

@@ -189,8 +189,8 @@ def train_as_rank(config: RunConfig) -> dict[str, Any]:
 
     run_dir, rank = Path(config.run.dir), this_rank()
     with logging_to(run_dir, f"log-rank-{rank}.txt"):
-        hold_with(life_of_rank(0), run_dir)
-        serve_train_rank(config)
+        at_end = hold_with(life_of_rank(0), run_dir)
+        serve_train_rank(config, at_end)
     return {"rank": rank, "run_dir": str(run_dir)}
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -98,15 +98,17 @@ def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
         _write(lock, _RUN_ENDED + _name(me))
 
 
-def hold_with(owner: ProcessLife, run_dir: Path) -> None:
+def hold_with(owner: ProcessLife, run_dir: Path) -> Callable[[], None]:
     """Joins the runs of `owner`: holds the run directory until this process ends, and ends this process when `owner`
-    ends. No other run can begin while this process may write. Raises RunDirError if another run holds the directory."""
+    ends. No other run can begin while this process may write. Returns a function for the end of the run, after which
+    this process may end later than `owner`. Raises RunDirError if another run holds the directory."""
     if owner.pid == os.getpid() or run_dir in _joined or not run_dir.is_dir():
-        return
-    end_with(owner)
+        return lambda: None
+    outlive = end_with(owner)
     lock = _opened(run_dir / _LOCK)  # open to the end of the process
     _share(lock, run_dir, owner, _name(owner), _RUN_ENDED + _name(owner))
     _joined[run_dir] = lock
+    return outlive
 
 
 def _share(lock: TextIO, run_dir: Path, owner: ProcessLife, *allowed: str) -> None:

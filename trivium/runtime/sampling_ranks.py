@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config import RunConfig
@@ -39,9 +40,9 @@ def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
     return ProcessPool(own, others, shared_key(), stage.config.sync.deadline_s)
 
 
-def serve_train_rank(config: RunConfig) -> None:
+def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
     """Serves a torchrun rank other than the first: builds its engines of each stage, and executes the first rank's
-    calls until the run ends."""
+    calls until the run ends. Calls `at_end` before the first rank can end."""
     from trivium.engines.process_pool import EngineHost
     from trivium.training.distributed.data_parallel import RankVerbs
     from trivium.training.distributed.torchrun import serve_rank, shared_key
@@ -55,4 +56,4 @@ def serve_train_rank(config: RunConfig) -> None:
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None
         return RankVerbs(engine, sampler)
 
-    serve_rank(train_device(config), make)
+    serve_rank(train_device(config), make, at_end)

@@ -15,7 +15,7 @@ from failing import refused
 
 from tests.rank_on_trial import WEIGHTS
 from trivium.concurrency import ProcessLife
-from trivium.errors import DataError, RoleFailed, StorageError
+from trivium.errors import DataError, ProcessDied, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
 from trivium.sync.memory import MemoryChannel
 from trivium.training.distributed import train_process
@@ -130,7 +130,7 @@ def test_its_death_is_named() -> None:
     process.run_on_all_ranks("spec")
     os.kill(process.pid, signal.SIGKILL)
     for _ in range(2):
-        with refused(RoleFailed, "trainer's process", -9):
+        with refused(ProcessDied, "trainer's process", -9):
             process.run_on_all_ranks("spec")
     process.close()
 
@@ -162,7 +162,7 @@ def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
         else:
             os.kill(process.pid, signal.SIGSTOP)
             call = threads.submit(process.run_on_all_ranks, "rest", argument)
-        with refused(RoleFailed, f"process {process.pid}", "SIGSTOP", "'rest'"):
+        with refused(ProcessDied, f"process {process.pid}", "SIGSTOP", "'rest'"):
             call.result(10)
     process.close()
 
@@ -171,7 +171,7 @@ def test_a_process_that_hangs_is_ended_at_the_deadline_and_a_slow_one_is_not() -
     process = started(deadline_s=1.0)
     assert process.run_on_all_ranks("compute", 2.5) == 2.5
     time.sleep(1.5)  # an idle process that no call waits for
-    with refused(RoleFailed, "trainer's process", "'rest'"):
+    with refused(ProcessDied, "trainer's process", "'rest'"):
         process.run_on_all_ranks("rest", 600.0)
     process.close()
 

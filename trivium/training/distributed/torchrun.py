@@ -135,9 +135,9 @@ class TorchrunRanks:
             raise _diagnosed(error) from error
 
 
-def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
+def serve_rank(device: str, build: Callable[[Any], RankVerbs], at_end: Callable[[], None] = lambda: None) -> None:
     """Runs the commands of the driver on every rank but the first, until the end of the run. `build` makes the engine
-    of this rank from a spec.
+    of this rank from a spec. Calls `at_end` when the run ends, while the driver waits.
 
     Raises RoleFailed if the driving rank ended, and any error of the engine.
     """
@@ -145,6 +145,7 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
     verbs: RankVerbs | None = None
     for call in iter(driver.calls.get, None):
         if call.method == CLOSE:
+            at_end()
             driver.disconnect()
             return
         if call.method == _BUILD:
