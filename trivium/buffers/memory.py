@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -171,6 +171,8 @@ class MemoryRows:
         states = (*OPEN, SlotState.CANCELLED)
         self._in_state: dict[SlotState, OrderedDict[tuple[int, int], Row]] = {state: OrderedDict() for state in states}
         """By slot and attempt, in the order in which they came into the state: FINISHED rows in order of arrival."""
+        self._num_leases = Counter[str | None]()
+        """By explorer."""
 
     def loaded(self, owner: str) -> int | None:
         return self._loaded.get(owner)
@@ -180,6 +182,9 @@ class MemoryRows:
             self._loaded.pop(owner, None)
         else:
             self._loaded[owner] = version
+
+    def leases(self) -> Mapping[str, int]:
+        return {owner: self._num_leases[owner] for owner in self._loaded}
 
     def find(self, slot: int, attempt: int) -> Row | None:
         row = self._open.get(slot)
@@ -219,12 +224,16 @@ class MemoryRows:
                 heapq.heappush(self._freed, row.slot)
             if row.state in self._in_state:
                 self._in_state[row.state][row.slot, row.attempt] = row
+            if row.state == SlotState.LEASED:
+                self._num_leases[row.owner] += 1
 
     def update(self, rows: Sequence[Row], values: Mapping[str, Any]) -> None:
         columns = values.items()
         for row in rows:
             if row.state in self._in_state:
                 del self._in_state[row.state][row.slot, row.attempt]
+            if row.state == SlotState.LEASED:
+                self._num_leases[row.owner] -= 1
             for name, value in columns:
                 setattr(row, name, value)
         self.insert(rows)

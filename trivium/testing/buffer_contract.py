@@ -35,6 +35,7 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
     """
     checks = (
         _check_order,
+        _check_equal_parts,
         _check_admission,
         _check_drain,
         _check_eviction,
@@ -130,6 +131,18 @@ async def _check_admission(make: MakeBuffer) -> None:
     require(await lease(buffer, "slow", 1) == Lease(4), "it gets one with a newer version")
 
 
+async def _check_equal_parts(make: MakeBuffer) -> None:
+    buffer = await opened(make, "equal-parts", make_schedule(groups_per_step=4))
+    await buffer.advance("other", 0)
+    await leases(buffer, 2)
+    promise = "an explorer leases at most an equal part of the slots of a synchronous step"
+    waiting = await _blocked(buffer.lease("e"), promise)
+    require(await lease(buffer, "other") == Lease(2), "the other part is for the other explorers")
+    await buffer.release("other")
+    require(await waiting == Lease(2), "an explorer that leaves leaves its part to the others")
+    require(await lease(buffer) == Lease(3), "an explorer that is alone leases every slot")
+
+
 async def _check_drain(make: MakeBuffer) -> None:
     buffer = await opened(make, "drain", make_schedule(max_staleness=1, deterministic=True))
     held = [*await leases(buffer, 3), await lease(buffer, "dying", 0)]
@@ -150,6 +163,7 @@ async def _check_drain(make: MakeBuffer) -> None:
     buffer = await opened(make, "drain-stale", make_schedule())
     await rolled_out(buffer, 2)
     await buffer.take(2, 0)
+    await buffer.release("e")
     await buffer.advance("ahead", 1)
     later = [await buffer.lease("ahead") for _ in range(2)]
     assert later[1] is not None
@@ -181,13 +195,12 @@ async def _check_eviction(make: MakeBuffer) -> None:
 
 async def _check_release(make: MakeBuffer) -> None:
     buffer = await opened(make, "release", make_schedule())
-    await buffer.advance("heir", 0)
     held = await leases(buffer, 2)
     await buffer.put("e", make_group(held[0]))
     require(await buffer.release("e") == 1, "release returns the number of leases")
     require(await buffer.release("e") == 0, "leases are released once")
     require(await buffer.lease("e", wait=False) is None, "a released explorer gets nothing before it adopts a version")
-    require(await lease(buffer, "heir") == held[1], "a released lease is issued again, as the same attempt")
+    require(await lease(buffer, "heir", 0) == held[1], "a released lease is issued again, as the same attempt")
     await refused(buffer.put("e", make_group(held[1])), "a released explorer no longer owns its lease")
     await buffer.put("heir", make_group(held[1]))
     require(slots_of(await buffer.take(2, 0)) == [0, 1], "groups that were put before a release stay")
@@ -279,8 +292,7 @@ async def _check_cancelled_waits(make: MakeBuffer) -> None:
         await asyncio.sleep(0.0005 * number)
         leasing.cancel()
         await asyncio.wait({leasing})
-        if not leasing.cancelled():
-            await buffer.release("gone")
+        await buffer.release("gone")
     held = await leases(buffer, 2)
     require(held == [Lease(0), Lease(1)], "a lease that was cancelled holds no slot")
     for each in held:

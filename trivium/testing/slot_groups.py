@@ -49,12 +49,15 @@ async def leases(buffer: Buffer, count: int, owner: str = "e") -> list[Lease]:
 
 
 async def rolled_out(buffer: Buffer, count: int, owner: str = "e", version: int = 0) -> list[int]:
-    """Leases slots for `owner`, which loads `version` first, and puts their groups; returns the slots."""
+    """Leases slots for `owner`, which loads `version` first, one after the other, and puts their groups; returns the
+    slots."""
     await buffer.advance(owner, version)
-    held = await leases(buffer, count, owner)
-    for each in held:
-        await buffer.put(owner, make_group(each, version))
-    return [each.slot for each in held]
+    slots = list[int]()
+    for _ in range(count):
+        held = await lease(buffer, owner)
+        await buffer.put(owner, make_group(held, version))
+        slots.append(held.slot)
+    return slots
 
 
 async def saved(buffer: Buffer) -> dict[str, Any]:

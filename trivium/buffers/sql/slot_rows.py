@@ -42,6 +42,8 @@ _RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
 )
 _EXPLORER = (EXPLORERS.c.buffer == sa.bindparam("this_buffer"), EXPLORERS.c.owner == sa.bindparam("this_owner"))
 _LOADED = sa.select(EXPLORERS.c.loaded).where(*_EXPLORER)
+_LEASED = sa.select(sa.func.count()).where(_MINE, _s.state == SlotState.LEASED, _s.owner == EXPLORERS.c.owner)
+_LEASES = sa.select(EXPLORERS.c.owner, _LEASED.scalar_subquery().label("leases")).where(_EXPLORER[0])
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
@@ -62,6 +64,10 @@ class SqlRows:
     def loaded(self, owner: str) -> int | None:
         this = {"this_buffer": self._name, "this_owner": owner}
         return self._connection.execute(_LOADED, this).scalar_one_or_none()
+
+    def leases(self) -> Mapping[str, int]:
+        rows = self._connection.execute(_LEASES, {"this_buffer": self._name})
+        return {row.owner: row.leases for row in rows}
 
     def load(self, owner: str, version: int | None) -> None:
         explorer = self._explorer(owner)
