@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from trivium.errors import SyncError
 from trivium.explorer import check_failures
 from trivium.phases import activity, progress, span
 from trivium.randomness import SampleKey
+from trivium.types import experiences_of
 
 if TYPE_CHECKING:
     from trivium.explorer import Explorer
@@ -77,6 +80,19 @@ def is_partial(trajectory: Trajectory, threshold: float | None) -> bool:
     return threshold is None and trajectory.reward not in (-1, 0, 1)
 
 
+def observation_loss(groups: Sequence[Group]) -> Metrics:
+    """The mean cross-entropy of the tokens between turns (`Experience.observed`) of rollouts with the extra
+    `prompt_log_prob`, and the number of these tokens. Without such tokens, only their number, 0. Failed rollouts are
+    left out."""
+    total, tokens = 0.0, 0
+    for group in groups:
+        for experience in (each for member in group.alive for each in experiences_of(group, member)):
+            if (observed := experience.observed).any():
+                total -= float(experience.extra["prompt_log_prob"][observed].sum(dtype=np.float64))
+                tokens += int(observed.sum())
+    return {"observation_tokens": tokens, **({"observation_loss": total / tokens} if tokens else {})}
+
+
 @dataclass
 class Evaluator:
     """Rolls out every task of a taskset `samples` times with one version of the policy."""
@@ -92,6 +108,8 @@ class Evaluator:
     """The reward from which a rollout counts as right. None: 1, and the metric `partial` counts rewards other than -1,
     0 and 1."""
     max_failed_fraction: float = 1.0
+    observations: bool = False
+    """Whether to measure the cross-entropy of observations. The engine must record `prompt_log_prob`."""
 
     async def run(self, version: int) -> Metrics:
         """Metrics under `eval/<taskset>/`.
@@ -116,6 +134,8 @@ class Evaluator:
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         metrics["failed"] = sum(t.failure is not None for g in groups for t in g.trajectories)
         metrics["partial"] = sum(is_partial(t, self.threshold) for g in groups for t in g.alive)
+        if self.observations:
+            metrics |= observation_loss(groups)
         return {f"eval/{self.taskset}/{name}": value for name, value in {**metrics, "version": version}.items()}
 
     async def _rollout(self, index: int) -> Group:
@@ -124,7 +144,8 @@ class Evaluator:
             SampleKey(self.seed, f"eval/{self.taskset}", task.taskset, task.task_id, 0, sample)
             for sample in range(self.samples)
         ]
-        group = await self.explorer.rollout(task, keys, sampling=self.sampling)
+        extra = (*self.sampling.extra, "prompt_log_prob") if self.observations else self.sampling.extra
+        group = await self.explorer.rollout(task, keys, sampling=replace(self.sampling, extra=extra))
         progress()
         return group
 

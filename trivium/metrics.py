@@ -440,6 +440,14 @@ declare("eval/*/best@*", "expected highest reward of k samples, failed ones left
 declare("eval/*/worst@*", "expected lowest reward of k samples, failed ones left out", better="up")
 declare("eval/*/maj@*", "probability that the most frequent answer of k samples is correct", better="up")
 declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
+declare(
+    "eval/*/observation_loss",
+    "mean cross-entropy of the environment's tokens in the evaluation's rollouts, at temperature 1 "
+    "(`evaluation.observations`)",
+    unit="nats",
+    better="down",
+)
+declare("eval/*/observation_tokens", "the number of these tokens", unit="tokens", aggregation="sum")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
 

@@ -129,13 +129,25 @@ def test_echo_predicts_the_environment_and_grpo_does_not(tmp_path: Path, seed: i
         "workflow": {"kind": "multi_turn", "environment": f"{__file__}:Doubling", "max_turns": 3},
         "schedule": {"steps": 15, "groups_per_step": 8, "group_size": 2},
     }
+    held_out = {"kind": "jsonl", "path": str(tmp_path / "starts.jsonl"), "id": "id"}
+    evaluated = {"tasks": {"test": held_out}, "evaluation": {"taskset": "test", "observations": True}}
     other = merged(sections, {"run": {"seed": seed + 100}, "algorithm": {"kind": "grpo"}})
     trained(tmp_path / "held_out", **other)
     start = tmp_path / "grpo" / "model"
-    plain = trained(tmp_path / "grpo", **merged(sections, {"algorithm": {"kind": "grpo"}}))
+    plain = trained(tmp_path / "grpo", **merged(merged(sections, evaluated), {"algorithm": {"kind": "grpo"}}))
+    sections = merged(sections, {"tasks": evaluated["tasks"], "evaluation": {"taskset": "test"}})
     echo = trained(tmp_path / "echo", **merged(sections, {"algorithm": {"kind": "echo", "observation_coef": 1.0}}))
+
+    def curve(run: str, metric: str) -> list[float]:
+        rows = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        return [row[metric] for row in rows if metric in row]
+
     before, flat, after = (observation_loss(each, tmp_path / "held_out") for each in (start, plain, echo))
     assert flat == before
     assert after < 0.6 * before
-    measured = [json.loads(line) for line in (tmp_path / "echo" / "metrics.jsonl").read_text().splitlines()]
-    assert measured[-1]["train/observation_loss"] < 0.6 * measured[0]["train/observation_loss"]
+    losses = curve("echo", "train/observation_loss")
+    assert losses[-1] < 0.6 * losses[0]
+    start, end = curve("echo", "eval/test/observation_loss")
+    assert end < 0.6 * start
+    assert curve("grpo", "eval/test/observation_loss") == [start, start]
+    assert all(count > 0 for count in curve("echo", "eval/test/observation_tokens"))

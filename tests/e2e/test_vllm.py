@@ -216,6 +216,20 @@ async def test_kept_tokens_that_it_does_not_list_are_refused(ran: Ran) -> None:
     await ran.engine.load(STEPS, weights.items())
 
 
+async def test_it_lists_the_log_probs_of_a_prompt(ran: Ran) -> None:
+    await ran.engine.load(STEPS, weights_of(ran.models[0]).items())
+    model: Any = load_lm(ran.models[0], dtype=torch.float32)
+    how = {"temperature": 0.7, "max_new_tokens": 5, "min_new_tokens": 5}
+    request = asked([5, 6, 7, 8, 9], extra=("prompt_log_prob",), **how)
+    for _ in range(2):  # vLLM may have the keys and values of the first request
+        done = await ran.engine.generate(request)
+        tokens = torch.from_numpy(request.prompt_tokens.astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        expected = log_probs.gather(1, tokens[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(done.extra["prompt_log_prob"], [0.0, *expected, *[0.0] * 5], atol=1e-4)
+
+
 def uniform(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights that a sample shows at once: every token is equally likely."""
     return {name: torch.zeros_like(value) if name == "model.norm.weight" else value for name, value in weights.items()}

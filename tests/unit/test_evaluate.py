@@ -7,12 +7,14 @@ from itertools import combinations
 from statistics import mean
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from episodes import group, turn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.evaluate import Evaluator, best_at_k, maj_at_k, pass_at_k, worst_at_k
-from trivium.types import Group, Sampling, Task, Trajectory
+from trivium.evaluate import Evaluator, best_at_k, maj_at_k, observation_loss, pass_at_k, worst_at_k
+from trivium.types import Failure, Group, Sampling, Task, Trajectory
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
@@ -68,3 +70,18 @@ def test_graded_rewards_are_counted_unless_a_threshold_makes_them_right_or_wrong
     metrics = evaluator.measured([Group(0, Task("a", ()), trajectories)], version=3)
     assert (metrics["eval/test/accuracy"], metrics["eval/test/partial"]) == (accuracy, partial)
     assert metrics["eval/test/reward"] == pytest.approx(mean(rewards))
+
+
+def test_the_loss_of_observations_is_a_mean_over_their_tokens() -> None:
+    """The tokens between turns, each with its first recorded log-probability; a failed rollout is left out."""
+
+    def recorded(*log_prob: float) -> dict[str, Any]:
+        return {"extra": {"prompt_log_prob": np.array(log_prob, np.float32)}}
+
+    first = turn([5, 6], [1], **recorded(0, -9, 0))
+    second = turn([5, 6, 1, 7, 8], [2], **recorded(0, -9, -9, -1, -2, 0))
+    third = turn([5, 6, 1, 7, 8, 2, 9], [3, 3], **recorded(0, -9, -9, -8, -8, -9, -3, 0, 0))
+    failed = Trajectory(1, (first, second), failure=Failure("deadline", "TimeoutError", "late"))
+    whole = group(0, Trajectory(0, (first, second, third), {"r": 0.0}), failed)
+    assert observation_loss([whole, whole]) == {"observation_tokens": 6, "observation_loss": 2.0}
+    assert observation_loss([group(0, Trajectory(0, (first,), {"r": 0.0}))]) == {"observation_tokens": 0}

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from trivium.config.memory_estimate import replays_routing, shape_in
 from trivium.config.merging import is_mapping
-from trivium.config.recording import recorded
+from trivium.config.recording import can_score_prompts, recorded, scores_observations
 from trivium.config.rules import Rules
 from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
@@ -314,6 +314,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     """An evaluation has no tasks, keys without effect, or metrics that it does not measure."""
     evaluation, best = config.evaluation, config.checkpoint.keep_best
     names = ("accuracy", "reward", "response_tokens") if evaluation.taskset is not None else ()
+    names += ("observation_loss",) if names and scores_observations(config) else ()
     measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
     if evaluation.held_out is not None:
         heads: Sequence[str] = getattr(config.algorithm, "heads", ())  # of a reward model
@@ -337,6 +338,8 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     if evaluation.taskset not in config.tasks:
         known = suggest(evaluation.taskset, config.tasks)
         yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", known)
+    if evaluation.observations:
+        yield from _check_observations(config)
     for k in evaluation.k:
         if not 1 <= k <= evaluation.samples:
             yield Problem(
@@ -356,6 +359,16 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"weights are published every {config.sync.interval} steps, so an evaluation would see other weights",
             "make it a multiple of sync.interval",
         )
+
+
+def _check_observations(config: RunConfig) -> Iterator[Problem]:
+    where, asked = "evaluation.observations", "the cross-entropy of observations in evaluations"
+    if not can_score_prompts(config):
+        found = f"engine.kind {config.engine.kind!r} does not compute log-probabilities of a prompt's tokens"
+        yield Problem(where, asked, found, "use engine.kind torch, or leave the key out")
+    if not capabilities_of(resolve("workflows", config.workflow.kind)).observes:
+        found = f"workflow.kind {config.workflow.kind!r} has one turn, so nothing is observed"
+        yield Problem(where, asked, found, "use a workflow of several turns, or leave the key out")
 
 
 def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trivium.config.memory_estimate import replays_routing, shape_in
+from trivium.config.sources import source_configs
+from trivium.registry import describe
+from trivium.types import capabilities_of
 
 if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
@@ -14,6 +17,19 @@ def recorded(config: RunConfig) -> tuple[str, ...]:
     """What the engine records of training rollouts: names of `EXTRAS`."""
     cut = config.engine.sampling.changes_distribution()
     return (*["routing"] * replays_routing(config), *["kept"] * bool(cut))
+
+
+def scores_observations(config: RunConfig) -> bool:
+    """Whether evaluations report the cross-entropy of observations (`evaluation.observations`)."""
+    if config.evaluation.observations is not None:
+        return config.evaluation.observations
+    trained = any(getattr(own.algorithm, "observation_coef", 0) for own in source_configs(config).values())
+    return trained and can_score_prompts(config)
+
+
+def can_score_prompts(config: RunConfig) -> bool:
+    """Whether the engine computes the log-probabilities of a prompt's tokens."""
+    return "prompt_log_prob" in capabilities_of(describe("engines", config.engine.kind)).extra
 
 
 def recorded_in(config: RunConfig) -> str | None:

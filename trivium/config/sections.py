@@ -148,6 +148,10 @@ class EvaluationSection(BaseConfig):
     """The k of pass@k and maj@k; each at most `samples`."""
     sampling: EvaluationSampling = EvaluationSampling()
     """How evaluation samples."""
+    observations: bool | None = free(None)
+    """Whether to report the cross-entropy of what the environment answered between the policy's turns
+    (`eval/NAME/observation_loss`). Unset: only if the algorithm trains on these tokens (`observation_coef`) and the
+    engine can compute it."""
     threshold: float | None = None
     """A total reward of at least this counts as right. Unset, it is 1, and the console and the summary show an accuracy
     only where every reward is -1, 0 or 1."""

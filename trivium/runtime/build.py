@@ -26,7 +26,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RewardConfig, RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.model_shape import positions_in
-from trivium.config.recording import recorded
+from trivium.config.recording import recorded, scores_observations
 from trivium.config.sources import SourcesConfig, source_configs
 from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
@@ -417,6 +417,7 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
         k=evaluation.k,
         sampling=evaluation.sampling.sampling(config.engine.sampling, evaluation.samples),
         threshold=evaluation.threshold,
+        observations=scores_observations(config),
         max_failed_fraction=config.workflow.max_failed_fraction,
     )
 

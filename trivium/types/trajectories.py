@@ -18,11 +18,13 @@ EXPERT_VERSION = -1
 """The policy version of tokens that the policy did not sample: expert and supervised data."""
 SERVED = "served"
 """The taskset of tasks that agents send over HTTP (`run.mode: serve`), which are not in the schedule."""
-EXTRAS = ("routing", "kept")
+EXTRAS = ("routing", "kept", "prompt_log_prob")
 """Data that an engine can record for a token beside its log-probability. `routing`, (layers, K) unsigned integers: one
 plus the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the
 token ids that the token was sampled from, concatenated over tokens. The array `kept_count` comes with it: the number of
-these ids for each token. If it is negative, the ids are those left out instead; 0 stands for the whole vocabulary."""
+these ids for each token. If it is negative, the ids are those left out instead; 0 stands for the whole vocabulary.
+`prompt_log_prob`, float32: the log-probability of a token of the prompt at temperature 1, without truncation; 0 for the
+first token and for those of the completion."""
 IMAGE = "<image>"
 """Marks the place of an image in the text of a message with images."""
 

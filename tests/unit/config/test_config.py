@@ -133,6 +133,12 @@ def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> Run
         ("evaluation: {taskset: tset}", "evaluation.taskset", "'test'"),
         ("evaluation: {every: 2}", "evaluation.every", ""),
         ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k", ""),
+        ("evaluation: {taskset: test, observations: true}", "evaluation.observations", "engine.kind torch"),
+        (
+            "evaluation: {taskset: test, observations: true}\nengine: {kind: torch}",
+            "evaluation.observations",
+            "'single_turn'",
+        ),
         ("evaluation: {taskset: test, samples: 4, sampling: {temperature: 0}}", "evaluation.samples", ""),
         ("evaluation: {taskset: test, every: 3}\nsync: {interval: 2, offset: 0}", "evaluation.every", ""),
         ("tasks: {test: {kind: jsonl, path: nowhere.jsonl}}", "tasks.test.path", "nowhere.jsonl"),

@@ -17,7 +17,7 @@ from trivium.engines.torch.batch import bucket
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.selfcheck import check_decoder
-from trivium.errors import ConfigError, RolloutError, SyncError
+from trivium.errors import ConfigError, RolloutError, SyncError, TriviumError
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling, StopReason
@@ -123,6 +123,41 @@ async def test_log_probs_are_those_of_a_full_forward_pass(models: dict[str, Path
             np.testing.assert_allclose(done.log_prob, expected, atol=1e-4)
             assert done.stop_reason is StopReason.LENGTH
             assert (done.policy_version == 0).all()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "gpt2"])
+async def test_log_probs_of_the_prompt_are_recorded_where_a_request_asks(models: dict[str, Path], name: str) -> None:
+    """They are those at temperature 1, for requests that share a prompt with others, and change no completion."""
+    engine = engine_for(models[name], frozenset(), max_rows=3)
+    try:
+        plain = [request(length, index, temperature=0.7, max_new_tokens=4) for length in (1, 9, 50) for index in (0, 1)]
+        scored = [replace(each, sampling=replace(each.sampling, extra=("prompt_log_prob",))) for each in plain]
+        mixed = [each for pair in zip(plain[::2], scored[1::2], strict=True) for each in pair]
+        alone = await asyncio.gather(*map(engine.generate, plain))
+        done = await asyncio.gather(*map(engine.generate, mixed))
+        model = model_at(models[name])
+        for asked, completion, before in zip(mixed, done, alone, strict=True):
+            assert same(completion, before)
+            assert [*completion.extra] == [*asked.sampling.extra]
+            if completion.extra:
+                tokens = torch.from_numpy(asked.prompt_tokens.astype(np.int64))
+                with torch.no_grad():
+                    log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+                expected = log_probs.gather(1, tokens[1:, None])[:, 0].numpy()
+                np.testing.assert_allclose(
+                    completion.extra["prompt_log_prob"], [0.0, *expected, 0.0, 0.0, 0.0, 0.0], atol=1e-4
+                )
+    finally:
+        await engine.close()
+
+
+async def test_log_probs_of_the_prompt_are_refused_for_soft_capped_logits(models: dict[str, Path]) -> None:
+    engine = engine_for(models["gemma2"], frozenset())
+    try:
+        with refused(TriviumError, "final_logit_softcapping", "30.0"):
+            await engine.generate(request(9, extra=("prompt_log_prob",)))
     finally:
         await engine.close()
 

@@ -23,6 +23,9 @@ from trivium.errors import DataError
 from trivium.randomness import uniforms
 from trivium.types import AnyArray, Completion, Request, StopReason
 
+SCORED = "prompt_log_prob"
+"""The extra of `EXTRAS` that needs the output layer for every token of the prompt."""
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -45,7 +48,8 @@ class Ticket:
     kept: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
     """The tokens that each token was sampled among, if requested."""
     kept_count: list[int] = field(default_factory=list[int], repr=False)
-
+    prompt_log_prob: AnyArray | None = field(default=None, repr=False)
+    """The log-probabilities of the prompt's tokens, if requested."""
     on_tokens: Any = None
     """What the caller's event loop calls with each token, if the caller asks for a stream."""
 
@@ -112,6 +116,8 @@ class Batch:
             self._assign(row, ticket)
             if prefix.routing is not None and ticket.asks("routing"):
                 ticket.routing.append(prefix.routing)
+            if ticket.asks(SCORED):
+                ticket.prompt_log_prob = prefix.log_prob
             self._ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
@@ -250,7 +256,7 @@ class Batch:
             self._log_prob[row, :count],
             self._version[row, :count],
             reason,
-            extra=_extra(ticket),
+            extra=_extra(ticket, count),
         )
         self._free(row)
         return ticket, completion
@@ -311,11 +317,13 @@ class Batch:
         self._version = np.pad(self._version, more)
 
 
-def _extra(ticket: Ticket) -> dict[str, AnyArray]:
-    """The recorded extras of a completion. Its last token did not go through the layers."""
+def _extra(ticket: Ticket, count: int) -> dict[str, AnyArray]:
+    """The recorded extras of a completion of `count` tokens. Its last token did not go through the layers."""
     extra: dict[str, AnyArray] = {}
     if ticket.routing:
         extra["routing"] = np.concatenate([*ticket.routing, np.zeros_like(ticket.routing[-1][-1:])])
     if ticket.kept:
         extra |= {"kept": np.concatenate(ticket.kept), "kept_count": np.array(ticket.kept_count, np.int32)}
+    if ticket.prompt_log_prob is not None:
+        extra[SCORED] = np.concatenate([ticket.prompt_log_prob, np.zeros(count, np.float32)])
     return extra

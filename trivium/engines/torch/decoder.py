@@ -31,6 +31,8 @@ from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
 from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of
+from trivium.models.heads.log_prob_head import log_prob_and_entropy
+from trivium.models.heads.trained_models import logit_scale
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
 from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
@@ -57,6 +59,8 @@ class Prefix:
     """Rotary position of the next token minus the number of prompt tokens (M-RoPE)."""
     routing: AnyArray | None = None
     """The experts of each token, if the decoder records them."""
+    log_prob: AnyArray | None = None
+    """The log-probability of each token, 0 for the first one; None if it was not asked for."""
 
     def alone(self) -> Prefix:
         """A copy without the rest of the batch, whose keys and values would stay in memory."""
@@ -109,9 +113,12 @@ class Decoder:
         """Base values of the weights changed by an adapter, by name, on the CPU."""
         self.rows = StatefulRowCache() if self.recurrent else RowCache()
         self._last: Tensor | None = None
+        self._hidden: list[Tensor] | None = None
+        """Collects the inputs of the output layer while prompts are read whose log-probabilities are asked for."""
         self.reads_whole = self.device.type == "cuda"
         """Whether prompts are computed in one chunk without a mask: GPU kernels have causal attention built in."""
         self._head = cast(nn.Linear, model.get_output_embeddings())
+        self._head_precision = head_precision
         use_in(self._head, head_precision)
         self._embedding = cast(nn.Module, model.get_input_embeddings())
         if exact:
@@ -149,9 +156,12 @@ class Decoder:
             self.recorder = Recorder(routers_of(self.text))
             self.layers = self.workers = self.graphs = None
 
-    def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
+    def read(
+        self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = (), *, scored: bool = False
+    ) -> list[Prefix]:
         """Computes the keys and values of prompts and the logits after each; all have the same `padded_length`.
-        `images` holds those of each prompt; empty if no prompt has any."""
+        `images` holds those of each prompt; empty if no prompt has any. With `scored`, also computes the
+        log-probabilities of their tokens."""
         length = padded_length(max(map(len, prompts)))
         number = padded_count(len(prompts)) if self.device.type == "cpu" else len(prompts)
         ids = np.zeros((number, length), np.int64)
@@ -163,6 +173,7 @@ class Decoder:
         seen = self._seen(tokens, images)
         cache = StatefulPromptCache(length, ends) if self.recurrent else PromptCache(length)
         logits, routing = None, list[AnyArray]()
+        self._hidden = [] if scored else None
         if self.layers is not None:
             self.layers.prepare(length)
         chunk = length if self.reads_whole else PROMPT_CHUNK
@@ -181,10 +192,27 @@ class Decoder:
         assert logits is not None
         ahead = [0] * len(prompts) if seen is None else seen.ahead
         chosen = np.concatenate(routing, 1) if routing else None
+        scores: Sequence[AnyArray | None] = [None] * len(prompts)
+        if self._hidden is not None:
+            scores, self._hidden = self._scores(torch.cat(self._hidden, 1), tokens, [*map(len, prompts)]), None
         return [
-            Prefix(cache, row, logits[row], ahead[row], None if chosen is None else chosen[row, : len(prompt)])
-            for row, prompt in enumerate(prompts)
+            Prefix(cache, row, logits[row], ahead[row], None if chosen is None else chosen[row, : len(prompt)], score)
+            for row, (prompt, score) in enumerate(zip(prompts, scores, strict=True))
         ]
+
+    def _scores(self, states: Tensor, tokens: Tensor, lengths: Sequence[int]) -> list[AnyArray]:
+        """The log-probabilities of the tokens of prompts, from the inputs of the output layer."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        log_prob, _ = log_prob_and_entropy(
+            torch.cat([states[row, : length - 1] for row, length in enumerate(lengths)]),
+            self._head.weight.to(wide),
+            None if self._head.bias is None else self._head.bias.to(wide),  # pyright: ignore[reportUnnecessaryComparison]
+            torch.cat([tokens[row, 1:length] for row, length in enumerate(lengths)]),
+            temperature=1 / logit_scale(self.model),
+            precision=self._head_precision,
+        )
+        parts = log_prob.float().cpu().split([length - 1 for length in lengths])
+        return [np.concatenate([np.zeros(1, np.float32), part.numpy()]) for part in parts]
 
     def look(self, prompt: IntArray, media: Sequence[Media]) -> PromptImages | None:
         """The images of a prompt; None if it has none. Thread-safe.
@@ -322,7 +350,7 @@ class Decoder:
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor | None, cache: PromptCache | StepRows) -> Tensor:
         if self.layers is not None:
             embedded = self._embedding(inputs["input_ids"])
-            return self.layers(embedded, inputs["position_ids"], mask, cache, self._last)
+            return self.layers(embedded, inputs["position_ids"], mask, cache, self._last, self._hidden)
         model = self.model if self.vision is None else self.text
         with self._arithmetic():
             output = model(**inputs, attention_mask=mask, use_cache=True, **{self._cache_name: cache})
@@ -339,6 +367,8 @@ class Decoder:
         if self._last is None:
             return None
         hidden = inputs[0]
+        if self._hidden is not None:
+            self._hidden.append(hidden)
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
 
 

@@ -21,13 +21,14 @@ import torch
 
 from trivium.engines.reporting import call_on
 from trivium.engines.servable import check_request
-from trivium.engines.torch.batch import Batch, Ticket
+from trivium.engines.torch.batch import SCORED, Batch, Ticket
 from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
 from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
+from trivium.models.heads.trained_models import logit_scale
 from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
@@ -196,6 +197,8 @@ class TorchEngine(DescribedTorchEngine):
 
     def _ticket(self, request: Request, future: asyncio.Future[Completion]) -> Ticket:
         limit = check_request(request, self._max_context, self._vocab_size)
+        if SCORED in request.sampling.extra:
+            logit_scale(self._decoder.model)  # refuses a model whose logits the head cannot compute
         prompt = np.asarray(request.prompt_tokens, np.int32)
         images = (f"{item.sha256}{item.span}".encode() for item in request.media)
         return Ticket(request, limit, future, request.key.digest(), prompt=b"".join([prompt.tobytes(), *images]))
@@ -304,7 +307,10 @@ class TorchEngine(DescribedTorchEngine):
                 self._done.append((item, self._refusal()))
             elif isinstance(item, Ticket):
                 self._record(item)
-                self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
+                entry = self._waiting.setdefault(item.prompt, _Waiting())
+                if item.asks(SCORED) and entry.prefix is not None and entry.prefix.log_prob is None:
+                    entry.prefix = None
+                entry.tickets.append(item)
             elif isinstance(item, _ReadWeights):
                 self._done.append((item, self._decoder.weights()))
             elif (self._batch.live or self._waiting) and not item.at_once:
@@ -396,7 +402,8 @@ class TorchEngine(DescribedTorchEngine):
         """Computes the prefixes of prompts of equal padded length."""
         prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
         images = [entry.images for entry in entries]
-        for entry, prefix in zip(entries, self._decoder.read(prompts, images), strict=True):
+        scored = any(ticket.asks(SCORED) for entry in entries for ticket in entry.tickets)
+        for entry, prefix in zip(entries, self._decoder.read(prompts, images, scored=scored), strict=True):
             entry.prefix = prefix
         self.counters["prompts_read"] += len(prompts)
         self.counters["prompt_tokens_read"] += sum(map(len, prompts))

@@ -161,9 +161,11 @@ class Layers:
         mask: Tensor | None,
         cache: PromptCache | StepRows,
         last: Tensor | None = None,
+        hidden: list[Tensor] | None = None,
     ) -> Tensor:
         """[B, L, C] embeddings of at least two tokens -> float32 logits [B, V] after the tokens `last` [B] of each
-        sequence (default: the last ones). `prepare` was called for `positions` [B or 1, L]. `mask` as in `attend`."""
+        sequence (default: the last ones). `prepare` was called for `positions` [B or 1, L]. `mask` as in `attend`.
+        Appends the inputs of the output layer [B, L, C] to `hidden`."""
         batch, length, width = x.shape
         cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
@@ -179,6 +181,8 @@ class Layers:
             x = layer.output.plus(out.view(len(x), -1), x)
             normed = layer.before_mlp(x)
             x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
+        if hidden is not None:
+            hidden.append(self._last(x).view(batch, length, width))
         if length > 1:
             x = x.view(batch, length, width)
             x = x[:, -1] if last is None else x[torch.arange(batch), last]

@@ -30,6 +30,7 @@ from trivium.engines.vllm.forms import (
     empty_completion,
     kept_tokens,
     listed_tokens,
+    prompt_log_probs,
     prompt_reader,
     read_output,
     read_tokens,
@@ -220,7 +221,7 @@ class VllmEngine(DescribedVllmEngine):
         directory = self._loaded.adapter
         adapter = None if directory is None else LoRARequest("policy", 1, str(directory))
         greedy = sampling.temperature == 0
-        output, scanned, stopped = None, 0, False
+        result, output, scanned, stopped = None, None, 0, False
         async for result in llm.generate(prompt, params, number, lora_request=adapter):
             output = result.outputs[0]
             while scan is not None and not stopped and scanned < len(output.token_ids):
@@ -242,6 +243,8 @@ class VllmEngine(DescribedVllmEngine):
             extra["routing"] = routed(output.routed_experts, request, length)
         if "kept" in sampling.extra:
             extra |= kept_tokens(output, length, listed, sampling, self._vocab_size)
+        if "prompt_log_prob" in sampling.extra:
+            extra["prompt_log_prob"] = prompt_log_probs(result, length)
         return replace(done, extra=extra)
 
     # ------------------------------------------------------------------ weights

@@ -64,6 +64,7 @@ def sampling_params(
         max_tokens=limit,
         min_tokens=min(sampling.min_new_tokens, limit),
         logprobs=listed,
+        prompt_logprobs=0 if "prompt_log_prob" in sampling.extra else None,
         flat_logprobs=True,
         detokenize=False,
         logit_bias=None,
@@ -123,6 +124,18 @@ def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab
             "set another top_k, or engine.dtype: float32",
         )
     return {"kept": ids[kept].astype(id_type), "kept_count": kept.sum(1, dtype=np.int32)}
+
+
+def prompt_log_probs(result: Any, length: int) -> FloatArray:
+    """The recorded `prompt_log_prob` (`EXTRAS`) of a result whose completion has `length` tokens."""
+    listed = np.array(result.prompt_logprobs.logprobs, np.float32)  # without the first token
+    if len(listed) != len(result.prompt_token_ids) - 1:
+        raise EngineFailure(
+            "the log-probability of every token of a prompt",
+            f"vLLM lists {len(listed)} for {len(result.prompt_token_ids)} tokens",
+            "set evaluation.observations: false",
+        )
+    return np.concatenate([np.zeros(1, np.float32), listed, np.zeros(length, np.float32)])
 
 
 def empty_completion() -> Completion:

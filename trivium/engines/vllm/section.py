@@ -15,7 +15,7 @@ from trivium.engines.vllm.process import no_vllm
 from trivium.errors import Problem
 from trivium.models.vision.families import family_in
 from trivium.models.weights.section import LoraConfig, largest_rank
-from trivium.types import Capabilities
+from trivium.types import EXTRAS, Capabilities
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as `max_lora_rank`."""
@@ -153,7 +153,7 @@ class DescribedVllmEngine:
                 yield from self.on_this_machine().problems(run, where)
 
     capabilities = Capabilities(
-        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing", "kept"})
+        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset(EXTRAS)
     )
 
 

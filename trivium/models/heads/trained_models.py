@@ -204,7 +204,7 @@ class LanguageModel(FilledModel):
 
     def set_temperature(self, temperature: float) -> None:
         """Sets the number that logits are divided by."""
-        self.temperature = temperature / _logit_scale(self.module)
+        self.temperature = temperature / logit_scale(self.module)
 
     def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
         """Adds a LoRA adapter and freezes all other parameters; see `lora.attach`. `names` remain those of the model
@@ -313,7 +313,7 @@ class LanguageModel(FilledModel):
         of the hidden states."""
         batch = probe_pack(self.module)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            expected = self._by_logits(batch, self.temperature * _logit_scale(self.module))
+            expected = self._by_logits(batch, self.temperature * logit_scale(self.module))
             self.backbone.settle(tolerance)
         rows = batch.positions.nonzero().squeeze(1)
 
@@ -340,7 +340,7 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _logit_scale(module: PreTrainedModel) -> float:
+def logit_scale(module: PreTrainedModel) -> float:
     """The constant that Granite divides and Cohere multiplies its logits by; soft-capping is refused.
 
     The probe alone would not detect soft-capping of small logits.
