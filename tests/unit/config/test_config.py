@@ -135,7 +135,7 @@ def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> Run
         ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k", ""),
         ("evaluation: {taskset: test, observations: true}", "evaluation.observations", "engine.kind torch"),
         (
-            "evaluation: {taskset: test, observations: true}\nengine: {kind: torch}",
+            "evaluation: {taskset: test, observations: true}\nengine: {kind: torch}\nworkflow: {kind: single_turn}",
             "evaluation.observations",
             "'single_turn'",
         ),
