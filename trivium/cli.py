@@ -180,6 +180,10 @@ def evaluate(
     save: Annotated[
         Path | None, typer.Option("--save", help="Also write the rollouts to this file, one JSON object per line.")
     ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option("--tasks", help="Also write the tasks with the rewards of their rollouts (`reference_rewards`)."),
+    ] = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
@@ -189,7 +193,7 @@ def evaluate(
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.checkpoint_eval import evaluate as evaluate_step
 
-        show(evaluate_step(loaded, step, save))
+        show(evaluate_step(loaded, step, save, tasks))
 
 
 @app.command(context_settings=_CONFIGURED)

@@ -115,6 +115,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "fipo": "trivium.algorithms.presets:FIPO",
         "real": "trivium.algorithms.presets:REAL",
         "scale_rl": "trivium.algorithms.presets:SCALE_RL",
+        "a_star_po": "trivium.algorithms.presets:A_STAR_PO",
         "iw_opd": "trivium.algorithms.presets:IW_OPD",
         "sdpo": "trivium.algorithms.presets:SDPO",
         "decoupled_ppo": "trivium.algorithms.presets:DECOUPLED_PPO",
@@ -138,6 +139,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "sdft": "trivium.algorithms.presets:SDFT",
     },
     "advantages": {
+        "a_star_po": "trivium.algorithms.policy_losses.regression:a_star_po",
         "accept": "trivium.algorithms.advantages.baselines:accept",
         "asymre": "trivium.algorithms.advantages.baselines:asymre",
         "cpgd": "trivium.algorithms.advantages.group:cpgd",
@@ -199,6 +201,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "distill_student_top_k": "trivium.algorithms.policy_losses.distillation:distill_student_top_k",
         "fipo": "trivium.algorithms.policy_losses.future:fipo",
         "real": "trivium.algorithms.policy_losses.labels:real",
+        "a_star_po": "trivium.algorithms.policy_losses.regression:a_star_po_loss",
     },
     "gates": {
         "clip_b": "trivium.algorithms.token_weights:clip_b",
@@ -273,6 +276,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "low_std": "trivium.algorithms.filters:low_std",
         "difficulty": "trivium.algorithms.filters:difficulty",
         "overlong": "trivium.algorithms.filters:overlong",
+        "reference_solved": "trivium.algorithms.filters:reference_solved",
     },
     "shapings": {
         "overlong_penalty": "trivium.algorithms.shaping:overlong_penalty",

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.registry import CATALOGUE
+from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel
 
@@ -58,8 +59,10 @@ CASES: dict[str, dict[str, Any]] = {
     # The alphabet has no capitals.
     "sdpo": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
     "opsd": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
+    "a_star_po": {"schedule": {"groups_per_step": 32, "group_size": 1}},
     "sdft": {"algorithm": {"teacher": {"context": "{prompt}{answer}"}}},
 }
+REFERENCE = {"evaluation": {"taskset": "train", "samples": 4}}
 UNJUDGED = (
     "distill",
     "distill_top_k",
@@ -80,6 +83,10 @@ def config_of(preset: str, folder: Path) -> RunConfig:
         said = merged(said, {"algorithm": {"teacher": {"path": str(teacher)}}})
     if preset in UNJUDGED:
         del said["rewards"]
+    if preset == "a_star_po":  # the rewards of the reference policy, as `trivium eval --tasks` writes them
+        reference = config_from_mapping(merged(said, {"run": {"dir": str(folder / "run")}, **REFERENCE}))
+        evaluate(reference, 0, tasks=folder / "tasks.jsonl")
+        said |= {"tasks": {"train": {"kind": "jsonl", "path": str(folder / "tasks.jsonl"), "id": "id"}}}
     if preset == "reward_model":
         pairs = [{"prompt": f"{a}+{a}=", "chosen": str(a), "rejected": "a"} for a in range(10)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))

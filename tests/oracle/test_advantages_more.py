@@ -772,6 +772,35 @@ def test_components_that_a_trajectory_lacks_are_unknown() -> None:
     torch.testing.assert_close(x.components["style"], torch.tensor([nan, 2.0, 2.0, nan]).double(), equal_nan=True)
 
 
+@pytest.mark.parametrize("beta", [1e-3, 0.5, 1e6])
+def test_a_star_po_subtracts_the_value_of_the_tempered_problem(beta: float) -> None:
+    references = ([1.0, 0.0, 0.0, 0.5], 0.75)  # a number is the value itself
+    groups = [
+        replace(each, task=Task(each.task.task_id, (), {"reference_rewards": rewards}))
+        for each, rewards in zip(two_groups(), references, strict=True)
+    ]
+    x = advantage_inputs(batch_of(groups))
+    soft = 1.0 + beta * log(fmean(exp((q - 1.0) / beta) for q in references[0]))
+    assert 0.375 <= soft + 1e-6 <= 1.0 + 1e-6
+    done = ESTIMATORS["a_star_po"](x, beta=beta).advantages
+    rewards = [0.75, 1.0, 1.0, 2.0]  # the second and third row are one trajectory
+    for row, mask, reward, value in zip(
+        done.tolist(), x.response_mask.tolist(), rewards, [soft, soft, soft, 0.75], strict=True
+    ):
+        assert row == pytest.approx([(reward - value) * inside for inside in mask], rel=1e-6, abs=1e-6)
+
+
+def test_a_task_without_rewards_of_the_reference_is_an_error() -> None:
+    groups = two_groups()
+    some = [replace(groups[0], task=Task("t", (), {"reference_rewards": [1.0]})), groups[1]]
+    for given in (groups, some):
+        with refused(DataError, "reference_rewards", "trivium eval"):
+            ESTIMATORS["a_star_po"](advantage_inputs(batch_of(given)))
+    bad = [replace(groups[0], task=Task("t", (), {"reference_rewards": [1.0, "high"]}))]
+    with refused(DataError, "reference_rewards", "'high'"):
+        batch_of(bad)
+
+
 def test_a_missing_greedy_reply_is_an_error() -> None:
     alone = replace(two_groups()[0], greedy=None)
     with refused(DataError, "greedy"):

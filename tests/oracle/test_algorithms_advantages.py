@@ -62,7 +62,8 @@ def _connected(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def group(slot: int, *members: Trajectory, greedy_reward: float = 0.5) -> Group:
-    return Group(slot, Task(f"task-{slot}", ()), members, greedy=Trajectory(99, (turn(2, 1, 5),), {"e": greedy_reward}))
+    task = Task(f"task-{slot}", (), {"reference_rewards": [1.0, 0.0, 0.25 * slot]})
+    return Group(slot, task, members, greedy=Trajectory(99, (turn(2, 1, 5),), {"e": greedy_reward}))
 
 
 def played(turns: int = 1) -> list[Group]:

@@ -100,6 +100,49 @@ def test_real_has_the_gradient_of_the_classification(tau: float) -> None:
     torch.testing.assert_close(exact, finite_differences(classification, at.detach()), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("beta", [1e-3, 0.7])
+def test_a_star_po_regresses_the_log_ratio_of_a_sequence_on_its_advantage(beta: float) -> None:
+    """The mean over sequences of (beta log(policy / reference) - A)^2, differentiated by autograd."""
+    advantages = torch.where(WHOLE.mask, WHOLE.columns["advantages"][:, :1], 0.0)
+    step = replace(WHOLE, columns={**WHOLE.columns, "advantages": advantages})
+    objective = policy_objective("a_star_po", "seq-mean-token-mean", beta=beta)
+
+    def regression(log_prob: torch.Tensor) -> torch.Tensor:
+        errors = []
+        for row, kept in enumerate(step.mask):
+            if kept.any():
+                ratio = (log_prob[row] - step.columns["ref_log_prob"][row])[kept].sum()
+                errors.append((beta * ratio - advantages[row][kept][0]) ** 2)
+        return torch.stack(errors).mean()
+
+    at = step.answers["log_prob"].clone().requires_grad_(True)
+    value = regression(at)
+    (exact,) = torch.autograd.grad(value, at)
+    found = run(objective, step)
+    assert float(found.loss) == pytest.approx(float(value.detach()), rel=1e-9)
+    torch.testing.assert_close(found.gradients["log_prob"], exact, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(exact, finite_differences(regression, at.detach()), rtol=1e-5, atol=1e-8)
+
+
+def test_the_solution_of_a_star_po_is_the_optimal_policy_of_its_problem() -> None:
+    """By enumeration of a vocabulary: pi = pi_ref exp((r - V) / beta) has no loss and no gradient in any sample."""
+    reference = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(0)
+    rewards, beta = torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0, 0.0, -1.0], dtype=torch.float64), 0.3
+    value = beta * torch.logsumexp(reference + rewards / beta, 0)
+    optimal = reference + (rewards - value) / beta
+    assert float(optimal.exp().sum()) == pytest.approx(1, rel=1e-12)
+    x = policy_inputs(
+        optimal[:, None].clone().requires_grad_(True),
+        torch.ones(7, 1, dtype=torch.bool),
+        ref_log_prob=reference[:, None],
+        advantages=(rewards - value)[:, None],
+    )
+    done = catalogue("policy_losses")["a_star_po"](x, beta=beta)
+    (gradient,) = torch.autograd.grad(done.loss.sum(), x.log_prob)
+    assert float(done.loss.detach().max()) < 1e-28
+    assert float(gradient.abs().max()) < 1e-14
+
+
 def test_prompt_mean_is_the_mean_over_prompts_of_token_means() -> None:
     plain, weighted = (policy_objective("reinforce", gates=gates) for gates in ((), ({"kind": "prompt_mean"},)))
     step = replace(WHOLE, groups=(0, 0, 0, 1, 1, 2))

@@ -38,7 +38,15 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
         torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
         components=_components(batch),
         reward=rewards,
+        reference_rewards=_reference_rewards(batch),
     )
+
+
+def _reference_rewards(batch: Batch) -> Tensor | None:
+    """(B, N): the rewards of the reference policy's samples, NaN after the last; None if no row has any."""
+    most = max((len(e.reference_rewards) for e in batch.experiences), default=0)
+    rows = [[*e.reference_rewards, *[nan] * (most - len(e.reference_rewards))] for e in batch.experiences]
+    return torch.tensor(rows, dtype=torch.float64) if most else None
 
 
 def _components(batch: Batch) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean, stdev
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import Field
 
 from trivium.algorithms.metadata import FilterMetadata, group_filter
 from trivium.errors import DataError
-from trivium.types import Group, StopReason
+from trivium.types import REFERENCE_REWARDS, Group, StopReason
 
 Component = Annotated[str, Field(description="the component of the reward that is compared; empty for the total")]
 
@@ -85,6 +85,18 @@ def difficulty(
 ) -> bool:
     """Keeps tasks that the policy solves sometimes, for rewards between `low` and `high`."""
     return low < fmean(group.member_rewards(component)) < high
+
+
+@group_filter(
+    formula="keep if max(the task's column reference_rewards) > 0",
+    source="A*-PO, Brantley et al. 2025 (arXiv 2505.20686), which leaves out tasks that the reference never solves",
+    judged=False,
+)
+def reference_solved(group: Group) -> bool:
+    """Refuses groups of tasks that no sample of the reference policy solved. Tasks without the column are kept."""
+    given: Any = group.task.columns.get(REFERENCE_REWARDS)
+    rewards: list[float] = [*given] if isinstance(given, list | tuple) else [given]
+    return given is None or any(reward > 0 for reward in rewards)
 
 
 @group_filter(

@@ -143,6 +143,13 @@ REAL = GRPO.replace(
     aggregate="seq-mean-token-mean",
 )
 
+A_STAR_PO = GRPO.replace(
+    "A*-PO, Brantley et al. 2025 (arXiv 2505.20686): a rollout per task, whose optimal value is known before",
+    advantage={"kind": "a_star_po"},
+    policy_loss={"kind": "a_star_po"},
+    aggregate="seq-mean-token-mean",
+)
+
 IW_OPD = GRPO.replace(
     "IW-OPD, Xie et al. 2026 (arXiv 2606.22600), with the ratio of PPO",
     advantage={"kind": "on_policy_distill", "prefix_gamma": 0.5},

@@ -10,7 +10,7 @@ from typing import Any
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig, build
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, DataError
 from trivium.explorer import Explorer
 from trivium.monitors.console import shown
 from trivium.registry import resolve
@@ -18,14 +18,15 @@ from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
-from trivium.types import Group, Metrics, capabilities_of
+from trivium.types import REFERENCE_REWARDS, Group, Metrics, capabilities_of
 
 
-def evaluate(config: RunConfig, step: int, save: Path | None = None) -> Metrics:
+def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path | None = None) -> Metrics:
     """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage.
 
     `save` is a file for the rollouts without a failure, one JSON row each: id, prompt, completion, reward, and the
-    task's columns. `tasks.kind: jsonl` and `buffer.kind: files` read it.
+    task's columns. `tasks.kind: jsonl` and `buffer.kind: files` read it. `tasks` is a file for the tasks, one row each:
+    their columns, and the rewards of these rollouts as `reference_rewards` (A*-PO).
     """
     run_dir = Path(config.run.dir)
     last = config.stage_configs()[-1]
@@ -49,6 +50,8 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None) -> Metrics:
     if save is not None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group)]
         atomic_write(save, "".join(lines))
+    if tasks is not None:
+        atomic_write(tasks, "".join(json.dumps(_task_row(group), ensure_ascii=False) + "\n" for group in groups))
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
 
 
@@ -61,8 +64,26 @@ async def _evaluate(stage: Stage, explorer: Explorer) -> tuple[Metrics, Sequence
     return evaluator.measured(groups, explorer.version), groups
 
 
+def _task_row(group: Group) -> dict[str, Any]:
+    """The task with the rewards of its rollouts. Raises DataError for a task that a row of JSON cannot hold, or whose
+    rollouts all failed."""
+    found = "it has media" if any(m.media for m in group.task.prompt) else "" if group.alive else "all rollouts failed"
+    if found:
+        raise DataError(
+            f"a row with the rewards of task {group.task.task_id!r}",
+            found,
+            f"leave the task out, or write its column {REFERENCE_REWARDS} yourself",
+        )
+    rewards = [trajectory.reward for trajectory in group.alive]
+    return {**group.task.columns, "id": group.task.task_id, "prompt": _prompt(group), REFERENCE_REWARDS: rewards}
+
+
+def _prompt(group: Group) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in group.task.prompt]
+
+
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    prompt = [{"role": message.role, "content": message.content} for message in group.task.prompt]
+    prompt = _prompt(group)
     for trajectory in group.alive:
         row = {"id": group.task.task_id, "prompt": prompt, "completion": trajectory.completion}
         yield {**group.task.columns, **row, "reward": trajectory.reward}

@@ -17,6 +17,7 @@ from trivium.types.arrays import (
 )
 from trivium.types.batches import (
     AT_UPDATE,
+    REFERENCE_REWARDS,
     SCORES,
     SOURCE,
     Batch,
@@ -67,6 +68,7 @@ __all__ = [
     "EXTRAS",
     "IMAGE",
     "MIN_TEMPERATURE",
+    "REFERENCE_REWARDS",
     "SCORES",
     "SERVED",
     "SOURCE",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise, starmap
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ train step, and before one of its updates. `mean_discriminant` is the policy's e
 of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's K most probable tokens and their
 log-probabilities. `student_top` is the same for the policy's K most probable tokens, with the teacher's
 log-probabilities."""
+REFERENCE_REWARDS = "reference_rewards"
+"""The task's column with the rewards of the reference policy's samples (A*-PO)."""
 SOURCE = "source"
 """The column with the number of each experience's source, where a stage has several (`config.sources`)."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
@@ -135,6 +138,8 @@ class Experience:
     are then compared with those of the same participant in other trajectories."""
     teacher_prompt: Prompt | None = None
     """What a teacher reads in place of the tokens before the first completion; None: those tokens."""
+    reference_rewards: tuple[float, ...] = ()
+    """The rewards of the reference policy's samples, from the task's column of this name."""
 
     def __post_init__(self) -> None:
         for name, dtype in _TOKEN_ARRAYS.items():
@@ -387,7 +392,21 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         extra=_joined_extra([turn for _, turn in turns], length),
         greedy_reward=None if greedy is None else float(sum(greedy.values())),
         participant=participant,
+        reference_rewards=_reference_rewards(group) if REFERENCE_REWARDS in group.task.columns else (),
     )
+
+
+def _reference_rewards(group: Group) -> tuple[float, ...]:
+    """The rewards in the task's column: a list, or one number. Raises DataError for anything else."""
+    given: Any = group.task.columns[REFERENCE_REWARDS]
+    rewards: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(each, int | float) and isfinite(each) for each in rewards):
+        raise DataError(
+            f"the column {REFERENCE_REWARDS} of task {group.task.task_id!r}",
+            repr(rewards)[:80],
+            "give the rewards of the reference policy's samples as a list of numbers",
+        )
+    return tuple(map(float, rewards))
 
 
 def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:

@@ -69,6 +69,7 @@ def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher
         "dpo": {"ref"},
         "ipo": {"ref"},
         "kto": {"ref"},
+        "a_star_po": {"ref"},
     }
 
 

@@ -352,11 +352,16 @@ async def test_eval_and_data_from_an_endpoint_that_knows_only_chat(tmp_path: Pat
         return {"choices": [{"message": {"content": str(sum(map(int, numbers)))}, "finish_reason": "stop"}]}
 
     async with service(computed(solve), path="/v1") as here:
-        path, rows = config_file(tmp_path, here.url), tmp_path / "rows.jsonl"
-        code, output = await asyncio.to_thread(trivium, "eval", str(path), "--step", "0", "--save", str(rows))
+        path, rows, tasks = config_file(tmp_path, here.url), tmp_path / "rows.jsonl", tmp_path / "tasks.jsonl"
+        saved = ("--save", str(rows), "--tasks", str(tasks))
+        code, output = await asyncio.to_thread(trivium, "eval", str(path), "--step", "0", *saved)
         assert code == 0, output
         assert len(here.requests) == 12
     written = [json.loads(line) for line in rows.read_text().splitlines()]
     assert len(written) == 12
     assert all(row["completion"] == row["answer"] and row["reward"] == 1.0 for row in written)
     assert written[0]["prompt"][-1]["role"] == "user"
+    again = [json.loads(line) for line in tasks.read_text().splitlines()]
+    for task, row in zip(again, written, strict=True):
+        assert task.pop("reference_rewards") == [1.0]
+        assert task == {key: value for key, value in row.items() if key != "reward"}

@@ -49,6 +49,9 @@ class AdvantageInputs:
     reward: Tensor | None = None
     """(B,): the trajectory's reward after shaping, for rows without a trained token to put it on; None if there is no
     such row."""
+    reference_rewards: Tensor | None = None
+    """(B, N) float64: the rewards of samples of the reference policy for the row's task, from the task's column of this
+    name, NaN after the last; None if no task has the column."""
 
     def unpenalised(self) -> AdvantageInputs:
         """The same without the KL penalty in the rewards."""
