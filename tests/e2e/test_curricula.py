@@ -72,3 +72,25 @@ def test_a_killed_run_of_several_sources_ends_with_the_same_bytes(overrides: tup
         kills = [("put: half a record", 7), ("log: half a row", 3), ("adopt: half the tensors", 1)]
     assert launches(TINY, tmp_path / "killed", kills, overrides)[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path / "killed") == expected
+
+
+AVERAGED = {
+    "kind": "sdpo",
+    "distill": {"coef": 0.5},
+    "teacher": {"weights": "average", "rate": 0.3, "context": "{prompt}{answer}", "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("overrides", [(), AHEAD], ids=["synchronous", "ahead"])
+def test_a_killed_run_with_an_averaged_teacher_ends_with_the_same_bytes(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    overrides = (*overrides, f"stages.1.algorithm={json.dumps(AVERAGED)}")
+    assert launches(TINY, tmp_path / "whole", overrides=overrides) == ["finished"]
+    expected = outcome_of(tmp_path / "whole")
+    last = f"checkpoints/{expected['checkpoints'][-1]}"
+    policy, teacher = (expected["tensors"][f"{last}/{role}/model.safetensors"] for role in ("policy", "teacher"))
+    assert policy != teacher
+    kills = [("update: step taken, no version", 3), ("save: manifest half written", 1), ("adopt: half the tensors", 1)]
+    assert launches(TINY, tmp_path / "killed", kills, overrides)[:-1] == [moment for moment, _ in kills]
+    assert outcome_of(tmp_path / "killed") == expected

@@ -30,7 +30,7 @@ from trivium.errors import DataError
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.late import torch
 from trivium.registry import resolve
-from trivium.types import Batch, Metrics
+from trivium.types import CANDIDATES, Batch, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,7 +182,7 @@ class PolicyObjective:
         self, x: PolicyInputs, function: Callable[[PolicyInputs], Any], metadata: PolicyLossMetadata
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(a policy loss of each token, its metrics), (B, L) each; raises DataError for anything else."""
-        result = cast(object, function(x))
+        result = cast(object, function(_with_own_candidates(x, metadata)))
         name = _name(function)
         if not isinstance(result, PerToken):
             raise DataError(f"PerToken(loss, metrics) from {name}", f"a {type(result).__name__}", "wrap it")
@@ -279,6 +279,16 @@ class PolicyObjective:
     def derived(self, means: Metrics) -> Metrics:
         """The means with the effective sample sizes that follow from them."""
         return with_sample_sizes(means)
+
+
+def _with_own_candidates(x: PolicyInputs, metadata: PolicyLossMetadata) -> PolicyInputs:
+    """The inputs with the candidates that the function needs, if the policy loss and the distillation need others."""
+    if x.candidate_log_prob is None or not all(name in x.columns for name in CANDIDATES):
+        return x
+    first = x.columns[CANDIDATES[0]].shape[-2]
+    needed = [name in metadata.needs for name in CANDIDATES]
+    own = x.candidate_log_prob[..., 0 if needed[0] else first : None if needed[1] else first]
+    return replace(x, candidate_log_prob=own if any(needed) else None)
 
 
 def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:

@@ -280,12 +280,12 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
     tokens = tokens_of_a_pass(batch)
     seen = tokens * batch.sequence_ranks  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
-    if train.lora is not None:
-        frozen.pop("reference", None)  # the policy with its adapter off
+    averaged = [role for role in frozen if role == "teacher" and _averages(config)]
     rank = memory_plan(
         shape,
         trained=trained,
         frozen=frozen,
+        averaged=averaged,
         tokens=tokens,
         dtype=dtype,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -308,6 +308,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
     if config.checkpoint.asynchronous:
         state = ("weights", "optimizer")
         kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
+        kept["checkpoint copy"] += sum(held[f"{role} weights"] for role in averaged)
         if train.lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
     if train.lora is None or train.lora.push != "adapter":
@@ -426,10 +427,26 @@ def _models_of_source(config: RunConfig, shape: ModelShape) -> tuple[list[str], 
     shared = {"critic"} if any(objective.head == "lm+value" for objective in algorithm.objectives) else set[str]()
     for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained) - shared):
         teacher = algorithm.teacher if role == "teacher" else None
-        if teacher is not None and teacher.path is None and teacher.weights == "current":
+        own = teacher is not None and teacher.path is None
+        if own and teacher.weights == "current":
             continue  # it is the policy's model
+        if _starts_an_adapter(config) and (role == "reference" or (own and teacher.weights == "initial")):
+            continue  # it is the policy with its adapter off
         frozen[role] = read_shape(teacher.path) if teacher is not None and teacher.path is not None else shape
     return trained, frozen
+
+
+def _starts_an_adapter(config: RunConfig) -> bool:
+    """Whether the policy without its adapter is the model that the stage begins with."""
+    lora = getattr(config.train, "lora", None)
+    return lora is not None and lora.path is None
+
+
+def _averages(config: RunConfig) -> bool:
+    """Whether an average of the policy's weights teaches it."""
+    sections = [source.algorithm for source in source_configs(config).values()]
+    teachers = [teacher for each in sections if (teacher := getattr(each, "teacher", None)) is not None]
+    return any(teacher.path is None and teacher.weights == "average" for teacher in teachers)
 
 
 # --------------------------------------------------------------------------- refusal

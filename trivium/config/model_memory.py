@@ -25,6 +25,7 @@ def memory_plan(
     *,
     trained: Collection[str] = ("policy",),
     frozen: Mapping[str, ModelShape] | None = None,
+    averaged: Collection[str] = (),
     tokens: int,
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
@@ -39,12 +40,13 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
 
-    One pass computes `tokens`; each of `shards` ranks holds a part. `tensor` ranks split each layer, and `expert` ranks
-    the experts (`train.parallel`). Weights, gradients and the two moments of the
-    optimizer are float32 (float64 for that dtype). `bfloat16` halves what layers other than norms keep for the backward
-    pass. With `adapter_rank` the policy trains low-rank adapters only. Frozen weights are kept in `frozen_dtype`; their
-    head is computed in float32. `image_tokens` are those among the tokens that stand for images, and `vision_tower`
-    names the trained parts of the vision side. `gpu` is the memory of the rank's GPU, 0 without one.
+    One pass computes `tokens`; each of `shards` ranks holds a part. `tensor` ranks split each layer, and `expert`
+    ranks the experts (`train.parallel`). Weights, gradients and the two moments of the optimizer are float32, or
+    float64 for that dtype. `bfloat16` halves what layers other than norms keep for the backward pass. With
+    `adapter_rank` the policy trains low-rank adapters only. Frozen weights are kept in `frozen_dtype`, and their head
+    is computed in float32; those of `averaged` roles are kept as the policy's. `image_tokens` are those among the
+    tokens that stand for images, and `vision_tower` names the trained parts of the vision side. `gpu` is the memory of
+    the rank's GPU, 0 without one.
     """
     wide = 8 if dtype == "float64" else 4
     few = FEW_BITS.get(frozen_dtype)
@@ -61,9 +63,10 @@ def memory_plan(
         items[f"{role} optimizer"] = 2 * moving * wide // shards
     for role, its in (frozen or {}).items():
         # A policy that is neither trained nor the base of an adapter is saved as it is held: not in few bits.
-        items[f"{role} weights"] = its.num_bytes(kept, None if role == "policy" else few) // shards
+        size = its.parameters * wide if role in averaged else its.num_bytes(kept, None if role == "policy" else few)
+        items[f"{role} weights"] = size // shards
     adapts = adapter_rank > 0 and "policy" in trained
-    narrowed = [*(frozen or {}).values(), *[shape] * adapts]
+    narrowed = [*(its for role, its in (frozen or {}).items() if role not in averaged), *[shape] * adapts]
     if kept < wide and narrowed:
         items["float32 head"] = max(each.embedding for each in narrowed) * wide // tensor
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered

@@ -29,7 +29,7 @@ from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching, Part, Passes, work_done
 from trivium.training.tally import Tally
-from trivium.types import AnyArray, Batch, Metrics
+from trivium.types import CANDIDATES, AnyArray, Batch, Metrics
 
 
 class TrainableObjective(Objective, Protocol):
@@ -286,8 +286,8 @@ def loss_inputs(
     if isinstance(model, ValueModel):
         outputs["values"] = micro.grid(model(micro.pack, micro.rows))
     else:
-        top = micro.columns.get("teacher_top", micro.columns.get("student_top"))
-        candidates = None if top is None else micro.trained(top[..., 0]).long()
+        tops = [micro.columns[name][..., 0] for name in CANDIDATES if name in micro.columns]
+        candidates = micro.trained(torch.cat(tops, -1)).long() if tops else None
         if candidates is not None and micro.kept is not None:
             raise DataError(
                 "the policy's log-probabilities of the teacher's top tokens",

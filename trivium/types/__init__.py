@@ -17,6 +17,7 @@ from trivium.types.arrays import (
 )
 from trivium.types.batches import (
     AT_UPDATE,
+    CANDIDATES,
     REFERENCE_REWARDS,
     SCORES,
     SOURCE,
@@ -64,6 +65,7 @@ from trivium.types.trajectories import (
 
 __all__ = [
     "AT_UPDATE",
+    "CANDIDATES",
     "EXPERT_VERSION",
     "EXTRAS",
     "IMAGE",

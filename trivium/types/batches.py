@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise, starmap
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ log-probabilities. `student_top` is the same for the policy's K most probable to
 log-probabilities."""
 REFERENCE_REWARDS = "reference_rewards"
 """The task's column with the rewards of the reference policy's samples (A*-PO)."""
+CANDIDATES = ("teacher_top", "student_top")
+"""The columns with candidates for each token, in the order of the candidates' log-probabilities in a loss."""
 SOURCE = "source"
 """The column with the number of each experience's source, where a stage has several (`config.sources`)."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
@@ -51,6 +53,13 @@ and 1 where the loss clips the ratio."""
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """The model that the policy is distilled from: a frozen one, or the policy itself."""
+
+    NO_ADAPTER: ClassVar = (
+        "an average of the policy's weights under train.lora",
+        "the average is a model of its own, and only the adapter changes",
+        "use current or initial, or leave train.lora out",
+    )
+    """Why the policy's average cannot teach under an adapter: what was asked, what was found, what to do."""
 
     path: Path | None
     """A plain Hugging Face directory; None: the policy itself."""
@@ -63,6 +72,11 @@ class Teacher:
     context: tuple[str, ...] = ()
     """Templates of what the teacher reads in place of the task's last message (`trivium.algorithms.teacher_prompts`);
     empty: what the policy reads."""
+
+    @property
+    def is_average(self) -> bool:
+        """Whether it is an average of the policy's weights."""
+        return self.path is None and self.weights == "average"
 
 
 def _frozen_column(array: npt.ArrayLike) -> AnyArray:

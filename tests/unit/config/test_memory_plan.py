@@ -337,6 +337,35 @@ class TestPlan:
         assert roles(kind="grpo", kl={"coef": 0.1}) == {"policy", "reference"}
         assert roles(kind="ppo") == {"policy", "critic"}
 
+    def test_the_policys_own_weights_as_a_teacher_are_copies_where_they_differ(self, tmp_path: Path) -> None:
+        """The current ones are the policy's model, and under a new adapter so are the initial ones. An average has the
+        policy's dtype and is saved; initial weights have `frozen_dtype`."""
+
+        def weights(kind: str, coef: float = 0.0, **train: Any) -> tuple[dict[str, float], float]:
+            teacher = {"weights": kind, "context": "{prompt}{answer}"}
+            config = config_of(
+                tmp_path,
+                algorithm={"kind": "sdpo", "teacher": teacher, "kl": {"coef": coef}},
+                train={"frozen_dtype": "bfloat16", **train},
+                checkpoint={"asynchronous": True},
+            )
+            memory = plan_run(config, 1, Machine(2**50)).stages[0].memory
+            assert memory is not None
+            items = memory["each rank"]
+            held = {name.split()[0]: size for name, size in items.items() if name.endswith(" weights")}
+            return held, items["checkpoint copy"]
+
+        current, saved = weights("current")
+        assert set(current) == {"policy"}
+        initial, same = weights("initial")
+        assert initial["teacher"] == pytest.approx(current["policy"] / 2, abs=0.1)
+        assert same == saved
+        average, more = weights("average")
+        assert average["teacher"] == current["policy"]
+        assert more == pytest.approx(saved + current["policy"], abs=0.2)
+        adapter: dict[str, Any] = {"lora": {"rank": 16}}
+        assert set(weights("initial", coef=0.1, **adapter)[0]) == {"policy"}
+
     def test_offload_moves_what_is_held_to_the_host(self, tmp_path: Path) -> None:
         def plan(offload: bool) -> dict[str, Any]:
             config = config_of(tmp_path, train={"cpu_offload": offload}, checkpoint={"asynchronous": True})

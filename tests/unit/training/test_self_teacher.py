@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from episodes import group, turn
+from failing import refused
 from training_parts import VOCABULARY, Parts, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import PolicyObjective, catalogue
 from trivium.algorithms.objective import Term
+from trivium.errors import ConfigError
 from trivium.types import SCORES, Batch, Prompt, Teacher, Trajectory, experiences_of
 
 TEMPERATURE = 0.8
@@ -124,6 +126,33 @@ def test_without_another_prompt_the_current_policy_teaches_nothing(model_dir: Pa
         (what,) = algorithm.needs
         scored = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
         assert engine.update("policy", scored, algorithm.objectives[0])["train/grad_norm/policy"] == 0, loss
+
+
+def test_candidates_of_teacher_and_policy_in_one_objective_are_kept_apart(model_dir: Path) -> None:
+    """The loss of both is the mixture of the two losses alone, for sets of unequal size too."""
+    coef, batch, found = 0.4, batch_of(), {}
+    scores = make_engine(model_dir, learning(top_k=4), temperature=TEMPERATURE)
+    columns = {"teacher_top": scores.score(batch, "teacher_top"), "student_top": scores.score(batch, "student_top")}
+    columns["student_top"] = [each[:, :3] for each in columns["student_top"]]
+    assert any((a[:, :3, 0] != b[..., 0]).any() for a, b in zip(*columns.values(), strict=True))
+    batch = batch.with_columns(**columns)
+    student, teacher = LOSSES["distill_student_top_k"], LOSSES["distill_top_k"]
+    for name, loss, share in (("student", teacher, 1.0), ("teacher", teacher, 0.0), ("both", teacher, coef)):
+        objective = PolicyObjective(loss, loss.metadata, distill=Term(share, student, student.metadata), taught=True)
+        engine = make_engine(model_dir, Parts((objective,)), dtype="float64", temperature=TEMPERATURE)
+        found[name] = engine.measure("policy", batch, objective)["train/loss/policy"]
+    alone = {}
+    for name, loss in (("student", student), ("teacher", teacher)):
+        objective = PolicyObjective(loss, loss.metadata, taught=True)
+        engine = make_engine(model_dir, Parts((objective,)), dtype="float64", temperature=TEMPERATURE)
+        alone[name] = engine.measure("policy", batch, objective)["train/loss/policy"]
+        assert found[name] == pytest.approx(alone[name], rel=1e-12)
+    assert found["both"] == pytest.approx(coef * alone["student"] + (1 - coef) * alone["teacher"], rel=1e-12)
+
+
+def test_an_average_under_an_adapter_is_refused(model_dir: Path) -> None:
+    with refused(ConfigError, "train.lora", "average"):
+        make_engine(model_dir, learning(weights="average"), lora={"rank": 2})
 
 
 def test_a_row_that_is_not_taught_has_no_gradient(model_dir: Path) -> None:

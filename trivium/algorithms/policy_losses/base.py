@@ -38,8 +38,8 @@ class PolicyInputs:
     step: int = 0
     """The train step being taken, counted from 0 within the stage."""
     candidate_log_prob: Tensor | None = None
-    """(B, L, K) with gradient: log-probabilities of the candidates in `teacher_top` or `student_top`; None if not
-    needed."""
+    """(B, L, K) with gradient: log-probabilities of the candidates in `teacher_top` or `student_top`; those of both, in
+    this order, for a loss that needs both; None if not needed."""
 
     @property
     def advantages(self) -> Tensor:

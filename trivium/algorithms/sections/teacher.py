@@ -104,12 +104,7 @@ def teacher_problems(
         if missing is not None:
             yield Problem(f"{where}.path", missing.asked, missing.found, "name a Hugging Face model directory here")
     if teacher.weights == "average" and getattr(run.train, "lora", None) is not None:
-        yield Problem(
-            f"{where}.weights",
-            "an average of the policy's weights under train.lora",
-            "the average is a model of its own, and only the adapter changes",
-            "use current or initial, or leave train.lora out",
-        )
+        yield Problem(f"{where}.weights", *Teacher.NO_ADAPTER)
     if teacher.weights != "average" and teacher.rate != TeacherConfig.model_fields["rate"].default:
         yield Problem(
             f"{where}.rate", f"a rate of {teacher.rate:g}", "nothing is averaged", f"set {where}.weights: average"
