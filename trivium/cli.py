@@ -199,13 +199,15 @@ def evaluate(
 @app.command(context_settings=_CONFIGURED)
 def translate(
     origin: Annotated[
-        Literal["verl", "trinity", "lightrft"], typer.Option("--from", help="The trainer that the config is for.")
+        Literal["verl", "trinity", "lightrft", "trl"],
+        typer.Option("--from", help="What the config is for."),
     ],
     file: Annotated[
         str,
         typer.Argument(
             metavar="FILE",
-            help="Its YAML file; for lightrft also a shell script, a JSON list, or `--` and the flags themselves.",
+            help="Its YAML file, for trl with the key `trainer`; for lightrft a shell script, JSON, or `--` "
+            "and the flags.",
             show_default=False,
         ),
     ],

@@ -427,10 +427,10 @@ def _models_of_source(config: RunConfig, shape: ModelShape) -> tuple[list[str], 
     shared = {"critic"} if any(objective.head == "lm+value" for objective in algorithm.objectives) else set[str]()
     for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained) - shared):
         teacher = algorithm.teacher if role == "teacher" else None
-        own = teacher is not None and teacher.path is None
-        if own and teacher.weights == "current":
+        own = teacher.weights if teacher is not None and teacher.path is None else ""
+        if own == "current":
             continue  # it is the policy's model
-        if _starts_an_adapter(config) and (role == "reference" or (own and teacher.weights == "initial")):
+        if _starts_an_adapter(config) and (role == "reference" or own == "initial"):
             continue  # it is the policy with its adapter off
         frozen[role] = read_shape(teacher.path) if teacher is not None and teacher.path is not None else shape
     return trained, frozen

@@ -101,8 +101,8 @@ def keys_of(rows: Sequence[Row]) -> list[str]:
 
 def matching(keys: Sequence[str], chart: Chart) -> list[str]:
     """Returns the keys that a chart shows; those of single sources (`source/NAME/...`) come after the run's own."""
-    found = [key for key in keys if any(fnmatchcase(of_source(key)[1], pattern) for pattern in chart.patterns)]
-    return sorted(found, key=lambda key: of_source(key)[0] != "")
+    matched = [key for key in keys if any(fnmatchcase(of_source(key)[1], pattern) for pattern in chart.patterns)]
+    return sorted(matched, key=lambda key: of_source(key)[0] != "")
 
 
 def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:

@@ -1,7 +1,4 @@
-"""Keys of TRL's config and what to write instead in a config of Trivium, for hints about unknown keys.
-
-Trivium does not translate TRL's configs; these hints are its only support for them.
-"""
+"""TRL: `trivium translate --from trl` (`translation`), and hints about its keys in a config of Trivium."""
 
 from __future__ import annotations
 
