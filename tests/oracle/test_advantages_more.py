@@ -782,12 +782,12 @@ def test_a_star_po_subtracts_the_value_of_the_tempered_problem(beta: float) -> N
     x = advantage_inputs(batch_of(groups))
     soft = 1.0 + beta * log(fmean(exp((q - 1.0) / beta) for q in references[0]))
     assert 0.375 <= soft + 1e-6 <= 1.0 + 1e-6
-    done = ESTIMATORS["a_star_po"](x, beta=beta).advantages
     rewards = [0.75, 1.0, 1.0, 2.0]  # the second and third row are one trajectory
-    for row, mask, reward, value in zip(
-        done.tolist(), x.response_mask.tolist(), rewards, [soft, soft, soft, 0.75], strict=True
-    ):
-        assert row == pytest.approx([(reward - value) * inside for inside in mask], rel=1e-6, abs=1e-6)
+    for done in ESTIMATORS["a_star_po"](x, beta=beta):
+        for row, mask, reward, value in zip(
+            done.tolist(), x.response_mask.tolist(), rewards, [soft, soft, soft, 0.75], strict=True
+        ):
+            assert row == pytest.approx([(reward - value) * inside for inside in mask], rel=1e-6, abs=1e-6)
 
 
 def test_a_task_without_rewards_of_the_reference_is_an_error() -> None:

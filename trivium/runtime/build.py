@@ -435,8 +435,8 @@ def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -
 
 
 def explain(config: RunConfig) -> str:
-    """Describes the objective of each stage of a config, as formulas with the config's values and the source of each
-    part."""
+    """Describes the curriculum and the objective of each stage of a config, as formulas with the config's values and
+    the source of each part."""
     stages, texts = config.stage_configs(), list[str]()
     for number, stage in enumerate(stages):
         head = f"stage {number}\n" if len(stages) > 1 else ""
@@ -444,6 +444,16 @@ def explain(config: RunConfig) -> str:
             source, schedule = getattr(resolve("algorithms", own.algorithm.kind), "source", ""), own.schedule
             share = f"{schedule.groups_per_step} of {stage.schedule.groups_per_step} groups of a step"
             of = f"source {name}: {share}, {schedule.group_size} trajectories each\n" if name else ""
-            texts.append(head + of + explain_algorithm(algorithm_of(own), source))
+            texts.append(head + of + _curriculum(own) + explain_algorithm(algorithm_of(own), source))
             head = ""
     return "\n\n".join(texts) + "\n"
+
+
+def _curriculum(config: RunConfig) -> str:
+    """Describes the order of the tasks; empty for a random order."""
+    section = config.schedule.curriculum
+    if section is None:
+        return ""
+    options = {name: value for name, value in section.model_dump(exclude={"kind"}).items() if value is not None}
+    values = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"curriculum {section.short_name}: {values}\n"

@@ -43,6 +43,35 @@ def test_values_of_the_config_stand_in_the_formulas() -> None:
     assert "[PPO, Schulman et al. 2017" in text
 
 
+def test_teachers_steered_bonuses_curricula_and_sources_are_explained() -> None:
+    """A steered bonus, a teacher with a context, observations, a curriculum and the sources of a step."""
+    text = explain(
+        config(
+            kind="sdpo",
+            entropy={"target": 0.4, "step": 0.01},
+            teacher={"weights": "average", "rate": 0.2, "context": ["{prompt}: {answer}"]},
+            distill={"coef": 0.5},
+            observation_coef=0.05,
+        )
+    )
+    for part in ("changes by 0.01 a step; 0 while the entropy is above 0.4", "'{prompt}: {answer}'", "+ 0.05 O"):
+        assert part in text
+    assert "average weights, 0.2 of the current ones after each update" in text
+    assert "0.5 mean of l + 0.5 mean of d" in text
+    sums, curriculum = BASE["tasks"]["train"], {"kind": "success_rate", "retire_above": 0.9}
+    sources = [
+        {"name": "a", "tasks": sums, "algorithm": "a_star_po", "group_size": 1, "curriculum": curriculum},
+        {"name": "b", "tasks": sums, "weight": 3},
+    ]
+    text = explain(config_from_mapping({**BASE, "tasks": {"train": sources}, "schedule": {"groups_per_step": 8}}))
+    first, second = text.split("\n\n")
+    assert first.startswith("source a: 2 of 8 groups of a step, 1 trajectories each\ncurriculum success_rate: ")
+    assert "retire_above 0.9" in first
+    assert "over the rewards q in the task's column reference_rewards" in first
+    assert second.startswith("source b: 6 of 8 groups")
+    assert "curriculum" not in second
+
+
 def test_what_happens_before_the_loss_is_told() -> None:
     text = explain(
         config(
