@@ -78,14 +78,15 @@ text.
 
 Layers with a state other than keys and values are supported if transformers computes them by the gated delta rule
 (Qwen 3 Next, Qwen 3.5), by Mamba 2 (Falcon-H1, Nemotron-H, Granite 4, Bamba, Zamba 2) or by a short convolution
-(LFM 2), alone or beside attention.
+(LFM 2), alone or beside attention. They need transformers 5.20 or later: before, such models are trained padded and
+cannot be sampled.
 
 - **Training**: each sequence of a pack starts with an empty state. A prefix that sequences share is computed once; its
   last state is handed to each of them, and their gradients of it add up. `train.sequence_parallel` is refused.
 - **Sampling**: each row has a state of its own, beside its keys and values. A long prompt is read in chunks that
   continue its state, and each completion of the prompt starts with a copy. The states of a row have the same size
   whatever the length of its sequence: about 75 MB for Qwen3-Next-80B-A3B, as 3000 tokens of its keys and values.
-  `trivium check` does not count them; `engine.max_rows` bounds them.
+  `trivium check` plans them as `engine states`; `engine.max_rows` bounds them.
 - In float64, a sequence alone, in a pack, with a shared prefix and in the engine has log-probabilities that agree
   within 1e-9, those of Mamba 2 and Nemotron-H in the engine within 1e-6, because transformers returns their logits in
   float32 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py).

@@ -42,6 +42,7 @@ _KNOBS = {
     "dequantized": "use a smaller model: its widest matrix is held in bfloat16 during a computation",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
+    "states": "lower engine.max_rows: each row has recurrent states, whatever its length",
     "reserved": "lower engine.gpu_memory_utilization or engine.cache_gib",
     "prompts": "lower engine.prefill_tokens",
     "pass": "lower engine.prefill_tokens or engine.max_rows",

@@ -134,15 +134,19 @@ def engine_memory(
     """Bytes by item of a rollout engine that holds `rows` completions of `tokens` tokens in progress.
 
     It reads prompts of `prompt` tokens, `prefill` tokens at a time (or one prompt, if that is longer), and keeps their
-    keys and values until the rows have copied them. With `prefill` 0 the memory of a pass is not counted.
+    keys, values and recurrent states until the rows have copied them. With `prefill` 0 the memory of a pass is not
+    counted.
     """
     width = BYTES[dtype]
     weights = shape.parameters * width
     packed = weights if device == "cpu" and weights <= PACKED_BYTES else 0
     items = {"engine": weights + packed, "engine cache": rows * tokens * shape.kv_per_token * width}
+    if states := rows * shape.state_bytes(width):
+        items["engine states"] = states
     if prefill:
         read = min(rows * prompt, max(prompt, prefill))
-        items["engine prompts"] = read * shape.kv_per_token * width
+        prompts = read // prompt * shape.state_bytes(width)
+        items["engine prompts"] = read * shape.kv_per_token * width + prompts
         items["engine pass"] = max(
             _prompt_pass(shape, read, prompt, width, device), _decode_step(shape, rows, tokens, width)
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trivium.config.recurrent_shape import NO_STATE, RecurrentShape, layer_types, recurrent_shape
 from trivium.config.vision_shape import VisionShape, vision_shape
 from trivium.errors import DataError
 
@@ -38,8 +39,6 @@ _OLD_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 """Keys of older config files, as in GPT-2's, and their present names."""
-_WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "mlp", "moe")
-"""Values of `layer_types` of layers without keys and values."""
 _PLAIN = ("gpt2", "bloom", "gpt_neox", "opt", "gpt_bigcode")
 """Model types with biases everywhere and a feed-forward layer of two matrices."""
 
@@ -69,9 +68,8 @@ class ModelShape:
     """Parameters of one block outside its matrices: norms and biases."""
     outside: int = 0
     """Parameters outside blocks, embedding and head: the last norm, learned positions."""
-    recurrent_layers: int = 0
-    """Layers without keys and values: with a recurrent state, a convolution, or a feed-forward layer alone. They count
-    as blocks of the usual parameters."""
+    recurrent: RecurrentShape = NO_STATE
+    """Layers without keys and values count as blocks of the usual parameters."""
     vision: VisionShape | None = None
     """The vision tower and its projector; None for a model that reads text only."""
     kind: str = field(default="", compare=False)
@@ -135,7 +133,11 @@ class ModelShape:
     @property
     def kv_per_token(self) -> int:
         """Numbers that one token leaves in a cache of keys and values."""
-        return 2 * (self.layers - self.recurrent_layers) * self.key
+        return 2 * (self.layers - self.recurrent.without_keys) * self.key
+
+    def state_bytes(self, width: int) -> int:
+        """Bytes of the recurrent states of one sequence, whose convolutions keep numbers of `width` bytes."""
+        return self.recurrent.inputs * width + self.recurrent.scans * max(4, width)
 
     @property
     def routing_per_token(self) -> int:
@@ -166,7 +168,7 @@ class ModelShape:
         pass, since frozen weights get no gradient; the arithmetic of the adapter is neglected.
         """
         forward = 2.0 * (self.multiplied * tokens + self.embedding * head_tokens)
-        forward += 2.0 * (self.layers - self.recurrent_layers) * self.query * squares
+        forward += 2.0 * (self.layers - self.recurrent.without_keys) * self.query * squares
         return forward * ((2 if adapter else 3) if backward else 1)
 
 
@@ -192,6 +194,8 @@ def _config_in(directory: str | Path) -> dict[str, Any]:
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a config.json about the language model, by the present names of its keys."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else dict(config)
+    if "num_hidden_layers" not in text and (types := layer_types(text)):  # Nemotron-H
+        text["num_hidden_layers"] = len(types)
     return text | {new: text[old] for old, new in _OLD_NAMES.items() if text.get(old) is not None}
 
 
@@ -236,7 +240,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
-        recurrent_layers=sum(kind in _WITHOUT_KEYS for kind in text.get("layer_types") or ()),
+        recurrent=recurrent_shape(text),
         vision=vision_shape(config, hidden),
         kind=kind,
         outside=learned + (2 if plain else 1) * hidden + (2 * hidden if kind == "bloom" else 0),

@@ -126,6 +126,33 @@ class TestCounts:
         kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
         assert shape_of({**QWEN_1B5, "layer_types": 7 * kinds}).kv_per_token == 2 * 7 * 2 * 128
 
+    @pytest.mark.parametrize(
+        ("types", "without_keys"),
+        [
+            ({"model_type": "qwen3_next", "full_attention_interval": 4}, 9),
+            ({"full_attn_idxs": [2, 5, 8, 10]}, 8),
+            ({"attn_layer_indices": [5]}, 11),
+            ({"hybrid_override_pattern": "M-M*-M-M*-M-"}, 10),
+            ({"model_type": "mamba2"}, 12),
+            ({"model_type": "falcon_h1"}, 0),
+            ({"model_type": "qwen3"}, 0),
+        ],
+    )
+    def test_published_ways_to_name_layers(self, types: dict[str, Any], without_keys: int) -> None:
+        sizes = {"hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16, "vocab_size": 1000}
+        heads = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
+        widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        own = {**heads, **widths} if types.get("model_type") == "qwen3_next" else {}
+        shape = shape_of({**sizes, **own, **types})
+        assert shape.recurrent.without_keys == without_keys
+        if own:
+            assert shape.state_bytes(2) == 9 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
+            items = engine_memory(shape, dtype="bfloat16", rows=10, tokens=100, prefill=400, prompt=100)
+            assert items["engine states"] == 10 * shape.state_bytes(2)
+            assert items["engine prompts"] == 4 * (100 * shape.kv_per_token * 2 + shape.state_bytes(2))
+        else:
+            assert "engine states" not in engine_memory(shape, dtype="bfloat16", rows=10, tokens=100)
+
     @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
     @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])
     def test_a_tiny_model_knows_its_size_before_it_is_built(

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrid_parts import HYBRIDS, write_hybrid
+from hybrid_parts import HYBRIDS, MORE_HYBRIDS, write_hybrid
 from training_parts import VOCABULARY
 
+from trivium.config.model_shape import read_shape
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.torch.row_states import StatefulRowCache
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.randomness import SampleKey
@@ -70,6 +72,18 @@ def test_decoding_equals_a_full_forward_pass(name: str, tmp_path: Path, monkeypa
     )
     close = 1e-6 if name in ("mamba2", "nemotron_h") else 1e-9  # transformers returns their logits in float32
     torch.testing.assert_close(taught(decoder).double(), expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*HYBRIDS, *MORE_HYBRIDS])
+@torch.inference_mode()
+def test_the_plan_counts_the_bytes_of_the_states(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    decoder = decoder_of(write_hybrid(tmp_path, name), dtype)
+    decoder.place(decoder.read(PROMPTS[:1]), [0])
+    assert isinstance(decoder.rows, StatefulRowCache)
+    shape, states = read_shape(tmp_path), decoder.rows.states
+    assert sum(state[0].nbytes for state in states.values()) == shape.state_bytes(dtype.itemsize)
+    assert len(decoder.rows.layers) == shape.layers - shape.recurrent.without_keys
 
 
 async def completions(directory: Path, rows: int, requests: Sequence[Request]) -> list[Completion]:

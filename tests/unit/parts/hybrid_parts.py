@@ -9,28 +9,19 @@ import torch
 from training_parts import SIZE, random_model
 from transformers import AutoConfig
 
+_DELTA_RULE: dict[str, Any] = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
-    "qwen3_5_text": {
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_next": {**_DELTA_RULE, **_EXPERTS, "num_experts": 4},
+    "qwen3_5_text": _DELTA_RULE,
     "mamba2": {"num_heads": 8, "head_dim": 4, "expand": 2, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "falcon_h1": {
         "head_dim": 8,
@@ -57,15 +48,42 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8,
         "mamba_ngroups": 1,
         "chunk_size": 8,
-        "layers_block_type": ["mamba", "hybrid"],
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "num_mem_blocks": 1,
         "use_mem_rope": True,
     },
 }
 """Gated delta rule, Mamba 2, short convolutions; beside attention in a layer or in turns, dense or with experts."""
+MORE_HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {**_DELTA_RULE, **_EXPERTS, "num_experts": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], **_EXPERTS, "num_experts": 8, "num_dense_layers": 0},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 4,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+    },
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 4,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+}
+"""The same layers in models of other families."""
 
 
-def write_hybrid(directory: Path, name: str, scale: float = 4.0) -> Path:
-    config = AutoConfig.for_model(name, **{**SIZE, "pad_token_id": 0, **HYBRIDS[name]})
+def write_hybrid(directory: Path, name: str, scale: float = 4.0, **changes: Any) -> Path:
+    own = {**HYBRIDS, **MORE_HYBRIDS}[name]
+    config = AutoConfig.for_model(name, **{**SIZE, "pad_token_id": 0, **own, **changes})
     config.bos_token_id = config.eos_token_id = 1
     with torch.random.fork_rng():
         random_model(config, seed=0, scale=scale).save_pretrained(directory)
