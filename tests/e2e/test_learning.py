@@ -20,8 +20,9 @@ SUPERVISED, REINFORCED = 12, 80
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"
 
 
-def config(run_dir: Path, reward: str, model: dict[str, Any]) -> RunConfig:
-    """Sums up to 4+4: a moment of imitation, which leaves most of them wrong, then reinforcement."""
+def config(run_dir: Path, reward: str, model: dict[str, Any], mixture: bool) -> RunConfig:
+    """Sums up to 4+4: a moment of imitation, which leaves most of them wrong, then reinforcement. A mixture of experts
+    is trained through those of the rollout."""
     stages: list[dict[str, Any]] = [
         {
             "algorithm": {"kind": "sft"},
@@ -36,7 +37,10 @@ def config(run_dir: Path, reward: str, model: dict[str, Any]) -> RunConfig:
                 "entropy": {"coef": 0.01},
                 "policy_loss": {"kind": "ppo", "clip_high": 0.3},
             },
-            "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},
+            "train": {
+                "optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"},
+                "router_replay": "rollout" if mixture else "off",
+            },
             "schedule": {"steps": REINFORCED, "groups_per_step": 16, "group_size": 8},
         },
     ]
@@ -47,7 +51,7 @@ def config(run_dir: Path, reward: str, model: dict[str, Any]) -> RunConfig:
             "model": model,
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
             "rewards": [{"kind": reward}],
-            "engine": {"sampling": {"max_new_tokens": 3}},
+            "engine": {"sampling": {"max_new_tokens": 3}, "batch_invariant": not mixture},
             "evaluation": {"taskset": "train", "sampling": {"max_new_tokens": 3, "temperature": 0.0}},
             "monitors": [{"kind": "jsonl"}],
             "stages": stages,
@@ -55,11 +59,15 @@ def config(run_dir: Path, reward: str, model: dict[str, Any]) -> RunConfig:
     )
 
 
-def gains(run_dir: Path, reward: str, model: dict[str, Any] | None = None) -> tuple[float, float]:
+def gains(
+    run_dir: Path, reward: str, model: dict[str, Any] | None = None, *, mixture: bool = False
+) -> tuple[float, float]:
     """What reinforcement added to the true greedy accuracy, and to the reward it was given (means of five steps)."""
     model = model or tiny_model(hidden=64, kv_heads=2, mlp=128)
-    run(config(run_dir, reward, model))
-    judged = config(run_dir, "exact", model)  # whatever the policy was told, the truth is what it is measured by
+    run(config(run_dir, reward, model, mixture))
+    judged = config(
+        run_dir, "exact", model, mixture
+    )  # whatever the policy was told, the truth is what it is measured by
     before, after = (evaluate(judged, step)["eval/train/accuracy"] for step in (SUPERVISED, SUPERVISED + REINFORCED))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if row["step"] > SUPERVISED and "reward/mean" in row]
@@ -74,10 +82,29 @@ def test_a_tiny_model_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
-def test_a_tiny_hybrid_learns(kind: str, tmp_path: Path) -> None:
-    """Short convolutions, and the gated delta rule, each before a layer of attention."""
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "qwen3_moe"])
+def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> None:
+    """Short convolutions, and the gated delta rule, each before a layer of attention; experts of recorded routing."""
+    model = write_tiny(kind, tmp_path / "model")
+    accuracy, reward = gains(tmp_path / "run", "exact", model, mixture=kind == "qwen3_moe")
+    assert accuracy >= 0.2
+    assert reward >= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_moe"])
+def test_shuffled_rewards_teach_a_hybrid_and_a_mixture_nothing(kind: str, tmp_path: Path) -> None:
+    model = write_tiny(kind, tmp_path / "model")
+    accuracy, reward = gains(tmp_path / "run", SHUFFLED, model, mixture=kind == "qwen3_moe")
+    assert accuracy < 0.05
+    assert reward < 0.1
+
+
+def write_tiny(kind: str, directory: Path) -> dict[str, Any]:
+    """A random model of two layers; returns the `model` section that names it."""
     tokenizer = tiny_tokenizer("0123456789+=", 24)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    layers = {"layer_types": ["conv" if kind == "lfm2" else "linear_attention", "full_attention"]}
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -87,18 +114,15 @@ def test_a_tiny_hybrid_learns(kind: str, tmp_path: Path) -> None:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 24,
-        "layer_types": ["conv" if kind == "lfm2" else "linear_attention", "full_attention"],
         **{f"linear_num_{part}_heads": 2 for part in ("key", "value")},
         **{f"linear_{part}_head_dim": 16 for part in ("key", "value")},
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
+        **(experts if kind == "qwen3_moe" else layers),
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    accuracy, reward = gains(tmp_path / "run", "exact", {"kind": "hf", "path": str(tmp_path / "model")})
-    assert accuracy >= 0.2
-    assert reward >= 0.2
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return {"kind": "hf", "path": str(directory)}
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
