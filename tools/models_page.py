@@ -82,7 +82,8 @@ Layers with a state other than keys and values are supported if transformers com
 cannot be sampled.
 
 - **Training**: each sequence of a pack starts with an empty state. A prefix that sequences share is computed once; its
-  last state is handed to each of them, and their gradients of it add up. `train.sequence_parallel` is refused.
+  last state is handed to each of them, and their gradients of it add up. `train.sequence_parallel` is refused; ranks
+  shard all of these models, and split the layers of some ([ranks.md](ranks.md#splitting-layers)).
 - **Sampling**: each row has a state of its own, beside its keys and values. A long prompt is read in chunks that
   continue its state, and each completion of the prompt starts with a copy. The states of a row have the same size
   whatever the length of its sequence: about 75 MB for Qwen3-Next-80B-A3B, as 3000 tokens of its keys and values.

@@ -14,19 +14,21 @@ from rank_parts_of_splitting import (
     FAULTS,
     KEPT,
     LAYOUTS,
+    SPLIT_MODELS,
     TOKENS,
     Step,
     engine_of,
     head_numbers,
     layouts_of,
     on_ranks,
+    planned_part,
     step,
 )
 from rank_processes import run_ranks
 from training_parts import SIZE, random_model
 from transformers import AutoConfig, Qwen3MoeConfig
 
-from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
+from trivium.config.parallel import EXPERT_MODELS
 from trivium.models.heads.vocabulary_part import WHOLE
 
 pytestmark = pytest.mark.slow
@@ -38,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("split")
     sizes: dict[str, Any] = {**SIZE, "vocab_size": 34, "head_dim": 4, "moe_intermediate_size": 14, "num_experts": 6}
     random_model(Qwen3MoeConfig(**sizes, num_experts_per_tok=2), seed=0, scale=8.0).save_pretrained(directory / "model")
-    for kind in TENSOR_MODELS | EXPERT_MODELS:
+    for kind in SPLIT_MODELS:
         model = mixture(kind) if kind in EXPERT_MODELS else random_model(_dense(kind), seed=0, scale=6.0)
         model.save_pretrained(directory / kind)
     return directory
@@ -61,39 +63,35 @@ def found(directory: Path, alone: list[Step], tmp_path_factory: pytest.TempPathF
     return run_ranks(SIZES, on_ranks, tmp_path_factory.mktemp("ranks") / "split", directory, deadline_s=480.0)
 
 
-def distance(one: Step, other: Step) -> float:
-    """The largest relative difference of gradient norms and weights."""
-    norms = [abs(a / b - 1) for a, b in zip(one.norms, other.norms, strict=True)]
-    scales = {name: value.abs().max() for name, value in other.weights.items()}
-    assert one.weights.keys() == other.weights.keys()
-    return max(norms + [float((one.weights[name] - other.weights[name]).abs().max() / scales[name]) for name in scales])
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_continues_in_another_layout(
     size: int, layout: str, found: dict[int, list[Any]], alone: list[Step], directory: Path
 ) -> None:
     ranks = found[size][0]
-    assert distance(ranks[layout], alone[0]) < 1e-9
-    assert distance(ranks[f"{layout} resumed"], alone[1]) < 1e-9
+    assert ranks[layout].distance(alone[0]) < 1e-9
+    assert ranks[f"{layout} resumed"].distance(alone[1]) < 1e-9
     engine = engine_of(directory)
     engine.load(directory / f"{size} {layout}")
-    assert distance(step(engine), alone[1]) < 1e-9
+    assert step(engine).distance(alone[1]) < 1e-9
 
 
-@pytest.mark.parametrize("kind", sorted(TENSOR_MODELS | EXPERT_MODELS))
+@pytest.mark.parametrize("kind", SPLIT_MODELS)
 def test_each_type_of_models_is_split_exactly(kind: str, found: dict[int, list[Any]], directory: Path) -> None:
     alone = step(engine_of(directory, model=kind))
     layouts = layouts_of(kind)
     assert layouts
-    distances = {name: distance(found[2][0][f"{kind} {name}"], alone) for name in layouts}
+    distances = {name: found[2][0][f"{kind} {name}"].distance(alone) for name in layouts}
     assert max(distances.values()) < 1e-9, distances
+    for name in layouts:
+        assert found[2][0][f"{kind} {name} part"] == pytest.approx(
+            planned_part(directory / kind, 2, **LAYOUTS[name]), abs=0.08
+        )
 
 
 def test_an_adapter_learns_beside_experts_on_other_ranks(found: dict[int, list[Any]], directory: Path) -> None:
     alone = step(engine_of(directory, lora=ADAPTER))
-    assert all(distance(ranks[0]["adapter"], alone) < 1e-9 for ranks in found.values())
+    assert all(ranks[0]["adapter"].distance(alone) < 1e-9 for ranks in found.values())
 
 
 def test_each_rank_holds_its_part(found: dict[int, list[Any]]) -> None:
@@ -113,4 +111,4 @@ def test_a_split_output_layer_gives_the_numbers_of_the_whole(found: dict[int, li
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_gradient_is_detected(fault: str, found: dict[int, list[Any]], alone: list[Step]) -> None:
-    assert all(distance(ranks[0][fault], alone[0]) > 1e-3 for ranks in found.values())
+    assert all(ranks[0][fault].distance(alone[0]) > 1e-3 for ranks in found.values())

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from trivium.config.choices import PACKED_BYTES, PROMPT_CHUNK, SAMPLED_TOGETHER, logits_rows
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
-from trivium.config.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS
+from trivium.config.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS, computed_block, whole_in_a_block
 from trivium.config.vision_shape import VisionShape
 
 _SAMPLING = 32
@@ -51,10 +51,12 @@ def memory_plan(
     wide = 8 if dtype == "float64" else 4
     few = FEW_BITS.get(frozen_dtype)
     kept = wide if dtype == "float64" else 2 if few else min(wide, BYTES[frozen_dtype])
+    copied = (tensor - 1) * shape.layers * sum(whole_in_a_block(shape, tensor, expert))
     items: dict[str, int] = {}
     for role in trained:
         adapted = role == "policy" and adapter_rank > 0
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
+        own += copied
         frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
         moving = shape.adapter(adapter_rank) if adapted else own - frozen_vision
         held = shape.num_bytes(kept, few) + moving * wide if adapted else own * wide
@@ -64,14 +66,15 @@ def memory_plan(
     for role, its in (frozen or {}).items():
         # A policy that is neither trained nor the base of an adapter is saved as it is held: not in few bits.
         size = its.parameters * wide if role in averaged else its.num_bytes(kept, None if role == "policy" else few)
-        items[f"{role} weights"] = size // shards
+        whole = (tensor - 1) * its.layers * sum(whole_in_a_block(its, tensor, expert))
+        items[f"{role} weights"] = (size + whole * (wide if role in averaged else kept)) // shards
     adapts = adapter_rank > 0 and "policy" in trained
     narrowed = [*(its for role, its in (frozen or {}).items() if role not in averaged), *[shape] * adapts]
     if kept < wide and narrowed:
         items["float32 head"] = max(each.embedding for each in narrowed) * wide // tensor
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
         narrow = BYTES[dtype]
-        block = (shape.block - shape.all_experts) // tensor + shape.all_experts // max(tensor, expert)
+        block = sum(computed_block(shape, tensor, expert))
         items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
     elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
@@ -110,19 +113,21 @@ def activations(
     """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
     layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs.
 
-    Attention, or experts, that the plan of the model does not split are not divided. A shared expert counts as none."""
+    Attention, recurrent layers and experts that the plan of the model does not split are not divided. A shared expert
+    counts as none."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
     attention = 4 * shape.query + 8 * shape.key
     experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
     experts += 4 * shape.hidden * shape.active_experts * exchanges
-    through = attention if shape.kind in WHOLE_ATTENTION else attention // tensor
+    whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.recurrent.without_keys
+    through = attention * (whole * tensor + shape.layers - whole) // (shape.layers * tensor)
     through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
-    whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
+    layers = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
     row = shape.vocabulary * wide // tensor
     logits = min(logits_rows(row, gpu), tokens) * row
-    return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
+    return tokens * (layers + kept + 3 * shape.hidden * wide) + 3 * logits
 
 
 # --------------------------------------------------------------------------- a rollout engine

@@ -9,15 +9,20 @@ from trivium.config.model_shape import ModelShape
 from trivium.config.schema import Config
 from trivium.errors import Problem
 
-_MIXTURES = {"gpt_oss", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe"}
+_MIXTURES = {
+    *("gpt_oss", "granitemoe", "granitemoehybrid", "lfm2_moe", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+}
 EXPERT_MODELS = {"mixtral", *_MIXTURES}
 """The types of models whose experts ranks can split: those whose updates a test compares with one rank."""
-TENSOR_MODELS = {"cohere2", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3", *_MIXTURES}
+TENSOR_MODELS = {"cohere2", "granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_5", "smollm3", *_MIXTURES}
 """The types of models whose layers ranks can split. A plan in transformers is not enough: with that of Apertus, ranks
-compute other gradients than one."""
+compute other gradients than one. Plans leave recurrent states whole: each rank computes those of all heads."""
 
-WHOLE_ATTENTION = {"gpt_oss", "granitemoe", "olmoe"}
+WHOLE_ATTENTION = {"gpt_oss", "granitemoe", "granitemoehybrid", "lfm2_moe", "olmoe"}
 """Those of `TENSOR_MODELS` whose plan leaves the attention of all heads to each rank."""
+WHOLE_WEIGHTS = WHOLE_ATTENTION - {"olmoe"}
+"""Those whose plan also leaves the matrices of attention and of recurrent layers whole."""
 WHOLE_EXPERTS = {"gpt_oss"}
 """Those of `TENSOR_MODELS` whose plan splits no expert."""
 
@@ -95,6 +100,21 @@ def shape_problems(shape: ModelShape, parallel: ParallelConfig, sequence: int) -
         yield Problem("train.sequence_parallel", str(sequence), found, f"choose a divisor of {shape.heads // tensor}")
 
 
+def whole_in_a_block(shape: ModelShape, tensor: int, expert: int) -> tuple[int, int]:
+    """Parameters of one block that each of the ranks that split layers has a copy of: those of attention, and of
+    experts."""
+    attention = 2 * shape.hidden * (shape.query + shape.key) if shape.kind in WHOLE_WEIGHTS else 0
+    experts = shape.all_experts if shape.kind in WHOLE_EXPERTS and expert == 1 else 0
+    return (attention, experts) if tensor > 1 else (0, 0)
+
+
+def computed_block(shape: ModelShape, tensor: int, expert: int) -> tuple[int, int]:
+    """Parameters of one block that a rank holds while the block computes: without its experts, and of these."""
+    attention, experts = whole_in_a_block(shape, tensor, expert)
+    dense = (shape.block - shape.all_experts - attention) // tensor + attention
+    return dense, experts or shape.all_experts // max(expert, tensor)
+
+
 def sent_in_a_pass(
     shape: ModelShape, parallel: ParallelConfig, shards: int, tokens: int, *, passes: int, width: int
 ) -> dict[str, int]:
@@ -104,8 +124,9 @@ def sent_in_a_pass(
     gathered twice, and their gradients are reduced in float32. An all-reduce sends each number twice.
     """
     expert, tensor = parallel.expert, parallel.tensor
-    experts = shape.layers * shape.all_experts
-    held = {"sharded layers": (shape.parameters - experts) // tensor, "sharded experts": experts // max(expert, tensor)}
+    dense, experts = computed_block(shape, tensor, expert)
+    outside = shape.parameters - shape.layers * shape.block
+    held = {"sharded layers": shape.layers * dense + outside // tensor, "sharded experts": shape.layers * experts}
     ranks = {"sharded layers": shards // tensor, "sharded experts": shards // max(expert, tensor)}
     items = {name: _sent(number * (2 * width + 4), ranks[name]) for name, number in held.items()}
     states = shape.layers * tokens * shape.hidden * width * passes

@@ -36,7 +36,7 @@ def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
     if named := config.get("layer_types") or config.get("layers_block_type"):
         return named
     if pattern := config.get("hybrid_override_pattern"):
-        return [_LETTERS[letter] if letter in _LETTERS else letter for letter in str(pattern)]
+        return [_LETTERS.get(letter, letter) for letter in str(pattern)]
     count, kind = int(config.get("num_hidden_layers") or 0), str(config.get("model_type", ""))
     if kind in _EVERY_LAYER:
         return [_EVERY_LAYER[kind]] * count

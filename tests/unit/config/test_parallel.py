@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 from configs import configured, problems_of, tiny_model
+from hybrid_parts import HYBRID_OF
 from transformers import AutoConfig
 
 from trivium.config.machine import Machine
-from trivium.config.model_memory import activations
+from trivium.config.model_memory import activations, memory_plan
 from trivium.config.model_shape import ModelShape
 from trivium.config.parallel import (
     EXPERT_MODELS,
     TENSOR_MODELS,
     WHOLE_ATTENTION,
     WHOLE_EXPERTS,
+    WHOLE_WEIGHTS,
     ParallelConfig,
+    computed_block,
     mesh_problems,
     sent_in_a_pass,
     shape_problems,
@@ -63,7 +66,7 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
         (replace(DENSE, mlp=98), {"tensor": 4}, "98 rows"),
         (MIXTURE, {"expert": 4}, "6 experts"),
         (DENSE, {"expert": 2}, "no experts"),
-        (replace(DENSE, kind="qwen3_next"), {"tensor": 2}, "qwen3_next"),
+        (replace(DENSE, kind="lfm2"), {"tensor": 2}, "lfm2"),
         (replace(MIXTURE, kind="deepseek_v3"), {"expert": 2}, "deepseek_v3"),
     ],
 )
@@ -112,8 +115,9 @@ def test_the_plan_divides_what_ranks_split() -> None:
 
 @pytest.mark.parametrize("kind", sorted(TENSOR_MODELS))
 def test_the_plan_divides_the_activations_that_transformers_splits(kind: str) -> None:
-    splits = AutoConfig.for_model(kind).base_model_tp_plan or {}
+    splits = AutoConfig.for_model(HYBRID_OF.get(kind, kind)).base_model_tp_plan or {}
     assert (kind not in WHOLE_ATTENTION) == (splits.get("layers.*.self_attn.q_proj") == "colwise")
+    assert (kind not in WHOLE_WEIGHTS) == ("layers.*.self_attn.q_proj" in splits)
     assert (kind not in WHOLE_EXPERTS) == any(name.endswith("down_proj") for name in splits)
     shape = replace(MIXTURE if kind in EXPERT_MODELS else DENSE, kind=kind, mlp=960)
     whole, half = (activations(shape, 100, "float32", False, tensor=tensor) for tensor in (1, 2))
@@ -122,6 +126,31 @@ def test_the_plan_divides_the_activations_that_transformers_splits(kind: str) ->
     logits = 3 * 100 * shape.vocabulary * 4
     divided = attention * (kind not in WHOLE_ATTENTION) + experts * (kind not in WHOLE_EXPERTS) + logits
     assert whole - half == divided // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dense", "experts"),
+    [
+        ("qwen3_moe", {"tensor": 2}, 0.5, 0.5),
+        ("granitemoe", {"tensor": 2}, 1.0, 0.5),
+        ("gpt_oss", {"tensor": 2}, 1.0, 1.0),
+        ("gpt_oss", {"tensor": 2, "expert": 6}, 1.0, 1 / 6),
+        ("gpt_oss", {"expert": 2}, 1.0, 0.5),
+    ],
+)
+def test_the_plan_holds_whole_what_transformers_leaves_whole(
+    kind: str, sizes: dict[str, int], dense: float, experts: float
+) -> None:
+    shape, shards = replace(MIXTURE, kind=kind), 12
+    split = {"tensor": 1, "expert": 1, **sizes}
+    attention, all_experts = 2 * shape.hidden * (shape.query + shape.key), shape.all_experts
+    own = computed_block(shape, **split)
+    assert own == (shape.hidden * 6 // split["tensor"] + attention * dense, all_experts * experts)
+    items = memory_plan(shape, tokens=1, shards=shards, **split)
+    embedding = shape.embedding * 4 // split["tensor"] * 2
+    assert items["gathered"] == 2 * 2 * sum(own) * 4 + embedding
+    copies = (dense * split["tensor"] - 1) * attention * (split["tensor"] > 1) + all_experts * (own[1] == all_experts)
+    assert items["policy weights"] == (shape.parameters + shape.layers * copies) * 4 // shards
 
 
 def test_experts_that_stay_on_their_ranks_are_not_sent() -> None:

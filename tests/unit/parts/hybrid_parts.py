@@ -79,6 +79,8 @@ MORE_HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 """The same layers in models of other families."""
+HYBRID_OF = {name.removesuffix("_text"): name for name in HYBRIDS | MORE_HYBRIDS}
+"""The names above by the type of model in `config.parallel`."""
 
 
 def write_hybrid(directory: Path, name: str, scale: float = 4.0, **changes: Any) -> Path:

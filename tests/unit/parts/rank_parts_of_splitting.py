@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from hybrid_parts import HYBRID_OF
 from training_parts import Parts, Reinforce, SquaredError, make_batch
 from transformers.distributed import tensor_parallel
 
+from trivium.config.model_memory import memory_plan
+from trivium.config.model_shape import read_shape
 from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
@@ -31,6 +34,18 @@ _COUNTS = torch.tensor([2, 1, 0, -2, 3, 2])
 KEPT = KeptSets(_COUNTS, torch.tensor([0, 1, 5, 0, 3, 2, 6, 1, 1, 4]), _COUNTS.abs().cumsum(0))
 """Of the fourth state, two tokens are excluded; of others, some parts of the vocabulary have no candidate."""
 LAYOUTS = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
+SHARDED = [kind for kind in HYBRID_OF if kind not in TENSOR_MODELS]
+"""Those whose layers no rank splits."""
+SPLIT_MODELS = sorted((TENSOR_MODELS | EXPERT_MODELS) - HYBRID_OF.keys())
+HYBRID_CASES = {
+    2: [
+        *((kind, "sharded") for kind in SHARDED),
+        *((kind, "tensor") for kind in HYBRID_OF if kind in TENSOR_MODELS),
+        *((kind, "expert") for kind in HYBRID_OF if kind in EXPERT_MODELS),
+        ("qwen3_next", "both"),
+    ],
+    4: [("zamba2", "replicas"), ("qwen3_next", "replicas"), ("qwen3_next", "both")],
+}
 _TRAINED = Reinforce(entropy_coef=0.2), SquaredError()
 _AVERAGED = Parts(_TRAINED, frozenset({"teacher"}), teacher=Teacher(None, 1, weights="average", rate=0.3))
 
@@ -43,11 +58,27 @@ class Step:
     weights: dict[str, torch.Tensor]
     """Of the policy, and of the average of its versions."""
 
+    def distance(self, other: Step) -> float:
+        """The largest relative difference of gradient norms and weights."""
+        norms = [abs(a / b - 1) for a, b in zip(self.norms, other.norms, strict=True)]
+        scales = {name: value.abs().max() for name, value in other.weights.items()}
+        assert self.weights.keys() == other.weights.keys()
+        return max(
+            norms + [float((self.weights[name] - other.weights[name]).abs().max() / scales[name]) for name in scales]
+        )
+
 
 def engine_of(
-    directory: Path, ranks: Ranks = ALONE, *, model: str = "model", lora: dict[str, int] | None = None, **parallel: int
+    directory: Path,
+    ranks: Ranks = ALONE,
+    *,
+    model: str = "model",
+    lora: dict[str, int] | None = None,
+    shard: int = 0,
+    **parallel: int,
 ) -> TorchTrainEngine:
     config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 30, "lora": lora}
+    config["shard"] = shard
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({**config, "parallel": parallel, "optimizer": {"lr": 0.1, "eps": 1.0}}),
         model_dir=directory / model,
@@ -85,18 +116,17 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
     done: dict[str, Any] = {"head": [head_numbers(own, TOKENS // size, kept) for kept in (None, KEPT)]}
     for name, parallel in LAYOUTS.items():
         engine = engine_of(directory, join_ranks(**parallel), **parallel)
-        parameters = [*engine._learners["policy"].model.parameters()]
-        done[f"{name} part"] = sum(local_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+        done[f"{name} part"] = part_of(engine)
         done[name] = step(engine)
         engine.save(directory / f"{size} {name}")
         engine.load(directory / "alone")
         done[f"{name} resumed"] = step(engine)
     done["adapter"] = step(engine_of(directory, join_ranks(expert=2), lora=ADAPTER, expert=2))
-    for kind in sorted(TENSOR_MODELS | EXPERT_MODELS) if size == 2 else ():
+    for kind in SPLIT_MODELS if size == 2 else ():
         for name in layouts_of(kind):
-            done[f"{kind} {name}"] = step(
-                engine_of(directory, join_ranks(**LAYOUTS[name]), model=kind, **LAYOUTS[name])
-            )
+            engine = engine_of(directory, join_ranks(**LAYOUTS[name]), model=kind, **LAYOUTS[name])
+            done[f"{kind} {name} part"] = part_of(engine)
+            done[f"{kind} {name}"] = step(engine)
     for name, (owner, attribute, faulty) in FAULTS.items():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
@@ -104,6 +134,35 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
             done[name] = step(engine_of(directory, join_ranks(tensor=2), tensor=2))
         finally:
             setattr(owner, attribute, right)
+    return done
+
+
+def part_of(engine: TorchTrainEngine) -> float:
+    """The part of the policy's parameters that this rank holds."""
+    parameters = [*engine._learners["policy"].model.parameters()]
+    return sum(local_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+
+
+def planned_part(model_dir: Path, size: int, **parallel: int) -> float:
+    """The part of the policy's parameters that the memory plan expects on each of `size` ranks."""
+    shape = read_shape(model_dir)
+    return memory_plan(shape, tokens=1, shards=size, **parallel)["policy weights"] / 4 / shape.parameters
+
+
+def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
+    """Steps of each case, `resumed` ones from the checkpoint of one process, and the part of the parameters that this
+    rank holds."""
+    done: dict[str, Any] = {}
+    sharding = {"sharded": 0, "replicas": 2}
+    for kind, name in HYBRID_CASES[size]:
+        split, shard = LAYOUTS.get(name, {}), sharding.get(name, 0)
+        engine = engine_of(directory, join_ranks(**split, shard=shard), model=kind, shard=shard, **split)
+        done[f"{kind} {name} part"] = part_of(engine)
+        done[f"{kind} {name}"] = step(engine)
+        if (directory / f"{kind} alone").is_dir():
+            engine.save(directory / f"{size} {kind} {name}")
+            engine.load(directory / f"{kind} alone")
+            done[f"{kind} {name} resumed"] = step(engine)
     return done
 
 

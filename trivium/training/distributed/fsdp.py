@@ -43,7 +43,10 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
     for module, mesh in experts:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        # Layers around others (Zamba 2) may share weights, which only the unit of the whole model keeps one tensor.
+        if isinstance(module, GradientCheckpointingLayer) and not any(
+            isinstance(inner, GradientCheckpointingLayer) for inner in module.modules() if inner is not module
+        ):
             fully_shard(module, mesh=ranks.mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(
         model, mesh=ranks.mesh, mp_policy=full, offload_policy=offload, reshard_after_forward=None if trained else True

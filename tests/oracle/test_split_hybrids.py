@@ -1,0 +1,56 @@
+"""Models with recurrent states on several ranks: sharded, replicated, and split by tensor and expert parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_parts import HYBRID_OF, write_hybrid
+from rank_parts_of_splitting import HYBRID_CASES, LAYOUTS, Step, engine_of, hybrids_on_ranks, planned_part, step
+from rank_processes import run_ranks
+
+pytestmark = pytest.mark.slow
+CASES = [(size, kind, layout) for size, cases in HYBRID_CASES.items() for kind, layout in cases]
+CONTINUED = "qwen3_next"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hybrids")
+    for kind, name in HYBRID_OF.items():
+        write_hybrid(directory / kind, name, vocab_size=40)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def continued(directory: Path) -> Step:
+    """The second step of a model, from the checkpoint that `CONTINUED alone` has."""
+    engine = engine_of(directory, model=CONTINUED)
+    step(engine)
+    engine.save(directory / f"{CONTINUED} alone")
+    return step(engine)
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path, continued: Step, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks") / "hybrids"
+    return run_ranks(list(HYBRID_CASES), hybrids_on_ranks, folder, directory, deadline_s=290.0)
+
+
+@pytest.mark.parametrize(("size", "kind", "layout"), CASES)
+def test_equals_one_process(size: int, kind: str, layout: str, found: dict[int, list[Any]], directory: Path) -> None:
+    """Norms and weights of policy and critic. The layers of Zamba 2 share weights."""
+    assert found[size][0][f"{kind} {layout}"].distance(step(engine_of(directory, model=kind))) < 1e-9
+    planned = planned_part(directory / kind, 2 if layout == "replicas" else size, **LAYOUTS.get(layout, {}))
+    assert found[size][0][f"{kind} {layout} part"] == pytest.approx(planned, abs=0.08)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(size, name) for size, kind, name in CASES if kind == CONTINUED])
+def test_a_checkpoint_continues_in_another_layout(
+    size: int, layout: str, found: dict[int, list[Any]], continued: Step, directory: Path
+) -> None:
+    assert found[size][0][f"{CONTINUED} {layout} resumed"].distance(continued) < 1e-9
+    engine = engine_of(directory, model=CONTINUED)
+    engine.load(directory / f"{size} {CONTINUED} {layout}")
+    assert step(engine).distance(continued) < 1e-9
