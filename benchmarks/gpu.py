@@ -39,6 +39,7 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "flash-attn", "bitsandbyt
 
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m"]
 TINY = ["--shape", "tiny", "--device", "cpu"]
+TINY_HYBRID = ["--shape", "tiny-hybrid", "--device", "cpu"]
 PARTS: dict[str, dict[str, list[str]]] = {
     "tests": {
         "cuda": [*TESTS, "gpu", "tests"],
@@ -55,6 +56,25 @@ PARTS: dict[str, dict[str, list[str]]] = {
     "decode": {
         "cuda": ["benchmarks/gpu_decode.py", "--repeat", "1"],
         "cpu": ["benchmarks/gpu_decode.py", *TINY, "--rows", "2", "--prompt", "8", "--new", "4", "--repeat", "1"],
+    },
+    "train_hybrid": {
+        "cuda": ["benchmarks/gpu_train.py", "--shape", "hybrid-2b", "--tokens", "2048", "--turns", "1"],
+        "cpu": ["benchmarks/gpu_train.py", *TINY_HYBRID, "--tokens", "64", "--batch", "256", "--turns", "1"],
+    },
+    "decode_hybrid": {
+        "cuda": ["benchmarks/gpu_decode.py", "--shape", "hybrid-2b", "--rows", "8", "64", "--repeat", "1"],
+        "cpu": [
+            "benchmarks/gpu_decode.py",
+            *TINY_HYBRID,
+            "--rows",
+            "2",
+            "--prompt",
+            "8",
+            "--new",
+            "4",
+            "--repeat",
+            "1",
+        ],
     },
     "prefix": {
         "cuda": ["benchmarks/prefix.py", "--device", "cuda", "--shape", "qwen-1.5b", "--repeat", "2"],

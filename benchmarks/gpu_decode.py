@@ -3,9 +3,9 @@
     python benchmarks/gpu_decode.py [--rows 8 64 256] [--prompt 512] [--new 256] [--shape qwen-1.5b]
 
 Random weights in bfloat16; every completion has as many tokens, which is asserted. A decode step reads the weights
-once, and the keys and values of each row: these bytes for each step, divided by its time and by the speed of a large
-copy in the same run, are the share that is printed. `--device cpu --shape tiny` tries the benchmark itself; its figures
-mean nothing.
+once, the keys and values of each row, and its recurrent states, which it also writes: these bytes for each step,
+divided by its time and by the speed of a large copy in the same run, are the share that is printed. `--device cpu
+--shape tiny` tries the benchmark itself; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_train import SHAPES, clock, write_model
+from gpu_train import SHAPES, clock, num_parameters, write_model
 from transformers import AutoModelForCausalLM
 
 from trivium.config.model_shape import ModelShape, read_shape
@@ -83,18 +83,18 @@ def bandwidth(device: str) -> float:
     return best
 
 
-def bytes_read(shape: ModelShape, rows: int, prompt: int, new: int) -> int:
-    """Of all steps but the first token's, which the prompt's pass gives: weights without the input embeddings, and the
-    keys and values of each row so far."""
-    weights = shape.parameters - (0 if shape.tied else shape.embedding)
+def bytes_read(shape: ModelShape, weights: int, rows: int, prompt: int, new: int) -> int:
+    """Of all steps but the first token's, which the prompt's pass gives: weights, the keys and values of each row so
+    far, and its recurrent states, read and written. Input and output embedding are one."""
     positions = sum(prompt + step for step in range(1, new))
-    return 2 * ((new - 1) * weights + rows * positions * shape.kv_per_token)
+    states = 2 * (new - 1) * rows * shape.state_bytes(2)
+    return 2 * ((new - 1) * weights + rows * positions * shape.kv_per_token) + states
 
 
 def measure(args: argparse.Namespace, sides: dict[str, Side], shape: ModelShape, rows: int, copied: float) -> None:
     vocabulary = SHAPES[args.shape]["vocab_size"]
     prompts = [np.random.default_rng(row).integers(1, vocabulary, args.prompt).astype(np.int32) for row in range(rows)]
-    read = bytes_read(shape, rows, args.prompt, args.new)
+    read = bytes_read(shape, num_parameters(args.shape), rows, args.prompt, args.new)
     for name, side in sides.items():
         times: dict[int, list[float]] = {}
         for turn in range(args.repeat + 1):

@@ -1,7 +1,8 @@
-"""One training step of a Qwen shape on one GPU, beside transformers' own.
+"""One training step of a Qwen shape, or of a hybrid, on one GPU, beside transformers' own.
 
     python benchmarks/gpu_train.py [--tokens 2048 8192] [--batch 16384] [--shape qwen-1.5b] [--device cuda]
     python benchmarks/gpu_train.py --shape qwen-8b --lora 16
+    python benchmarks/gpu_train.py --shape hybrid-2b       three layers of the gated delta rule to one of attention
 
 Random weights in float32, arithmetic in bfloat16, gradient checkpointing on both sides, the same sequences, AdamW. The
 engine packs and never holds a [tokens, vocabulary] matrix; transformers' step is its model's own loss (`labels=`) under
@@ -25,14 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen-1.5b": {
         "vocab_size": 151_936,
         "hidden_size": 1536,
@@ -57,18 +58,52 @@ SHAPES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "hybrid-2b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+    },
+    "tiny-hybrid": {
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
 }
 RATE = 1e-6
 
 Update = Callable[[Batch], float]
 
 
+def config_of(shape: str, longest: int) -> PreTrainedConfig:
+    kind = "qwen3_5_text" if "hybrid" in shape else "qwen2"
+    return AutoConfig.for_model(kind, **SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True)
+
+
 def write_model(directory: Path, shape: str, longest: int, dtype: torch.dtype = torch.float32) -> None:
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(shape, longest), dtype=dtype)
     model.save_pretrained(directory)
+
+
+def num_parameters(shape: str) -> int:
+    """A tied embedding counts once."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(shape, 1)).num_parameters()
 
 
 def make_batch(tokens: int, sequences: int, vocabulary: int) -> Batch:
@@ -157,14 +192,12 @@ def clock(device: str) -> float:
 
 
 def flops_per_token(shape: str, tokens: int, frozen: bool) -> float:
-    """Forward and backward, without what gradient checkpointing computes twice: 6 per matrix weight (4 if it is
-    frozen), the head's included, and causal attention over half the sequence on average."""
-    said = SHAPES[shape]
-    hidden, heads, kv = said["hidden_size"], said["num_attention_heads"], said["num_key_value_heads"]
-    attention = 2 * hidden * hidden * (1 + kv / heads)
-    weights = said["num_hidden_layers"] * (attention + 3 * hidden * said["intermediate_size"])
-    weights += hidden * said["vocab_size"]
-    return (4 if frozen else 6) * weights + 6 * said["num_hidden_layers"] * hidden * tokens
+    """Forward and backward, without what gradient checkpointing computes twice: 6 per weight (4 if it is frozen), and
+    causal attention over half the sequence on average. Scans of recurrent layers count as none."""
+    config: Any = config_of(shape, tokens)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return (4 if frozen else 6) * num_parameters(shape) + 6 * kinds.count("full_attention") * width * tokens
 
 
 def measure(said: argparse.Namespace, model_dir: Path, tokens: int, peak: float) -> dict[str, float]:
