@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from algebra import column_names, number, objectives, policy_objective
+from hybrid_parts import write_hybrid
 from rank_processes import run_ranks
 from training_parts import SIZE, VOCABULARY, Parts, random_model, write_model
 from transformers import Qwen3MoeConfig
@@ -187,8 +188,8 @@ def way(**config: Any) -> Way:
     return Way(**own, config=tuple(config.items()))
 
 
-def replayed(**config: Any) -> Way:
-    return way(program=routed, model="mixture", **config)
+def replayed(model: str = "mixture", **config: Any) -> Way:
+    return way(program=routed, model=model, **config)
 
 
 TENSOR, EXPERT = {"tensor": 2}, {"expert": 2}
@@ -205,6 +206,8 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "tensor, float32, checkpointing": way(dtype="float32", parallel=TENSOR, gradient_checkpointing=True),
         "expert, routing": replayed(parallel=EXPERT),
         "expert of tensor, float32, routing": replayed(dtype="float32", parallel=TENSOR | EXPERT),
+        "hybrid, shared prompts": way(program=prompts, model="hybrid", share_prefix=True),
+        "hybrid, expert, routing": replayed("hybrid", parallel=EXPERT),
     },
     4: {
         "full": way(program=full),
@@ -214,6 +217,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "expert of all, routing, checkpointing": replayed(parallel={"expert": 4}, gradient_checkpointing=True),
         "expert, tensor": way(model="mixture", parallel=TENSOR | {"expert": 4}),
         "expert, sequence": way(model="mixture", parallel=EXPERT, sequence_parallel=2),
+        "hybrid, expert, tensor, routing": replayed("hybrid", parallel=TENSOR | {"expert": 4}),
         "sequence": way(program=more, sequence_parallel=2),
         "shared prompts, sequence of all, checkpointing": way(
             program=prompts, share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
@@ -332,6 +336,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(directory / "biased", "llama", attention_bias=True, mlp_bias=True, **SPLIT)
     mixture = Qwen3MoeConfig(**SIZE | SPLIT, head_dim=4, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
     random_model(mixture, seed=0, scale=8.0).save_pretrained(directory / "mixture")
+    write_hybrid(directory / "hybrid", "qwen3_next", num_experts=8, **SPLIT)
     return directory
 
 
