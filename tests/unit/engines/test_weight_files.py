@@ -18,7 +18,9 @@ from trivium.engines.vllm.weight_files import WeightFiles, own_directory
 from trivium.errors import SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import adapter_state, attach, pushed_adapter
+from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import LoraConfig
+from trivium.models.weights.stream import described
 
 TOKENS = torch.arange(3, 14)[None]
 
@@ -61,13 +63,11 @@ def waiting_in(parent: Path) -> None:
 def test_a_pushed_adapter_lies_as_peft_reads_it_with_its_scale(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", scale=2.0)
     module = adapted(directory)
-    path = WeightFiles(directory, 3).write([*pushed_adapter(module)], tmp_path / "adapter")
+    path = WeightFiles(directory, 3).write(described(pushed_adapter(module)), tmp_path / "adapter")
     read = attach(load(directory), LoraConfig(path=str(path)), seed=0)
     said, expected = (each(input_ids=TOKENS, use_cache=False).logits for each in (read, module))
     assert (said - expected).abs().max() < 1e-5
     assert (said - load(directory)(input_ids=TOKENS, use_cache=False).logits).abs().max() > 0.1
-    WeightFiles(directory, 3).remove(path)
-    assert not path.exists()
 
 
 def test_what_is_no_adapter_of_the_model_is_refused_and_nothing_written(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_and_nothing_written(tmp_path
         (files, pushed[1:], "not complete"),
     ):
         with refused(SyncError, found):
-            taken.write(weights, tmp_path / "adapter")
+            taken.write(described(weights), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
@@ -92,6 +92,8 @@ def test_weights_are_known_by_the_names_of_the_files_and_by_those_in_the_model(f
     named = [*module.state_dict().items()]
     saved = {name for name, _ in named} & files._saved.keys()
     assert len(saved) < len(named) - 5
-    assert files.write(named, tmp_path / "weights").is_file()
+    written = SafetensorsFiles([*map(Path, files.files(files.write(described(named), tmp_path / "weights")))])
+    assert {name: entry.shape for name, entry in written.entries.items()} == {n: tuple(t.shape) for n, t in named}
     with refused(SyncError, "first model."):
-        files.write(named[1:], tmp_path / "weights")
+        files.write(described(named[1:]), tmp_path / "short")
+    assert not (tmp_path / "short").exists()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from failing import refused
-from rank_parts_of_loading import engine_of, on_rank
+from rank_parts_of_loading import BUCKET, engine_of, on_rank
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from training_parts import MODELS, VOCABULARY, make_batch, write_model
@@ -93,7 +93,7 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def on_ranks(fitting: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 128, "vocab_size": 8000}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 128, "vocab_size": 2000}
     large = write_model(folder / "large", "llama", **sizes)
     assert 90e6 < (large / "model.safetensors").stat().st_size < 120e6
     paths = {name: path for name, (path, _) in damaged(folder).items()}
@@ -124,6 +124,14 @@ def test_a_rank_needs_memory_for_its_part_alone(on_ranks: list[dict[str, Any]]) 
     for peak in (each["peak"] for each in on_ranks):
         assert peak["kept"] < 45e6
         assert peak["peak"] <= 1.2 * peak["kept"] + peak["largest"], peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
+def test_no_rank_holds_whole_weights_on_their_way_to_vllm(on_ranks: list[dict[str, Any]]) -> None:
+    """The model has 110 MB, its largest tensor 4. Every rank gathers each tensor; the first one writes buckets."""
+    for peak in (each["peak"] for each in on_ranks):
+        assert peak["written"] < 2 * BUCKET + 6 * peak["largest"] < 50e6, peak
+        assert peak["files"] > 5
 
 
 # --------------------------------------------------------------------------- files that do not fit

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from sync_parts import memory_rise
 from training_parts import Parts, Reinforce, make_batch
 
+from trivium.engines.vllm import weight_files
 from trivium.errors import DataError
 from trivium.models.weights.filling import local_part
 from trivium.models.weights.section import LoraConfig
+from trivium.models.weights.stream import Described
 from trivium.training.distributed.ranks import Ranks, join_ranks
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch
+
+BUCKET = 2**23
+"""Bytes of a file for vLLM here."""
 
 
 def engine_of(directory: Path, ranks: Ranks, **config: Any) -> TorchTrainEngine:
@@ -62,18 +68,23 @@ def _error(directory: Path, ranks: Ranks) -> str:
 
 
 def _peak(large: Path, ranks: Ranks) -> dict[str, int]:
-    """Bytes that opening a model adds at its peak, that it keeps, and that its largest tensor has."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = _status("VmRSS")
-    module = engine_of(large, ranks)._learners["policy"].model.module
-    parameters = [*module.parameters()]
+    """Bytes that opening a model adds at its peak, that it keeps, and that its largest tensor has; and those that
+    writing its weights for vLLM adds on this rank, which the first one does."""
+    rise = memory_rise()
+    engine = engine_of(large, ranks)
+    parameters = [*engine._learners["policy"].model.module.parameters()]
+    peak, rise = rise(), memory_rise()
+    weights = cast(Described, engine.offered_weights())
+    if ranks.rank == 0:
+        weight_files.BUCKET_BYTES = BUCKET
+        files = weight_files.WeightFiles(large)
+        written = files.files(files.write(weights, large.with_name("for-vllm")))
+    else:
+        written = [name for name, _ in weights]
     return {
-        "peak": _status("VmHWM") - before,
+        "peak": peak,
         "kept": sum(local_part(each).nbytes for each in parameters),
         "largest": max(each.numel() * each.itemsize for each in parameters),
+        "written": rise(),
+        "files": len(written),
     }
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

@@ -49,6 +49,7 @@ from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_d
 from trivium.models.backbone.routing import routed
 from trivium.models.vision.families import family_in
 from trivium.models.weights.lora import is_adapter
+from trivium.models.weights.stream import described
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import AnyArray, Completion, Request
@@ -72,7 +73,7 @@ class _Loaded:
 
     version: int = 0
     weights: Path | None = None
-    """A safetensors file; None: the weights of the model directory."""
+    """A directory with safetensors files; None: the weights of the model directory."""
     adapter: Path | None = None
     """A directory with a LoRA adapter for those weights."""
 
@@ -151,11 +152,7 @@ class VllmEngine(DescribedVllmEngine):
         """
         if self._closing:
             raise _closed()
-        described = isinstance(weights, DescribedWeights)  # reading these takes time
-        named = await asyncio.to_thread(list, weights) if described else list(weights)
-        # Completions in flight cannot switch between adapter and full weights.
-        at_once = in_flight == "update" and is_adapter(named) == (self._loaded.adapter is not None)
-        adopting = self._submit(self._load(version, named, at_once=at_once))
+        adopting = self._submit(self._load(version, weights, in_flight))
         await asyncio.shield(asyncio.wrap_future(adopting))  # cancelling would leave a mix of two versions
 
     async def rest(self) -> None:
@@ -249,16 +246,24 @@ class VllmEngine(DescribedVllmEngine):
 
     # ------------------------------------------------------------------ weights
 
-    async def _load(self, version: int, named: list[tuple[str, Any]], *, at_once: bool) -> None:
-        if not at_once:
-            async with self._gate.load():
-                return await self._adopt(version, named)
-        await self._adopt(version, named, at_once=True)
+    async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
+        """Writes the weights while completions in flight continue. Later ones wait, except during an update."""
+        writing = asyncio.ensure_future(asyncio.to_thread(self._written, version, weights))
+        if in_flight == "update":
+            new = await writing
+            # Completions in flight cannot switch between adapter and full weights.
+            if (new.adapter is None) == (self._loaded.adapter is None):
+                return await self._adopt(new, at_once=True)
+        async with self._gate.load():
+            await self._adopt(await writing)
 
-    async def _adopt(self, version: int, named: list[tuple[str, Any]], *, at_once: bool = False) -> None:
-        path = self._directory / f"{version}-{next(self._numbers)}"
-        path = await asyncio.to_thread(self._files.write, named, path)
-        new = _Loaded(version, adapter=path) if is_adapter(named) else _Loaded(version, weights=path)
+    def _written(self, version: int, weights: Weights) -> _Loaded:
+        given = weights if isinstance(weights, DescribedWeights) else described(weights)
+        path = self._files.write(given, self._directory / f"{version}-{next(self._numbers)}")
+        is_adapted = is_adapter((each.name, each) for each in given.tensors)
+        return _Loaded(version, adapter=path) if is_adapted else _Loaded(version, weights=path)
+
+    async def _adopt(self, new: _Loaded, *, at_once: bool = False) -> None:
         async with self._exclusive:
             while True:
                 try:
@@ -267,9 +272,8 @@ class VllmEngine(DescribedVllmEngine):
                 except dead_error() as error:
                     await self._restart(error)
             before, self._loaded = self._loaded, new
-        for old in (before.weights, before.adapter):
-            if old is not None:
-                self._files.remove(old)
+        if (old := before.weights or before.adapter) is not None:
+            shutil.rmtree(old)
 
     async def _rest(self) -> None:
         async with self._gate.load(), self._exclusive:
@@ -311,7 +315,7 @@ class VllmEngine(DescribedVllmEngine):
             self._sleeps = False
         await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
         if lost or new.weights != before.weights:
-            await self._transfer(llm, self._files.own() if new.weights is None else [str(new.weights)])
+            await self._transfer(llm, self._files.files(new.weights))
         if new.adapter is not None:
             await llm.collective_rpc("adopt_adapter", args=(str(new.adapter),))
         await llm.update_weight_version(str(new.version))

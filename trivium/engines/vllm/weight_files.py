@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import check_base, fingerprint, is_adapter, received_adapter
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import ADAPTER_STEM
+from trivium.models.weights.stream import BUCKET_BYTES, Named, drained, groups
+from trivium.protocols import DescribedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Named = Sequence[tuple[str, Any]]
 _PREFIX = "trivium-vllm-"
 """Prefix of the directories of weights. The rest of the name identifies the process."""
 _TIED = {"lm_head.weight"}
@@ -49,8 +50,8 @@ def own_directory(parent: Path) -> Path:
 
 
 class WeightFiles:
-    """Writes the weights of each version of a model: a safetensors file with all weights, or a LoRA adapter in a
-    directory of peft's format."""
+    """Writes the weights of each version of a model into a directory: safetensors files with all weights, or a LoRA
+    adapter in peft's format."""
 
     def __init__(self, model_dir: Path, adapter_rank: int | None = None) -> None:
         """`adapter_rank` is the largest rank of adapters; None: adapters are refused. Raises ConfigError for a model
@@ -61,22 +62,25 @@ class WeightFiles:
         self._fingerprints: Mapping[str, int] = {}
         """The fingerprints of its weights, computed for the first adapter."""
 
-    def own(self) -> list[str]:
-        """The weight files of the model directory."""
-        return [str(path) for path in sorted(self._model_dir.glob("*.safetensors"))]
+    def files(self, directory: Path | None) -> list[str]:
+        """The weight files of a directory that `write` wrote; None: those of the model directory."""
+        return [str(path) for path in sorted((directory or self._model_dir).glob("*.safetensors"))]
 
-    def write(self, named: Named, path: Path) -> Path:
-        """Writes a file or a directory of this name. Raises SyncError, and writes nothing, if the weights are neither
-        all weights of the model nor an adapter of it."""
-        return self._write_adapter(named, path) if is_adapter(named) else self._write_all(named, path)
+    def write(self, weights: DescribedWeights, path: Path) -> Path:
+        """Writes the directory `path` while the weights arrive. Raises SyncError, and leaves no files, if the weights
+        are neither all weights of the model nor an adapter of it."""
+        write = self._write_adapter if is_adapter((each.name, each) for each in weights.tensors) else self._write_all
+        try:
+            write(weights, path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return path
 
-    def remove(self, path: Path) -> None:
-        """Removes the file or directory that `write` wrote."""
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def _write_all(self, named: Named, path: Path) -> Path:
-        """Writes all weights. Copies tensors that share memory, which safetensors refuses."""
-        given = {name: tuple(value.shape) for name, value in named}
+    def _write_all(self, weights: DescribedWeights, path: Path) -> None:
+        """Writes all weights, a bucket in each file: only the tensors of one bucket are in memory. Copies tensors that
+        share memory, which safetensors refuses."""
+        given = {each.name: each.shape for each in weights.tensors}
         if _unfit(given, self._saved) and (wrong := _unfit(given, self._renamed())):
             expected = self._saved.get(wrong[0], "nothing")
             raise SyncError(
@@ -84,17 +88,17 @@ class WeightFiles:
                 f"{len(wrong)} do not fit, first {wrong[0]}: {given.get(wrong[0], 'missing')} for {expected}",
                 "publish the weights of this model, under the names of its files",
             )
-        seen, tensors = set[int](), dict[str, torch.Tensor]()
-        for name, value in named:
-            tensor = torch.as_tensor(value).detach().to("cpu").contiguous()
-            tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
-        save_file(tensors, path)
-        return path
+        path.mkdir()
+        for number, group in enumerate(groups(map(_on_cpu, weights), BUCKET_BYTES)):
+            seen, tensors = set[int](), dict[str, torch.Tensor]()
+            for name, tensor in drained(group):
+                tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+                seen.add(tensor.data_ptr())
+            save_file(tensors, path / f"{number:05d}.safetensors")
 
-    def _write_adapter(self, named: Named, path: Path) -> Path:
+    def _write_adapter(self, weights: DescribedWeights, path: Path) -> None:
         """Writes an adapter. Each layer's B is multiplied by its scale."""
-        adapter = received_adapter({name: torch.as_tensor(value) for name, value in named}, self._empty())
+        adapter = received_adapter({name: torch.as_tensor(value) for name, value in weights}, self._empty())
         rank = max(len(added.down) for added in adapter.values())
         if self._rank is None or rank > self._rank:
             found = "it was started without" if self._rank is None else f"it was started for up to {self._rank}"
@@ -114,7 +118,6 @@ class WeightFiles:
         save_file(tensors, path / f"{ADAPTER_STEM}.safetensors")
         described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
         (path / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
-        return path
 
     def _renamed(self) -> dict[str, tuple[int, ...]]:
         """Shapes by the names of tensors in the model; some families have older names in their files. Returns the
@@ -128,6 +131,11 @@ class WeightFiles:
         if self._base is None:
             self._base = load_lm(self._model_dir, dtype="auto", attention=None, empty=True)
         return self._base
+
+
+def _on_cpu(named: tuple[str, Any]) -> Named:
+    name, value = named
+    return name, torch.as_tensor(value).detach().to("cpu").contiguous()
 
 
 def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
