@@ -64,7 +64,7 @@ test test-all: $(FOR_DEV)
 
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
-	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py tests/e2e/test_vllm_parallel.py
 
 test-verifiers: $(FOR_VERIFIERS)
 	$(VERIFIERS_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/unit/workflows/test_workflows_verifiers.py tests/e2e/test_verifiers.py

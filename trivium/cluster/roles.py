@@ -16,6 +16,7 @@ from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.ranks import RayRanks
 from trivium.cluster.shared_actors import SharedActors
 from trivium.config import RunConfig
+from trivium.config.memory_estimate import gpus_of
 from trivium.inspection.report import send_report
 from trivium.loops import run
 from trivium.protocols import Buffer, RolloutEngine
@@ -82,10 +83,10 @@ def trains_on_gpus(config: RunConfig) -> bool:
 
 
 def samples_on_gpus(config: RunConfig) -> bool:
-    """Whether each engine gets a GPU of the cluster. With `auto`, if the cluster has enough GPUs for all engines and
+    """Whether each engine gets its GPUs of the cluster. With `auto`, if the cluster has enough GPUs for all engines and
     ranks."""
     cluster, device = config.cluster, getattr(config.engine, "device", "cpu")
-    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpus(config)
+    wanted = cluster.explorers * cluster.engines * gpus_of(config.engine) + cluster.ranks * trains_on_gpus(config)
     return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= wanted)
 
 
@@ -106,7 +107,7 @@ async def start_engines(name: str, stage: Stage, spec: StageSpec, namespace: str
         namespace,
         max_restarts=cluster.max_restarts,
         deadline_s=stage.config.sync.deadline_s,
-        num_gpus=float(samples_on_gpus(stage.config)) * getattr(stage.config.engine, "tensor_parallel_size", 1),
+        num_gpus=float(samples_on_gpus(stage.config)) * gpus_of(stage.config.engine),
     )
     return await ReplicatedEngine.start(
         engine_spec, [f"engine-{number}-{replica}" for replica in range(cluster.engines)]

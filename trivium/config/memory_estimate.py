@@ -361,8 +361,18 @@ def _engines(config: RunConfig, ranks: int) -> int:
     """The number of engines: on Ray that of the config, else one for each rank that the explorer can use."""
     if config.cluster.kind != "local":
         return config.cluster.explorers * config.cluster.engines
+    others = range(1, ranks if config.run.mode in ("both", "serve") else 1)
+    return 1 + sum(hosts_engine(config, rank, ranks) for rank in others)
+
+
+def hosts_engine(config: RunConfig, rank: int, ranks: int) -> bool:
+    """Whether a rank beside the run's first one, number `rank` of the `ranks` on its machine, hosts an engine for the
+    explorer of the first one. An engine over several GPUs is hosted by the first rank whose GPU it uses."""
     exact = capabilities_of(describe("engines", config.engine.kind)).exact_sampling
-    return ranks if exact and config.run.mode in ("both", "serve") else 1
+    if not exact and not hasattr(config.engine, "gpus"):
+        return False  # servers elsewhere sample for all ranks
+    gpus = gpus_of(config.engine)
+    return rank % gpus == 0 and (gpus == 1 or rank + gpus <= ranks)
 
 
 def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:
@@ -377,14 +387,21 @@ def planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tup
     device, cluster = str(getattr(config.engine, "device", "cpu")), config.cluster
     if device == "auto" and cluster.kind == "ray" and cluster.address is None:
         trains = batch.ranks * (planned(str(getattr(config.train, "device", "cpu")), "auto", machine)[0] == "cuda")
-        samples = cluster.explorers * cluster.engines * _gpus_of(config.engine)
+        samples = cluster.explorers * cluster.engines * gpus_of(config.engine)
         device = "cuda" if len(machine.gpus) >= samples + trains else "cpu"
     return planned(device, getattr(config.engine, "dtype", "auto"), machine)
 
 
-def _gpus_of(engine: object) -> int:
-    """The GPUs that an engine is sharded over."""
-    return getattr(engine, "tensor_parallel_size", 1)
+def gpus_of(engine: object) -> int:
+    """The GPUs that one engine computes on."""
+    return getattr(engine, "gpus", 1)
+
+
+def _held_by_gpu(engine: Any, shape: ModelShape, width: int) -> int:
+    """Bytes of the weights of an engine on each of its GPUs."""
+    experts, layers = shape.layers * shape.all_experts, getattr(engine, "tensor_parallel_size", 1)
+    holders = gpus_of(engine) if getattr(engine, "expert_parallel", False) else layers
+    return ((shape.parameters - experts) // layers + experts // holders) * width
 
 
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
@@ -400,7 +417,9 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
     prompt = min(PROMPT_TOKENS, tokens)
     items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
-    items = {name: size // _gpus_of(engine) for name, size in items.items()} if device == "cuda" else items
+    if device == "cuda":
+        items = {name: size // gpus_of(engine) for name, size in items.items()}
+        items["engine"] = _held_by_gpu(engine, shape, BYTES[dtype])
     part = getattr(engine, "gpu_memory_utilization", None)
     if part and device == "cuda" and machine.gpus:  # vLLM reserves this part of the GPU, whatever it needs
         cache = getattr(engine, "cache_gib", None)

@@ -22,7 +22,7 @@ from trivium.processes.answers import Failures
 from trivium.processes.link import CLOSE, Call, Link, serve
 from trivium.processes.sockets import Listening, connect
 from trivium.processes.transfer import Incoming, Outgoing, send_to_all
-from trivium.protocols import DescribedWeights, RolloutEngine, StreamingEngine, TensorSpec, Weights
+from trivium.protocols import DescribedWeights, RestingEngine, RolloutEngine, StreamingEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ async def _load(
         await engine.load(version, Described(tensors, arriving), in_flight=in_flight)
     finally:  # an engine may still read after its load was cancelled
         arriving.fail(SyncError(f"the rest of version {version}", "its load has ended", "load the version again"))
+
+
+async def _rest(engine: RolloutEngine) -> None:
+    if isinstance(engine, RestingEngine):
+        await engine.rest()
 
 
 class EngineHost:
@@ -68,6 +73,8 @@ class EngineHost:
     async def _run(self, call: Call) -> Completion | None:
         if call.method == "load":
             return await _load(self._engine, call.weights, *call.args)
+        if call.method == "rest":
+            return await _rest(self._engine)
         (request,) = call.args
         completion = await sampled(self._engine, request, call.report if call.method == "stream" else None)
         self._num_completions += 1
@@ -103,6 +110,9 @@ class _OwnReplica(Replica):
         loading.put = arriving.put
         await _load(self.engine, arriving, version, tensors, in_flight)
 
+    async def rest(self) -> None:
+        await _rest(self.engine)
+
     def disconnect(self) -> None:
         """Does nothing, since there is no connection."""
 
@@ -127,6 +137,9 @@ class _ProcessReplica(Replica):
     async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: Outgoing) -> None:
         await asyncio.wrap_future(self._link.call("load", version, tensors, in_flight, weights=loading))
 
+    async def rest(self) -> None:
+        await asyncio.wrap_future(self._link.call("rest"))
+
     async def close(self) -> None:
         """Closes the engine of the other process, and waits until it is closed or the process has ended."""
         with suppress(EngineFailure, TimeoutError):  # the end of the connection, which is its only answer
@@ -142,8 +155,8 @@ class _ProcessReplica(Replica):
 
 
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
-    """The engine of this process and those that other processes host. Completions do not depend on the process that
-    samples them. It is a `StreamingEngine` if the engine of this process is one."""
+    """The engine of this process and those that other processes host. With exact sampling, completions do not depend on
+    the process that samples them. It is a `StreamingEngine` or a `RestingEngine` if the engine of this process is."""
 
     def __init__(
         self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
@@ -158,6 +171,8 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
         self.max_context = own.max_context
         if isinstance(own, StreamingEngine):
             self.stream = self._stream
+        if isinstance(own, RestingEngine):
+            self.rest = self._rest
 
     async def _stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         """One completion of the least busy replica."""
@@ -192,6 +207,9 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
         finally:
             for loading in loadings.values():
                 loading.end()
+
+    async def _rest(self) -> None:
+        await gather_or_cancel([replica.rest() for replica in self.replicas])
 
     async def close(self) -> None:
         for replica in self.replicas:

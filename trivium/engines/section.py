@@ -9,6 +9,9 @@ from pydantic import Field
 from trivium.config import EngineConfig
 from trivium.models.placement import resolve_auto
 
+ENGINE_GPUS = "TRIVIUM_ENGINE_GPUS"
+"""Environment variable with the GPUs of this process's rollout engine, if the process itself sees only one of them."""
+
 
 class LocalEngineConfig(EngineConfig):
     """Base of the sections of engines that run the model on this machine."""
@@ -20,6 +23,11 @@ class LocalEngineConfig(EngineConfig):
     that supports it, else float32. On a CPU, bfloat16 is faster only with hardware support (AVX-512 or AMX)."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and completion together, in tokens; unset: the context length of the model."""
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs that one engine computes on."""
+        return 1
 
     def on_this_machine(self) -> Self:
         return resolve_auto(self)

@@ -22,7 +22,7 @@ from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
-from trivium.config.memory_estimate import context_limit, planned, shape_in
+from trivium.config.memory_estimate import context_limit, gpus_of, planned, shape_in
 from trivium.config.parallel import mesh_problems
 from trivium.config.rules import Rules
 from trivium.config.schema import Config
@@ -213,12 +213,15 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.address is not None:
         return
-    engines = cluster.explorers * cluster.engines
+    engines = cluster.explorers * cluster.engines * gpus_of(config.engine)
     engine = getattr(config.engine, "device", "cpu") if _explores_here(config) else "cpu"
     train = getattr(config.train, "device", "cpu") if _trains_here(config) else "cpu"
     if engine == "cuda" and train != "cpu" and cluster.kind == "ray" and max(engines, ranks) <= gpus < engines + ranks:
         found, do = f"there are {gpus}", "lower cluster.engines or cluster.ranks, or set engine.device to auto"
-        yield Problem("cluster.engines", f"{engines + ranks} engines and ranks with a GPU each", found, do)
+        yield Problem("cluster.engines", f"{engines + ranks} GPUs for engines and ranks", found, do)
+    elif engine != "cpu" and gpus and gpus_of(config.engine) > gpus:
+        found, do = f"there are {gpus}", "lower engine.tensor_parallel_size"
+        yield Problem("engine.tensor_parallel_size", f"an engine over {gpus_of(config.engine)} GPUs", found, do)
     for where, device, wanted in (("engine", engine, engines), ("train", train, ranks)):
         if where == "engine" and device == "auto":
             continue  # the engine samples on the CPU if there are too few
@@ -226,7 +229,7 @@ def devices(stage: _StageHere) -> Iterator[Problem]:
             yield Problem(f"{where}.device", device, "torch finds no GPU here", f"set {where}.device to cpu")
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
             key = "cluster.ranks" if where == "train" else "cluster.engines"
-            yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
+            yield Problem(key, f"{wanted} GPUs", f"there are {gpus}", "lower it, or use the CPU")
 
 
 @STAGE_RULES.rule
@@ -253,9 +256,9 @@ def slow_devices(stage: _StageHere) -> Iterator[Problem]:
         asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
         yield Caution("engine.device", asked, found, "set it to auto, or to cuda")
     cluster, gpus = config.cluster, len(here.gpus)
-    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpu
+    wanted = cluster.explorers * cluster.engines * gpus_of(config.engine) + cluster.ranks * trains_on_gpu
     if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
-        found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
+        found = f"{gpus}, and engines and training ranks take {wanted}: the engines sample on the CPU"
         do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
         yield Caution("engine.device", "a GPU for each engine", found, do)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config import RunConfig
+from trivium.config.memory_estimate import hosts_engine
 from trivium.processes.sockets import own_address
 from trivium.protocols import RolloutEngine, TrainEngine
-from trivium.registry import describe
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine, train_device
-from trivium.types import capabilities_of
+from trivium.training.launched import local_rank, ranks_here
 
 if TYPE_CHECKING:
     from trivium.training.distributed.data_parallel import RankVerbs
@@ -50,9 +50,7 @@ def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
     def make(announcement: dict[str, Any]) -> RankVerbs:
         stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
         engine = cast("TorchTrainEngine", build_rank_engine(stage, algorithm_of(stage.config), None))
-        # Without exact sampling, completions depend on the rank that samples: then only the first one has an engine.
-        exact = capabilities_of(describe("engines", stage.config.engine.kind)).exact_sampling
-        hosts = exact and samples_here(stage)
+        hosts = samples_here(stage) and hosts_engine(stage.config, local_rank(), ranks_here())
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None
         return RankVerbs(engine, sampler)
 

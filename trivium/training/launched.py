@@ -15,6 +15,11 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """The rank of this process among those of its machine; 0 on Ray, which shows each process only its own GPUs."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def ranks_here() -> int:
     """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

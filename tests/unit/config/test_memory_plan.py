@@ -75,6 +75,14 @@ QWEN_1B5 = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
+MIXTURE = {
+    **QWEN_1B5,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 ROOT = Path(__file__).parents[3]
 QWEN_7B = {
     **QWEN_1B5,
@@ -445,6 +453,22 @@ class TestPlan:
             return memory["each engine"]["engine"]
 
         assert weights("engine.tensor_parallel_size=4") == pytest.approx(weights() / 4, abs=0.1)
+        assert weights("engine.data_parallel_size=4") == pytest.approx(weights(), abs=0.1)
+
+    def test_experts_over_gpus_are_held_once(self, tmp_path: Path) -> None:
+        """Of a mixture with attention on each GPU: a quarter of the experts."""
+
+        def weights(**engine: Any) -> float:
+            section = {"kind": "vllm", "device": "cuda", "data_parallel_size": 4, **engine}
+            plan = plan_run(config_of(tmp_path, MIXTURE, engine=section), 1, Machine(2**50, (80 * 2**30,) * 4))
+            memory = plan.stages[0].memory
+            assert memory is not None
+            return memory["each engine"]["engine"]
+
+        whole, split = weights(), weights(expert_parallel=True)
+        shape = shape_of(MIXTURE)
+        experts = shape.layers * shape.all_experts * 2 / MIB
+        assert whole - split == pytest.approx(experts * 3 / 4, rel=1e-3)
 
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
         on_cpu, on_gpu = (
@@ -496,12 +520,10 @@ class TestPlan:
         assert narrow == pytest.approx(wide / 2, abs=1)
 
     def test_recorded_routing_is_counted_on_the_host(self, tmp_path: Path) -> None:
-        """Qwen3-30B-A3B: 48 layers, 8 of 128 experts; a byte for each, in the turns and in the experiences."""
-        sizes = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        mixture = {**QWEN_1B5, **sizes, "model_type": "qwen3_moe"}
+        """48 layers, 8 of 128 experts; a byte for each, in the turns and in the experiences."""
 
         def host(**changes: Any) -> dict[str, float]:
-            config = config_of(tmp_path, mixture, **changes)
+            config = config_of(tmp_path, MIXTURE, **changes)
             memory = plan_run(config, 1, HUGE).stages[0].memory or {}
             return {"needed": memory["needed"]["host"], **memory.get("rollouts, host", {})}
 
@@ -510,9 +532,9 @@ class TestPlan:
         assert on["needed"] - off["needed"] == pytest.approx(on["recorded routing"], abs=1)
         ahead = host(train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 2})
         assert ahead["recorded routing"] == 3 * on["recorded routing"]
-        assert shape_of({**mixture, "num_experts": 256}).routing_per_token == 2 * 48 * 8  # and one for "none"
+        assert shape_of({**MIXTURE, "num_experts": 256}).routing_per_token == 2 * 48 * 8  # and one for "none"
         config = config_of(
-            tmp_path, mixture, train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 900}
+            tmp_path, MIXTURE, train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 900}
         )
         with refused(ConfigError, "host memory"):
             refuse_too_large(config, Machine(500 * 2**30, (2**50,)))

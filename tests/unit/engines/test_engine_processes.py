@@ -23,7 +23,7 @@ from trivium.errors import RolloutError
 from trivium.models.weights import stream
 from trivium.models.weights.stream import Described, spec
 from trivium.policy import EngineFailure
-from trivium.protocols import TensorSpec
+from trivium.protocols import RestingEngine, TensorSpec
 
 
 def scripted() -> ScriptedEngine:
@@ -74,6 +74,26 @@ async def test_an_engine_that_does_not_load_within_the_deadline_is_named() -> No
     with refused(EngineFailure, "version 3", "rank 2", "2 s"):
         await asyncio.wait_for(pool.load(3, [("v", np.zeros(2)), ("w", np.zeros(2))]), 60)
     await asyncio.wait_for(pool.close(), 60)
+
+
+class _Resting(ScriptedEngine):
+    rests = 0
+
+    async def rest(self) -> None:
+        self.rests += 1
+
+
+async def test_every_engine_of_the_pool_rests_if_the_first_one_can() -> None:
+    config = ScriptedEngine.Config(replies=((1, 2),))
+    own, other = (_Resting(config, eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode) for _ in range(2))
+    pool = ProcessPool(own, [("rank 1", EngineHost(other, "127.0.0.1", b"key").address)], b"key", 60.0)
+    assert isinstance(pool, RestingEngine)
+    await pool.rest()
+    assert (own.rests, other.rests) == (1, 1)
+    await pool.close()
+    awake = ProcessPool(scripted(), [], b"key", 60.0)
+    assert not isinstance(awake, RestingEngine)
+    await awake.close()
 
 
 async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_the_end() -> None:

@@ -17,10 +17,10 @@ from training_parts import write_model
 
 from tests.processes import Forked, eventually
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import RUNTIME, MemoryPlan
+from trivium.config.memory_estimate import RUNTIME, MemoryPlan, hosts_engine
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.vllm.engine import VllmEngine
-from trivium.engines.vllm.process import OWNER, end_with_owner, owned
+from trivium.engines.vllm.process import OWNER, end_with_owner, gpus_of_rank, owned
 from trivium.errors import ConfigError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import attach, save_adapter
@@ -53,6 +53,36 @@ def test_vllm_takes_adapters_of_the_rank_that_the_run_sends(tmp_path: Path) -> N
     assert rank(config) == 20
     arguments = config.engine.for_run(config).arguments(Path("model"))  # pyright: ignore[reportAttributeAccessIssue]
     assert arguments["max_lora_rank"] == 32
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "found"),
+    [
+        ({"tensor_parallel_size": 3}, "engine.tensor_parallel_size", "4 attention heads"),
+        ({"tensor_parallel_size": 4}, "engine.tensor_parallel_size", "90 rows of a feed-forward layer"),
+        ({"tensor_parallel_size": 2, "expert_parallel": True}, "engine.expert_parallel", "no experts"),
+        ({"device": "cpu", "data_parallel_size": 2}, "engine.data_parallel_size", "cpu"),
+    ],
+)
+def test_what_vllm_cannot_split_is_named(engine: dict[str, Any], key: str, found: str) -> None:
+    model = {"kind": "tiny", "alphabet": "bytes", "hidden": 128, "heads": 4, "kv_heads": 2, "mlp": 90}
+    configured({"device": "cuda", "tensor_parallel_size": 2}, model=model)
+    with refused(ConfigError, key, found):
+        configured({"device": "cuda", **engine}, model=model)
+
+
+def test_a_rank_of_torchrun_shows_vllm_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of a machine, with engines over two GPUs: ranks 0 and 2 host one each."""
+    config = configured({"device": "cuda", "tensor_parallel_size": 2})
+    assert [rank for rank in range(1, 5) if hosts_engine(config, rank, 5)] == [2]
+    endpoint = configs.configured(engine={"kind": "endpoint", "urls": "http://127.0.0.1:1/v1", "model": "policy"})
+    assert not any(hosts_engine(endpoint, rank, 4) for rank in range(4))
+    for rank, visible, expected in (("2", None, "2,3"), ("2", "4,5,6,7", "6,7"), ("0", "4,5,6,7", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpus_of_rank(2).get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,11 @@ def test_engines_and_ranks_on_ray_have_a_gpu_each(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=3).problems
     assert (problem.where, problem.found) == ("cluster.engines", "there are 3")
     assert look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=4).problems == []
+    wide = ray | {"engine": {"kind": "vllm", "device": "cuda", "tensor_parallel_size": 2}}
+    assert "engine.tensor_parallel_size" in {each.where for each in look(tmp_path, ROWS, wide, gpus=1).problems}
+    asked = {each.where: each.asked for each in look(tmp_path, ROWS, wide, gpus=5).problems}
+    assert asked["cluster.engines"] == "6 GPUs for engines and ranks"
+    assert "cluster.engines" not in {each.where for each in look(tmp_path, ROWS, wide, gpus=6).problems}
     auto = look(tmp_path, ROWS, ray | {"engine": {"device": "auto"}}, gpus=3)
     (warning,) = auto.warnings
     assert (auto.problems, warning.where) == ([], "engine.device")

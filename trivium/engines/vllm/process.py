@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.concurrency import ProcessLife, end_with
+from trivium.engines.section import ENGINE_GPUS
 from trivium.errors import ConfigError, MissingPackage
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def started(arguments: Mapping[str, Any], device: str, threads: int, directory: 
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    with _for_processes(threads, directory, on_cpu=device == "cpu", eager=arguments["enforce_eager"]):
+    gpus = {} if device == "cpu" else gpus_of_rank(arguments["tensor_parallel_size"] * arguments["data_parallel_size"])
+    with _for_processes(threads, directory, gpus, on_cpu=device == "cpu", eager=arguments["enforce_eager"]):
         _check_platform(device)
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -108,9 +110,12 @@ async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def _for_processes(threads: int, directory: Path, *, on_cpu: bool, eager: bool) -> Generator[None]:
+def _for_processes(
+    threads: int, directory: Path, gpus: Mapping[str, str], *, on_cpu: bool, eager: bool
+) -> Generator[None]:
     """Sets the environment that vLLM's processes inherit while the block runs. Keeps the user's own thread binding."""
-    chosen = {"OMP_NUM_THREADS": str(threads), OWNER: owned(directory)}
+    chosen = {"OMP_NUM_THREADS": str(threads), OWNER: owned(directory), **gpus}
+    chosen["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # else vLLM's workers wait for a store of torchrun
     if on_cpu:
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if eager:
@@ -128,6 +133,19 @@ def _for_processes(threads: int, directory: Path, *, on_cpu: bool, eager: bool) 
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def gpus_of_rank(number: int) -> dict[str, str]:
+    """The variable that shows vLLM `number` GPUs, from this rank's own on. Empty in a process that no launcher started,
+    and in an actor of Ray that reserved all of them."""
+    if ENGINE_GPUS in os.environ:
+        return {"CUDA_VISIBLE_DEVICES": os.environ[ENGINE_GPUS]}
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not local:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [*map(str, range(local + number))]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[local : local + number])}
 
 
 def owned(directory: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from trivium.config import RunConfig, free
+from trivium.config.memory_estimate import shape_in
 from trivium.config.recording import recorded
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.vllm.process import no_vllm
@@ -36,7 +37,12 @@ class DescribedVllmEngine:
         cache_gib: float | None = free(None, gt=0)
         """Memory for keys and values, in GiB; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves."""
         tensor_parallel_size: int = free(1, ge=1)
-        """GPUs that one engine is sharded over."""
+        """GPUs that the layers of one engine are split over; on a CPU, processes."""
+        data_parallel_size: int = free(1, ge=1)
+        """Copies of these layers in one engine, which share its requests. Together with `expert_parallel` they hold
+        each expert once. Engines of their own are independent copies (`cluster.engines`, ranks of torchrun)."""
+        expert_parallel: bool = free(False)
+        """Whether each GPU of an engine holds whole experts, instead of a part of every expert."""
         gpu_memory_utilization: float = free(0.9, gt=0, le=1)
         """Fraction of a GPU's memory that vLLM takes; lower it if the trainer shares the GPU."""
         sleep_level: Literal[0, 1, 2] = free(0)
@@ -61,6 +67,10 @@ class DescribedVllmEngine:
         def for_run(self, run: RunConfig) -> Self:
             rank = _pushed_rank(run) if self.adapter_rank is None else self.adapter_rank
             return self.model_copy(update={"adapter_rank": rank})
+
+        @property
+        def gpus(self) -> int:
+            return self.tensor_parallel_size * self.data_parallel_size
 
         def arguments(self, model_dir: Path) -> dict[str, Any]:
             """The arguments of vLLM in addition to `options`."""
@@ -88,6 +98,8 @@ class DescribedVllmEngine:
                 "weight_transfer_config": {"backend": "trivium"},
                 "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
                 "tensor_parallel_size": self.tensor_parallel_size,
+                "data_parallel_size": self.data_parallel_size,
+                "enable_expert_parallel": self.expert_parallel,
                 "gpu_memory_utilization": self.gpu_memory_utilization,
                 "enable_sleep_mode": self.sleep_level > 0 and not on_cpu,
                 "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
@@ -103,10 +115,11 @@ class DescribedVllmEngine:
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             """Options that need a GPU, and options that Trivium sets itself."""
             if self.device == "cpu":
-                for name in ("tensor_parallel_size", "gpu_memory_utilization"):
+                for name in ("data_parallel_size", "expert_parallel", "gpu_memory_utilization"):
                     if getattr(self, name) != type(self).model_fields[name].default:
                         do = "leave it out, or set device: cuda"
                         yield Problem(f"{where}.{name}", f"{name} = {getattr(self, name)}", "the device is cpu", do)
+            yield from self._split_problems(run, where)
             for name in sorted(self.arguments(Path()).keys() & self.options.keys()):
                 found = "Trivium sets it itself: the promises of the engine depend on it"
                 yield Problem(f"{where}.options.{name}", f"vLLM's {name}", found, "use the section's own fields")
@@ -134,6 +147,24 @@ class DescribedVllmEngine:
                 yield Problem(f"{where}.adapter_rank", "LoRA adapters", "the trainer sends all weights", do)
             if self.sleep_level and (awake := self._kept_awake(run)):
                 yield Problem(f"{where}.sleep_level", f"sleep level {self.sleep_level}", awake, "leave it out")
+
+        def _split_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            """The parts of the model that vLLM cannot split over the GPUs of an engine."""
+            size, shape = self.tensor_parallel_size, shape_in(run)
+            if shape is None:
+                return
+            if self.expert_parallel and shape.experts == 1:
+                yield Problem(f"{where}.expert_parallel", "experts on GPUs", "the model has no experts", "leave it out")
+            counts = {"attention heads": shape.heads}
+            if not self.expert_parallel:
+                counts["rows of a feed-forward layer"] = shape.mlp
+            for name, number in counts.items():
+                if number % size:
+                    found, do = f"it does not divide the {number} {name}", f"choose a divisor of {number}"
+                    yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
+            if max(shape.kv_heads, size) % min(shape.kv_heads, size):
+                found, do = f"the model has {shape.kv_heads} key-value heads", "choose a divisor or a multiple of it"
+                yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
 
         def _kept_awake(self, run: RunConfig) -> str | None:
             """Why vLLM cannot sleep during train steps; None if it can."""

@@ -24,7 +24,7 @@ from trivium.config.parallel import mesh_problems
 from trivium.errors import ConfigError, RoleFailed
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.processes.sockets import own_interface
-from trivium.training.launched import launched_ranks, ranks_here, this_rank
+from trivium.training.launched import launched_ranks, local_rank, ranks_here, this_rank
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def join_ranks(
         raise ConfigError(f"{problem.where} {problem.asked}", problem.found, problem.do)
     if size == 1:
         return Ranks(device=torch.device(device))
-    rank, local = this_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local = this_rank(), local_rank()
     here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(here)
