@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trivium.engines.torch.engine import TorchEngine
 from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker
 from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, register
 
@@ -52,3 +53,14 @@ class NotingCritic(CriticWorker):
     def update_critic(self, data: Any) -> Any:
         note(self, f"update_critic {data.version}")
         return super().update_critic(data)
+
+
+class Wide(TorchEngine):
+    """Counts as an engine over two GPUs."""
+
+    class Config(TorchEngine.Config):
+        kind: str = "tests.e2e.ppo_workers:Wide"
+
+        @property
+        def gpus(self) -> int:
+            return 2

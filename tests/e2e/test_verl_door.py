@@ -544,6 +544,39 @@ def test_a_run_config_of_its_own_has_the_names_too(example: Any, connected: None
     assert "prompt_length/clip_ratio" not in row
 
 
+def test_an_engine_over_two_gpus_is_that_of_every_second_worker(example: Any, connected: None, tmp_path: Path) -> None:
+    made = example.make_trainer("grpo", tmp_path, steps=1)
+    config = config_from_mapping(
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"kind": "hf", "path": str(tmp_path / "model")},
+            "tasks": {"train": {"kind": "parquet", "path": str(tmp_path / "train.parquet")}},
+            "rewards": ["exact"],
+            "engine": {"kind": "tests.e2e.ppo_workers:Wide", "sampling": {"max_new_tokens": 3}},
+            "schedule": {"steps": 1, "groups_per_step": 4, "group_size": 2},
+            "monitors": [{"kind": "jsonl"}],
+        }
+    )
+
+    def trainer(ranks: int) -> RayPPOTrainer:
+        on = pools(ranks, "ActorRollout")
+        return RayPPOTrainer(config, made.tokenizer, made.role_worker_mapping, device_name="cpu", **on)
+
+    alone = trainer(1)
+    with refused(ConfigError, "over 2 GPUs", "1 ranks"):
+        fitted(alone)
+    both = trainer(2)
+    both.init_workers()
+    try:
+        (context, _), other = both.actor_rollout_wg.rollout_facts()
+        assert context > 3
+        assert other is None
+        both.fit()
+    finally:
+        both.shutdown()
+    assert [row for row in rows(tmp_path) if "train/version" in row]
+
+
 class Unheard(RayPPOTrainer):
     def _update_actor(self, batch: Any) -> Any: ...
 

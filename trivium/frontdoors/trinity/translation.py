@@ -220,6 +220,10 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "device": device,
         "dtype": "float32" if device == "cpu" or dtype == "float32" else "bfloat16",
     }
+    if engine["kind"] == "vllm" and device == "cuda":
+        sizes = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization")
+        engine |= {name: trinity[f"explorer.rollout_model.{name}"] for name in sizes}
+        engine["expert_parallel"] = trinity["explorer.rollout_model.enable_expert_parallel"]
     if engine["kind"] == "vllm" and trinity["algorithm.enable_router_replay"]:
         engine["options"] = {"enable_return_routed_experts": True}
     if trinity.offline:

@@ -689,6 +689,18 @@ def test_on_gpus_the_roles_are_placed_on_a_cluster(folder: Path) -> None:
         translate(original_of(folder, {**cluster, "explorer.rollout_model.engine_num": 8}), device="cuda")
 
 
+def test_vllm_on_gpus_takes_the_sizes_of_its_engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # vLLM, which is not installed here
+    sizes = {"engine_num": 2, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.6, "enable_expert_parallel": True}
+    rollout = {f"explorer.rollout_model.{name}": value for name, value in {**sizes, "engine_type": "vllm"}.items()}
+    config = translate(original_of(folder, {"cluster.gpu_per_node": 8, **rollout}), device="cuda").config
+    engine = {"kind": "vllm", "tensor_parallel_size": 2, "data_parallel_size": 1, "gpu_memory_utilization": 0.6}
+    assert config["engine"].items() >= {**engine, "expert_parallel": True}.items()
+    assert config["cluster"] == {"kind": "ray", "engines": 2, "ranks": 4}
+    on_cpu = translate(original_of(folder, rollout), device="cpu").config
+    assert "tensor_parallel_size" not in on_cpu["engine"]
+
+
 def test_serving_and_benchmarks_need_no_taskset_of_training(folder: Path) -> None:
     taskset = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
     bench = config_of(folder, {"mode": "bench", WHERE: None, "buffer.explorer_input.eval_tasksets": [taskset]})

@@ -78,6 +78,16 @@ def test_engines_of_gpus_become_vllm_over_as_many_gpus(model: str, name: str) ->
     assert "tensor_parallel_size" not in translated(settings, rows=20, has_validation=False, device="cpu")["engine"]
 
 
+def test_experts_over_the_gpus_of_an_engine(model: str) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 4, "expert_parallel_size": 4}
+    settings = settings_of(
+        verl_config(model, **GRPO, **{ROLLOUT + name: n for name, n in {"name": "vllm", **sizes}.items()})
+    )
+    engine = translated(settings, rows=20, has_validation=False, device="cuda")["engine"]
+    assert engine.items() >= {"tensor_parallel_size": 1, "data_parallel_size": 4, "expert_parallel": True}.items()
+    assert not sizes.keys() & translated(settings, rows=20, has_validation=False, device="cpu")["engine"].keys()
+
+
 @pytest.mark.parametrize("key", ["free_cache_engine", "enable_sleep_mode"])
 def test_vllm_stays_awake_where_that_is_asked_for(model: str, key: str) -> None:
     settings = settings_of(verl_config(model, **GRPO, **{ROLLOUT + "name": "vllm", ROLLOUT + key: False}))

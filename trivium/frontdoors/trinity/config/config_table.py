@@ -124,6 +124,7 @@ _BUFFER: dict[str, Entry] = {
     **ignored(FILLED_IN, "tokenizer_path cache_dir pad_token_id"),
 }
 
+_ON_GPUS = ", with vLLM on a GPU"
 _ROLLOUT_MODEL: dict[str, Entry] = {
     "engine_type": Restricted(
         (None, "vllm", "vllm_async", "sglang", "torch"),
@@ -131,9 +132,10 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
         "vllm",
     ),
     "engine_num": Mapped("cluster.engines, on Ray", 1),
-    "tensor_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
-    "data_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
-    "pipeline_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),
+    "tensor_parallel_size": Mapped(f"the GPUs of an engine: engine.tensor_parallel_size{_ON_GPUS}", 1),
+    "data_parallel_size": Mapped(f"the GPUs of an engine: engine.data_parallel_size{_ON_GPUS}", 1),
+    "pipeline_parallel_size": Mapped("the GPUs that an engine is counted with: it uses none of them", 1),
+    "gpu_memory_utilization": Mapped(f"engine.gpu_memory_utilization{_ON_GPUS}", 0.9),
     "dtype": Mapped("engine.dtype, on a GPU", "bfloat16"),
     "seed": Mapped("run.seed", 42),
     "temperature": Mapped("as model.temperature, which it goes before", type=float),
@@ -149,7 +151,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
     "enable_multimodal": Ignored("the model says what it reads"),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
     "external_model_config": Restricted((None,), "a model behind an endpoint cannot be trained: leave it out"),
-    "enable_expert_parallel": Restricted(_OFF, "there are no experts to distribute in dense models"),
+    "enable_expert_parallel": Mapped(f"engine.expert_parallel{_ON_GPUS}", False),
     "enable_return_routed_experts": Ignored("algorithm.enable_router_replay records experts and replays them"),
     "enable_thinking": Mapped("as model.enable_thinking, which it goes before", type=bool),
     "enable_prompt_truncation": Ignored("a prompt without room is a failed rollout"),
@@ -162,7 +164,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
     ),
     **ignored(
         _ENGINE,
-        "extra_engine_args use_v1 enforce_eager enable_prefix_caching enable_chunked_prefill gpu_memory_utilization",
+        "extra_engine_args use_v1 enforce_eager enable_prefix_caching enable_chunked_prefill",
         "weight_sync_buffer_size max_num_seqs max_num_batched_tokens",
     ),
     **ignored(

@@ -327,10 +327,11 @@ ROLLOUT: dict[str, Entry] = {
     "ignore_eos": Restricted(OFF, "leave it out"),
     "over_sample_rate": Mapped("schedule.over_rollout", 0.0, convert=lambda rate: rate / (1 - rate) if rate else None),
     "tensor_model_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when=VLLM_ON_GPU),
-    **ignored(
-        "cluster.engines counts the engines; results do not depend on how one is spread over GPUs",
-        "data_parallel_size expert_parallel_size pipeline_model_parallel_size",
+    "data_parallel_size": Mapped("engine.data_parallel_size", type=int, when=VLLM_ON_GPU),
+    "expert_parallel_size": Mapped(
+        "engine.expert_parallel", type=int, convert=lambda size: True if size > 1 else None, when=VLLM_ON_GPU
     ),
+    "pipeline_model_parallel_size": Ignored("results do not depend on how an engine is spread over GPUs"),
     "load_format": Ignored("the trainer sends the weights before the first rollout"),
     "calculate_log_probs": Ignored("the engine's log-probabilities are always recorded"),
     "update_weights_bucket_megabytes": Ignored("weights are sent in buckets of a fixed size"),

@@ -131,8 +131,6 @@ class RunSetup:
         tasks = {"train": DatasetTasks.Config.of(train)}
         validation = self._rows(self.val_dataset, "val")
         mapping = translated(verl, rows=train.epoch_length, has_validation=bool(validation), device=self.device)
-        if (size := mapping["engine"].pop("tensor_parallel_size", 1)) > 1:
-            announce([f"rollout.tensor_model_parallel_size {size}: every actor worker has an engine on its own GPU"])
         if self._template is not None:
             mapping["model"]["chat_template"] = self._template
         if validation:

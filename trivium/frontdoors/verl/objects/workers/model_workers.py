@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from trivium.cluster.weights import Stored, store
+from trivium.config.memory_estimate import gpus_of
 from trivium.engines.pool import EnginePool, Replica
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
 from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, register
-from trivium.frontdoors.verl.objects.workers.worker import Worker
+from trivium.frontdoors.verl.objects.workers.worker import Worker, takes_gpus_of_ranks
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup
 from trivium.metrics import declare_missing
 from trivium.models.heads.classifier import load_score_model
@@ -142,14 +143,18 @@ class ActorRolloutRefWorker(ModelWorker):
     """Holds the policy, a rollout engine, and, for `actor_rollout_ref`, the frozen reference."""
 
     rollout: RolloutEngine | None = None
+    _hosts_engine = True
+    """Whether this rank has a rollout engine: one over several GPUs is that of the rank of its first GPU."""
     _published: Stored | None = None
     """The last published weights; None except on the first rank."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()
-        if "rollout" in self.role and self.rollout is None:
-            self.rollout = build_engine(self.config.spec.stage())
+        if "rollout" in self.role and self.rollout is None and self._hosts_engine:
+            stage = self.config.spec.stage()
+            self._hosts_engine = takes_gpus_of_ranks(gpus_of(stage.config.engine))
+            self.rollout = build_engine(stage) if self._hosts_engine else None
 
     @register(Dispatch.DP_COMPUTE)
     def compute_log_prob(self, data: Work) -> list[AnyArray]:
@@ -200,8 +205,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     async def adopt_weights(self, weights: WeightHandle, in_flight: str = "finish") -> None:
-        """Loads published weights into this rank's rollout engine."""
-        await self._engine().load(weights.version, weights, in_flight=in_flight)
+        """Loads published weights into this rank's rollout engine, if it has one."""
+        if self._hosts_engine:
+            await self._engine().load(weights.version, weights, in_flight=in_flight)
 
     @register(Dispatch.ONE_TO_ALL)
     async def rest(self) -> None:
@@ -220,16 +226,17 @@ class ActorRolloutRefWorker(ModelWorker):
         return results
 
     @register(Dispatch.ONE_TO_ALL)
-    def rollout_facts(self) -> tuple[int, Capabilities]:
-        """Returns (longest context, capabilities) of the rollout engine."""
-        return self._engine().max_context, capabilities_of(self._engine())
+    def rollout_facts(self) -> tuple[int, Capabilities] | None:
+        """Returns (longest context, capabilities) of the rollout engine; None if the engine of another rank uses this
+        rank's GPU."""
+        return (self._engine().max_context, capabilities_of(self._engine())) if self._hosts_engine else None
 
     def _engine(self) -> RolloutEngine:
         if self.rollout is None:
             raise TriviumError(
                 f"completions of the role {self.role!r}",
-                "it has no rollout engine",
-                "map ActorRollout, and init_model()",
+                f"rank {self.rank} has no rollout engine",
+                "map ActorRollout, and init_model(); engines over several GPUs are those of every such number of ranks",
             )
         return self.rollout
 
@@ -494,9 +501,10 @@ class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
     """Combines the rollout engines of a group's workers into one engine."""
 
     def __init__(self, group: RayWorkerGroup) -> None:
-        super().__init__([_WorkerReplica(group, rank) for rank in range(group.world_size)])
+        facts = group.rollout_facts()
+        super().__init__([_WorkerReplica(group, rank) for rank, own in enumerate(facts) if own is not None])
         self._group = group
-        self.max_context, self.capabilities = group.rollout_facts()[0]
+        self.max_context, self.capabilities = facts[0]
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
         await asyncio.to_thread(self._group.adopt_weights, weights, in_flight)

@@ -16,8 +16,10 @@ from typing import Any
 import ray
 
 from trivium.cluster.actors import Call, Inputs
-from trivium.errors import DataError, RoleFailed, TriviumError
+from trivium.engines.section import ENGINE_GPUS
+from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
 from trivium.frontdoors.verl.objects.workers.row_splitting import Piece
+from trivium.training.launched import launched_ranks, this_rank
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,30 @@ class RankWorkers:
             (args_there, kwargs_there), piece = call.resolved(args, kwargs)
         result = await getattr(self._workers[call.role], call.method)(*args_there, **kwargs_there)
         return piece.made(result) if call.splits else result
+
+
+def takes_gpus_of_ranks(number: int) -> bool:
+    """Whether this rank hosts a rollout engine over its GPU and those of the ranks that follow on its machine, `number`
+    in all. Sets `ENGINE_GPUS`. All ranks, which see one GPU each, must call it. Raises ConfigError if `number` does not
+    divide the ranks of the machine."""
+    if number == 1:
+        return True
+    import torch.distributed as dist  # torch reads the environment that the process of the rank sets
+
+    places: list[Any] = [None] * launched_ranks()
+    own = (ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if len(places) > 1:
+        dist.all_gather_object(places, own)
+    else:
+        places = [own]
+    here = [rank for rank, (address, _) in enumerate(places) if address == own[0]]
+    if len(here) % number:
+        raise ConfigError(
+            f"a rollout engine over {number} GPUs",
+            f"{len(here)} ranks on this machine",
+            "choose a divisor of the ranks of a machine (tensor_parallel_size x data_parallel_size)",
+        )
+    first = here.index(this_rank())
+    if own[1]:
+        os.environ[ENGINE_GPUS] = ",".join(places[rank][1] for rank in here[first : first + number])
+    return first % number == 0
