@@ -21,7 +21,7 @@ import ray
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
 from trivium.cluster.weights import store
 from trivium.engines.load_gate import LoadGate
-from trivium.engines.pool import EnginePool, Replica, load_in_time
+from trivium.engines.pool import EnginePool, Replica, load_in_time, named
 from trivium.engines.reporting import TokenReport
 from trivium.errors import RoleFailed
 from trivium.policy import EngineFailure, sampled
@@ -166,7 +166,7 @@ class ActorReplica(Replica):
                 except ActorDied as died:
                     await self.start(engine, died)
                 except EngineFailure as failed:
-                    raise self._named(failed) from failed
+                    raise named(failed, self.name) from failed
                 except RoleFailed as failed:
                     raise EngineFailure(
                         f"a completion from {self.name}", failed.cause, "see the engine's error in the log"
@@ -194,12 +194,7 @@ class ActorReplica(Replica):
         except EngineFailure as failed:
             self._is_closed = True
             ray.kill(self._actor)
-            raise self._named(failed) from failed
-
-    def _named(self, failed: EngineFailure) -> EngineFailure:
-        """The error of the engine, with the name of this replica added."""
-        name = "" if self.name in failed.asked else f" ({self.name})"
-        return EngineFailure(f"{failed.asked}{name}", failed.found, failed.do)
+            raise named(failed, self.name) from failed
 
     async def close(self) -> None:
         """Ends the process, also one that is being started, and the completions in progress. Idempotent."""

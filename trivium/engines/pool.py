@@ -30,6 +30,12 @@ class Replica(ABC):
 R = TypeVar("R", bound=Replica)
 
 
+def named(failed: EngineFailure, name: str) -> EngineFailure:
+    """The error of an engine, with the name of its replica added."""
+    shown = "" if name in failed.asked else f" ({name})"
+    return EngineFailure(f"{failed.asked}{shown}", failed.found, failed.do)
+
+
 async def load_in_time(loading: Awaitable[object], late: Callable[[], str], version: int, deadline_s: float) -> None:
     """Waits for the load of a version. After the deadline, raises an EngineFailure that names the `late` replicas,
     whose processes may still run."""

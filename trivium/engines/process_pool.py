@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
 from threading import Thread
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trivium.concurrency import gather_or_cancel
-from trivium.engines.pool import EnginePool, Replica, load_in_time
+from trivium.engines.pool import EnginePool, Replica, load_in_time, named
 from trivium.engines.reporting import call_on
 from trivium.errors import SyncError
 from trivium.models.weights.stream import Described, Named, described
@@ -128,11 +129,17 @@ class _ProcessReplica(Replica):
         self._link = Link(connect(address, key), name, self._failure)
 
     async def generate(self, request: Request) -> Completion:
-        return await asyncio.wrap_future(self._link.call("generate", request))
+        return await self._sampled(self._link.call("generate", request))
 
     async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         report = partial(call_on, asyncio.get_running_loop(), on_tokens)  # a thread receives the tokens
-        return await asyncio.wrap_future(self._link.call("stream", request, on_part=report))
+        return await self._sampled(self._link.call("stream", request, on_part=report))
+
+    async def _sampled(self, completion: Future[Completion]) -> Completion:
+        try:
+            return await asyncio.wrap_future(completion)
+        except EngineFailure as failed:
+            raise named(failed, self.name) from failed
 
     async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: Outgoing) -> None:
         await asyncio.wrap_future(self._link.call("load", version, tensors, in_flight, weights=loading))

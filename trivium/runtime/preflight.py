@@ -255,6 +255,15 @@ def slow_devices(stage: _StageHere) -> Iterator[Problem]:
     if engine == "cpu" and trains_on_gpu:
         asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
         yield Caution("engine.device", asked, found, "set it to auto, or to cuda")
+    each = gpus_of(config.engine)
+    if (
+        config.cluster.kind == "local"
+        and _explores_here(config)
+        and stage.ranks > each
+        and (idle := stage.ranks % each)
+    ):
+        found = f"{stage.ranks} ranks on this machine: the GPUs of {idle} of them sample nothing"
+        yield Caution("engine.tensor_parallel_size", f"engines over {each} GPUs", found, "choose a divisor")
     cluster, gpus = config.cluster, len(here.gpus)
     wanted = cluster.explorers * cluster.engines * gpus_of(config.engine) + cluster.ranks * trains_on_gpu
     if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:

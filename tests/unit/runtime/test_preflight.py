@@ -38,7 +38,9 @@ TINY = {
 }
 
 
-def look(folder: Path, rows: list[dict[str, Any]], change: Mapping[str, Any], gpus: int = 0) -> Findings:
+def look(
+    folder: Path, rows: list[dict[str, Any]], change: Mapping[str, Any], gpus: int = 0, ranks: int | None = None
+) -> Findings:
     """What is found out about a run on these rows."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {
@@ -52,7 +54,7 @@ def look(folder: Path, rows: list[dict[str, Any]], change: Mapping[str, Any], gp
         "schedule": {"steps": 1, "groups_per_step": 1, "group_size": 2},
     }
     config = config_from_mapping(merged(base, change), folder)
-    findings = preflight(config, Machine(1 << 34, (1 << 34,) * gpus), config.cluster.ranks)
+    findings = preflight(config, Machine(1 << 34, (1 << 34,) * gpus), ranks or config.cluster.ranks)
     written = {path.name for path in folder.iterdir()} - {"__pycache__"}  # of mine.py, unless Python writes none
     assert written == {"rows.jsonl"} | {path.name for path in folder.glob("m*")}
     return findings
@@ -296,6 +298,12 @@ def test_engines_and_ranks_on_ray_have_a_gpu_each(tmp_path: Path) -> None:
     (warning,) = auto.warnings
     assert (auto.problems, warning.where) == ([], "engine.device")
     assert "the engines sample on the CPU" in warning.found
+
+
+def test_ranks_whose_gpus_no_engine_uses_are_told(tmp_path: Path) -> None:
+    wide = {"engine": {"kind": "vllm", "device": "cpu", "tensor_parallel_size": 2}}
+    told = [{warning.where for warning in look(tmp_path, ROWS, wide, ranks=ranks).warnings} for ranks in (1, 2, 3, 4)]
+    assert ["engine.tensor_parallel_size" in each for each in told] == [False, False, True, False]
 
 
 def test_a_run_that_named_what_is_left_to_the_machine_now_continues(tmp_path: Path) -> None:
