@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from configs import configured
 from episodes import group, turn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trivium.config.recording import scores_observations
 from trivium.evaluate import Evaluator, best_at_k, maj_at_k, observation_loss, pass_at_k, worst_at_k
+from trivium.runtime.stage import evaluates_alike
 from trivium.types import Failure, Group, Sampling, Task, Trajectory
 
 
@@ -85,3 +88,16 @@ def test_the_loss_of_observations_is_a_mean_over_their_tokens() -> None:
     whole = group(0, Trajectory(0, (first, second, third), {"r": 0.0}), failed)
     assert observation_loss([whole, whole]) == {"observation_tokens": 6, "observation_loss": 2.0}
     assert observation_loss([group(0, Trajectory(0, (first,), {"r": 0.0}))]) == {"observation_tokens": 0}
+
+
+def test_an_evaluation_is_repeated_for_a_stage_that_measures_more() -> None:
+    sections = {
+        "tasks": {name: {"kind": "arithmetic"} for name in ("train", "test")},
+        "evaluation": {"taskset": "test"},
+    }
+    plain, echo = (configured(algorithm=kind, **sections) for kind in ("grpo", "echo"))
+    assert (scores_observations(plain), scores_observations(echo)) == (False, True)
+    assert evaluates_alike(plain, plain)
+    assert not evaluates_alike(plain, echo)
+    scripted = configured(algorithm="echo", engine={"kind": "scripted", "replies": ["1"]}, **sections)
+    assert not scores_observations(scripted)

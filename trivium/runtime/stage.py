@@ -13,6 +13,7 @@ from trivium.checkpoint.store import Checkpoint
 from trivium.concurrency import ProcessLife, usable_cores
 from trivium.config import RunConfig
 from trivium.config.choices import threads_of
+from trivium.config.recording import scores_observations
 from trivium.protocols import Renderer
 from trivium.registry import resolve
 from trivium.runtime.run_dir import hold_with
@@ -68,7 +69,7 @@ def evaluates_alike(one: RunConfig, other: RunConfig) -> bool:
     def evaluation(config: RunConfig) -> tuple[object, ...]:
         tasks = config.tasks.get(config.evaluation.taskset or "")
         section = config.evaluation.model_dump(exclude={"every", "held_out"})
-        return tasks, section, config.rewards, config.workflow, config.engine
+        return tasks, section, config.rewards, config.workflow, config.engine, scores_observations(config)
 
     return evaluation(one) == evaluation(other)
 
