@@ -12,7 +12,7 @@ from trivium.config.recording import can_score_prompts, recorded, scores_observa
 from trivium.config.rules import Rules
 from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
-from trivium.config.sources import SourcesConfig, source_configs
+from trivium.config.sources import SourcesConfig, source_problems
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine, of_source
 from trivium.registry import describe, resolve, suggest
@@ -105,47 +105,7 @@ def _is_of_each_source(metric: str) -> bool:
 def check_sources(config: RunConfig) -> Iterator[Problem]:
     """Several sources in a run without a schedule of tasks, or sources that cannot share a step. Each source is also
     checked as a config of its own."""
-    for name, tasks in config.tasks.items():
-        if isinstance(tasks, SourcesConfig) and name != "train":
-            yield Problem(f"tasks.{name}", "tasks of several sources", "only `train` has them", "name one source")
-    if not isinstance(sources := config.tasks.get("train"), SourcesConfig):
-        return
-    where, buffer = "tasks.train", config.buffer
-    reasons = {
-        f"buffer.kind {buffer.kind!r} has no explorers": (
-            not capabilities_of(resolve("buffers", buffer.kind)).explored
-        ),
-        "agents choose the tasks": config.run.mode == "serve",
-        f"buffer.strategy {buffer.strategy.kind!r} gives steps other groups": (
-            buffer.strategy.num_stored(config.schedule.groups_per_step) > 0
-        ),
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield Problem(where, "tasks of several sources", reason, "name one source, or change that")
-        return
-    names, total = [source.name for source in sources.sources], config.schedule.groups_per_step
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(where, f"the source {name!r}", "another one has this name", "choose another name")
-    for name, groups in zip(names, sources.groups(total), strict=True):
-        if not groups:
-            found = f"none of the {total} group(s) of a step"
-            yield Problem(where, f"groups of {name!r}", found, "raise its weight or schedule.groups_per_step")
-    algorithms = [own.algorithm for own in source_configs(config).values()]
-    for number, own in enumerate(source_configs(config).values()):
-        place = f"{where}[{number}]"
-        yield from (each._replace(where=f"{place}.{each.where}") for each in CONFIG_RULES.problems(own))
-        if not hasattr(own.algorithm, "policy_loss") or own.algorithm.has_critic:
-            found = f"{own.algorithm.kind!r} has a critic, or no policy loss"
-            yield Problem(f"{place}.algorithm", "one update for all sources", found, "use another algorithm")
-        for key in ("max_concurrent", "max_image_pixels"):
-            value, whole = getattr(own.workflow, key), getattr(config.workflow, key)
-            if sources.sources[number].workflow is not None and key in own.workflow.model_fields_set and value != whole:
-                found = f"the limit of the run is {whole}, and it holds for all sources together"
-                yield Problem(f"{place}.workflow.{key}", f"{value} for this source", found, f"set workflow.{key}")
-    for key in ("epochs", "mini_batches", "teacher"):
-        values = [value for each in algorithms if (value := getattr(each, key, None)) is not None]
-        if any(value != values[0] for value in values):
-            yield Problem(where, f"algorithms with different {key}", "all sources share a step", "set one value")
+    yield from source_problems(config, CONFIG_RULES.problems)
 
 
 @CONFIG_RULES.rule

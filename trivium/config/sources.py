@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ from trivium.config.schema import (
     plugin,
 )
 from trivium.config.sections import EvaluationSection
+from trivium.errors import Problem
+from trivium.registry import resolve
+from trivium.types import capabilities_of
 
 
 class SourceConfig(Config):
@@ -122,3 +125,57 @@ def _config_of(config: RunConfig, source: SourceConfig, groups: int) -> RunConfi
     if source.completion is not None:
         update["buffer"] = plugin("buffers", BufferConfig)({"kind": "files", "completion": source.completion})
     return config.model_copy(update=update)
+
+
+_LIMITS = ("max_concurrent", "max_image_pixels")
+"""Keys of `workflow` that hold for all sources together."""
+_SHARED = ("epochs", "mini_batches", "teacher")
+"""Keys of `algorithm` that sources of one step share."""
+
+
+def source_problems(config: RunConfig, problems: Callable[[RunConfig], Iterable[Problem]]) -> Iterator[Problem]:
+    """Problems of the sources of a config; `problems` checks the config of each alone."""
+    for name, tasks in config.tasks.items():
+        if isinstance(tasks, SourcesConfig) and name != "train":
+            yield Problem(f"tasks.{name}", "tasks of several sources", "only `train` has them", "name one source")
+    if not isinstance(train := config.tasks.get("train"), SourcesConfig):
+        return
+    where = "tasks.train"
+    if reason := next(_without_schedule(config), ""):
+        yield Problem(where, "tasks of several sources", reason, "name one source, or change that")
+        return
+    names, total = [source.name for source in train.sources], config.schedule.groups_per_step
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(where, f"the source {name!r}", "another one has this name", "choose another name")
+    for name, groups in zip(names, train.groups(total), strict=True):
+        if not groups:
+            found = f"none of the {total} group(s) of a step"
+            yield Problem(where, f"groups of {name!r}", found, "raise its weight or schedule.groups_per_step")
+    configs = [*source_configs(config).values()]
+    for number, own in enumerate(configs):
+        place = f"{where}[{number}]"
+        yield from (each._replace(where=f"{place}.{each.where}") for each in problems(own))
+        if not hasattr(own.algorithm, "policy_loss") or own.algorithm.has_critic:
+            found = f"{own.algorithm.kind!r} has a critic, or no policy loss"
+            yield Problem(f"{place}.algorithm", "one update for all sources", found, "use another algorithm")
+        given = set[str]() if train.sources[number].workflow is None else own.workflow.model_fields_set
+        for key in (key for key in _LIMITS if key in given):
+            value, whole = getattr(own.workflow, key), getattr(config.workflow, key)
+            if value != whole:
+                found = f"the limit of the run is {whole}, and it holds for all sources together"
+                yield Problem(f"{place}.workflow.{key}", f"{value} for this source", found, f"set workflow.{key}")
+    for key in _SHARED:
+        values = [value for own in configs if (value := getattr(own.algorithm, key, None)) is not None]
+        if any(value != values[0] for value in values):
+            yield Problem(where, f"algorithms with different {key}", "all sources share a step", "set one value")
+
+
+def _without_schedule(config: RunConfig) -> Iterator[str]:
+    """Why the schedule does not choose all groups of a step."""
+    buffer = config.buffer
+    if not capabilities_of(resolve("buffers", buffer.kind)).explored:
+        yield f"buffer.kind {buffer.kind!r} has no explorers"
+    if config.run.mode == "serve":
+        yield "agents choose the tasks"
+    if buffer.strategy.num_stored(config.schedule.groups_per_step) > 0:
+        yield f"buffer.strategy {buffer.strategy.kind!r} gives steps other groups"
