@@ -153,8 +153,7 @@ class RoleModels:
                 f"the algorithm {algorithm.name!r} trains " + (", ".join(sorted(trained)) or "nothing"),
                 "leave the section out",
             )
-        teacher = algorithm.teacher
-        if self.config.lora is not None and teacher is not None and teacher.is_average:
+        if self.config.lora is not None and (teacher := algorithm.teacher) is not None and teacher.is_average:
             raise ConfigError(*Teacher.NO_ADAPTER)
         if self.ranks.tensor_size > 1 and self.config.lora is not None:
             found, do = "an adapter's matrices are not split", "leave one of the two keys out"
