@@ -215,6 +215,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "tensor, replicas, shared prompts": way(program=prompts, parallel=TENSOR, shard=2, share_prefix=True),
         "tensor, sequence, checkpointing": way(parallel=TENSOR, sequence_parallel=2, gradient_checkpointing=True),
         "expert of all, routing, checkpointing": replayed(parallel={"expert": 4}, gradient_checkpointing=True),
+        "expert, replicas, routing": replayed(parallel=EXPERT, shard=2),
         "expert, tensor": way(model="mixture", parallel=TENSOR | {"expert": 4}),
         "expert, sequence": way(model="mixture", parallel=EXPERT, sequence_parallel=2),
         "hybrid, expert, tensor, routing": replayed("hybrid", parallel=TENSOR | {"expert": 4}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hybrid_parts import HYBRID_OF, write_hybrid
-from rank_parts_of_splitting import HYBRID_CASES, LAYOUTS, Step, engine_of, hybrids_on_ranks, planned_part, step
+from rank_parts_of_splitting import HYBRID_CASES, HYBRID_LAYOUTS, Step, engine_of, hybrids_on_ranks, planned_part, step
 from rank_processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def found(directory: Path, continued: Step, tmp_path_factory: pytest.TempPathFac
 def test_equals_one_process(size: int, kind: str, layout: str, found: dict[int, list[Any]], directory: Path) -> None:
     """Norms and weights of policy and critic. The layers of Zamba 2 share weights."""
     assert found[size][0][f"{kind} {layout}"].distance(step(engine_of(directory, model=kind))) < 1e-9
-    planned = planned_part(directory / kind, 2 if layout == "replicas" else size, **LAYOUTS.get(layout, {}))
+    planned = planned_part(directory / kind, size, **HYBRID_LAYOUTS[layout])
     assert found[size][0][f"{kind} {layout} part"] == pytest.approx(planned, abs=0.08)
 
 

@@ -60,9 +60,9 @@ def mesh_problems(ranks: int, *, sequence: int, shard: int, tensor: int, expert:
     if shard and shard % tensor:
         found = f"the {tensor} ranks that split a layer (train.parallel.tensor) belong to one group"
         yield Problem("train.shard", str(shard), found, f"choose a multiple of {tensor}")
-    if shard and expert > 1:
-        found = "experts are sharded over all ranks, so there are no replicas"
-        yield Problem("train.shard", f"{shard} with train.parallel.expert {expert}", found, "leave one of them out")
+    if shard and shard % expert:
+        found = f"the {expert} ranks with different experts (train.parallel.expert) belong to one group"
+        yield Problem("train.shard", str(shard), found, f"choose a multiple of {expert}")
     if expert > 1 and expert % tensor:
         found = f"the {tensor} ranks that split a layer (train.parallel.tensor) send different tokens to the experts"
         yield Problem("train.parallel.expert", str(expert), found, f"choose a multiple of {tensor}, or 1")
@@ -80,6 +80,9 @@ def shape_problems(shape: ModelShape, parallel: ParallelConfig, sequence: int) -
             do = f"leave it out (parameters are sharded in any case), or train one of {', '.join(sorted(kinds))}"
             yield Problem(f"train.parallel.{key}", str(ranks), found, do)
             return
+    if sequence > 1 and shape.recurrent.inputs:
+        found = "a recurrent state needs the part of its sequence before it"
+        yield Problem("train.sequence_parallel", str(sequence), found, "leave it out")
     if expert > 1 and shape.experts == 1:
         yield Problem("train.parallel.expert", str(expert), "the model has no experts", "leave it out")
     counts = {"experts": (shape.experts, expert)} if shape.experts > 1 else {}

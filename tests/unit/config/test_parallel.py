@@ -26,6 +26,7 @@ from trivium.config.parallel import (
     shape_problems,
 )
 from trivium.config.plan import plan_run
+from trivium.config.recurrent_shape import RecurrentShape
 from trivium.runtime.preflight import preflight
 
 DENSE = ModelShape(hidden=64, layers=2, heads=12, kv_heads=4, head_dim=8, mlp=96, vocabulary=1000, tied=True)
@@ -42,7 +43,8 @@ MIXTURE = replace(DENSE, experts=6, active_experts=2)
         (6, {"sequence": 4}, "train.sequence_parallel"),
         (8, {"tensor": 4, "sequence": 4}, "train.sequence_parallel"),
         (8, {"tensor": 4, "shard": 2}, "train.shard"),
-        (8, {"expert": 2, "shard": 4}, "train.shard"),
+        (8, {"expert": 2, "shard": 4}, ""),
+        (8, {"expert": 4, "shard": 2}, "train.shard"),
         (8, {"tensor": 4, "expert": 2}, "train.parallel.expert"),
     ],
 )
@@ -67,6 +69,7 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
         (MIXTURE, {"expert": 4}, "6 experts"),
         (DENSE, {"expert": 2}, "no experts"),
         (replace(DENSE, kind="lfm2"), {"tensor": 2}, "lfm2"),
+        (replace(DENSE, recurrent=RecurrentShape(1, inputs=3)), {"sequence": 2}, "recurrent state"),
         (replace(MIXTURE, kind="deepseek_v3"), {"expert": 2}, "deepseek_v3"),
     ],
 )

@@ -44,7 +44,13 @@ HYBRID_CASES = {
         *((kind, "expert") for kind in HYBRID_OF if kind in EXPERT_MODELS),
         ("qwen3_next", "both"),
     ],
-    4: [("zamba2", "replicas"), ("qwen3_next", "replicas"), ("qwen3_next", "both")],
+    4: [("zamba2", "replicas"), ("qwen3_next", "replicas of experts"), ("qwen3_next", "both")],
+}
+HYBRID_LAYOUTS: dict[str, dict[str, int]] = {
+    **LAYOUTS,
+    "sharded": {},
+    "replicas": {"shard": 2},
+    "replicas of experts": {"shard": 2, "expert": 2},
 }
 _TRAINED = Reinforce(entropy_coef=0.2), SquaredError()
 _AVERAGED = Parts(_TRAINED, frozenset({"teacher"}), teacher=Teacher(None, 1, weights="average", rate=0.3))
@@ -143,20 +149,19 @@ def part_of(engine: TorchTrainEngine) -> float:
     return sum(local_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
 
 
-def planned_part(model_dir: Path, size: int, **parallel: int) -> float:
+def planned_part(model_dir: Path, size: int, *, shard: int = 0, **parallel: int) -> float:
     """The part of the policy's parameters that the memory plan expects on each of `size` ranks."""
     shape = read_shape(model_dir)
-    return memory_plan(shape, tokens=1, shards=size, **parallel)["policy weights"] / 4 / shape.parameters
+    return memory_plan(shape, tokens=1, shards=shard or size, **parallel)["policy weights"] / 4 / shape.parameters
 
 
 def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
     """Steps of each case, `resumed` ones from the checkpoint of one process, and the part of the parameters that this
     rank holds."""
     done: dict[str, Any] = {}
-    sharding = {"sharded": 0, "replicas": 2}
     for kind, name in HYBRID_CASES[size]:
-        split, shard = LAYOUTS.get(name, {}), sharding.get(name, 0)
-        engine = engine_of(directory, join_ranks(**split, shard=shard), model=kind, shard=shard, **split)
+        layout = HYBRID_LAYOUTS[name]
+        engine = engine_of(directory, join_ranks(**layout), model=kind, **layout)
         done[f"{kind} {name} part"] = part_of(engine)
         done[f"{kind} {name}"] = step(engine)
         if (directory / f"{kind} alone").is_dir():

@@ -50,11 +50,16 @@ class Ranks:
     """The ranks that split the layers for the same tokens: ("tensor",). None if no layer is split, experts included."""
     experts: DeviceMesh | None = None
     """("expert_shard", "expert"): each row of ranks holds all experts, and each column shards the same ones by FSDP.
-    None if each rank computes all experts."""
+    With replicas of the parameters, ("replicate", "expert_shard", "expert"). None if each rank computes all experts."""
 
     @property
     def tensor_size(self) -> int:
         return 1 if self.tensor is None else self.tensor.size()
+
+    @property
+    def expert_shards(self) -> DeviceMesh | None:
+        """The FSDP mesh of the experts that this rank holds."""
+        return None if self.experts is None else self.experts[(self.experts.mesh_dim_names or ())[:-1]]
 
     @property
     def share_size(self) -> int:
@@ -141,7 +146,8 @@ def join_ranks(
         sharing = (size // sequence // tensor, sequence, tensor)
         group = init_device_mesh(kind, sharing, mesh_dim_names=("data", "sequence", "layers")).get_group("sequence")
     if expert > 1:
-        experts = init_device_mesh(kind, (size // expert, expert), mesh_dim_names=("expert_shard", "expert"))
+        of_experts = (*sizes[:-1], size // replicas // expert, expert)
+        experts = init_device_mesh(kind, of_experts, mesh_dim_names=(*names[:-1], "expert_shard", "expert"))
     return Ranks(rank, size, sequence, here, mesh, group, tensors, experts)
 
 

@@ -64,7 +64,8 @@ def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, Devi
         # One implementation for scores and updates: the policy ratio of unchanged weights stays 1.
         apply_expert_parallelism(module, ranks.experts["expert"], ranks.tensor, experts, ep_implementation="all_to_all")
         dispatching = (name for name, style in experts.items() if style == "ep_dispatch_experts")
-        sharded = [(module.get_submodule(name), ranks.experts["expert_shard"]) for name in dispatching]
+        assert ranks.expert_shards is not None
+        sharded = [(module.get_submodule(name), ranks.expert_shards) for name in dispatching]
         for each, _ in sharded:  # FSDP's hook on an output that is a view is lost if the layer adds to it in place
             each.forward = partial(_copied, each.forward)
     for (owner, name), *others in tied:
