@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trivium.types import Draws, Group, Metrics, Task
 
 _REPLACED = ("given_up", "dropped", "refused")
+_EQUAL_PARTS_UP_TO = 1
+"""The `max_staleness` up to which explorers lease equal parts. docs/scaling.md compares the steps per hour."""
 _SPARE = 4
 """Tasks that an adaptive curriculum draws for each slot: the further ones replace refused groups."""
 
@@ -163,6 +165,8 @@ class Schedule:
     """Additional groups that are rolled out, so that a step does not wait for the slowest one."""
     steps: int = field(default=1)
     """Train steps of the stage."""
+    served: bool = False
+    """The requests of agents decide which explorer rolls out (`run.mode: serve`)."""
     sources: Mapping[str, Schedule] = field(default_factory=dict[str, "Schedule"])
     """The schedule of each source by its name, if the stage has several. Every step has `groups_per_step` slots of
     each."""
@@ -174,6 +178,13 @@ class Schedule:
     def fresh_per_step(self) -> int:
         """Groups that one train step takes from the buffer, and so the number of slots of a step."""
         return self.groups_per_step - self.stored_per_step
+
+    @property
+    def equal_parts(self) -> bool:
+        """Whether each explorer leases at most an equal part of the slots that may be in progress. Otherwise the one
+        that loads a version first would lease nearly all slots of a step. With more staleness most slots in progress
+        are those of earlier versions, and every explorer has some."""
+        return self.max_staleness <= _EQUAL_PARTS_UP_TO and not self.served
 
     @property
     def ordered(self) -> bool:

@@ -183,8 +183,11 @@ class MemoryRows:
         else:
             self._loaded[owner] = version
 
-    def leases(self) -> Mapping[str, int]:
-        return {owner: self._num_leases[owner] for owner in self._loaded}
+    def num_explorers(self) -> int:
+        return len(self._loaded)
+
+    def num_leases(self, owner: str) -> int:
+        return self._num_leases[owner]
 
     def find(self, slot: int, attempt: int) -> Row | None:
         row = self._open.get(slot)

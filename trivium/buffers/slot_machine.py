@@ -32,10 +32,6 @@ from trivium.types import Group, Lease
 Predicate = Callable[[Any], Any]
 """Whether to select a row: comparisons of columns, joined by `&`. A database evaluates it on the columns of its table,
 memory on each `Row`."""
-_SHARED_UP_TO = 1
-"""The `max_staleness` up to which explorers lease equal parts. docs/scaling.md compares steps per hour with unequal
-parts: 1.1 to 1.5 times as many up to 1. With 4, a long tail makes equal parts slower (0.8 times), since an engine that
-waits for its last rollouts before it loads leaves its part unused."""
 HEAD = ("trains", "next_slot", "arrivals", "begin", "oldest", *COUNTERS)
 """The numbers of a buffer beside its rows. `trains`: the version that the next `take` is for. `next_slot`: the lowest
 slot that was never issued. `arrivals`: the number of groups that arrived. `begin`: no FINISHED row has a lower slot, or
@@ -56,8 +52,12 @@ class Rows(Protocol):
         """Notes the version that an explorer has loaded; None forgets the explorer."""
         ...
 
-    def leases(self) -> Mapping[str, int]:
-        """The number of slots that each explorer which has loaded a version has leased."""
+    def num_explorers(self) -> int:
+        """The number of explorers that have loaded a version."""
+        ...
+
+    def num_leases(self, owner: str) -> int:
+        """The number of slots that an explorer has leased."""
         ...
 
     def find(self, slot: int, attempt: int) -> Row | None: ...
@@ -135,10 +135,7 @@ class Slots:
         StopAsyncIteration once the buffer is closed."""
         self._check_open()
         version, row = self.rows.loaded(owner), self._free_slot()
-        # Nothing is issued to an explorer whose groups could only be too stale.
-        if version is None or version < self._oldest(self.head["trains"]) or row.slot >= self._admitted(version):
-            return None
-        if self._has_its_share(owner, version):
+        if version is None or not self._is_admitted(row, version) or self._has_its_share(owner, version):
             return None
         if row.slot < self.head["next_slot"]:
             self._update([row], state=SlotState.LEASED, owner=owner, version=version)
@@ -197,8 +194,11 @@ class Slots:
         return too_old or self._lowest_unfinished() >= self._admitted(version)
 
     def explorer_waits(self, owner: str) -> Waiting:
-        whom = f"the trainer to take groups (next slot {self._free_slot().slot})"
-        return Waiting(f"explorer {owner!r} (version {self.rows.loaded(owner)})", whom)
+        version, row = self.rows.loaded(owner), self._free_slot()
+        whom = f"the trainer to take groups (next slot {row.slot})"
+        if version is not None and self._is_admitted(row, version):
+            whom = f"its own rollouts, which are its part of the slots, or other explorers (next slot {row.slot})"
+        return Waiting(f"explorer {owner!r} (version {version})", whom)
 
     def drain_waits(self, version: int) -> Waiting:
         leased = len(self.rows.select(SlotState.LEASED))
@@ -318,16 +318,18 @@ class Slots:
     def _admitted(self, version: int) -> int:
         return admitted(self._schedule, self.head, version)
 
+    def _is_admitted(self, row: Row, version: int) -> bool:
+        """Whether `version` admits a slot. Nothing is issued for a version whose groups could only be too stale."""
+        return self._oldest(self.head["trains"]) <= version and row.slot < self._admitted(version)
+
     def _has_its_share(self, owner: str, version: int) -> bool:
-        """Whether an explorer has leased an equal part of the slots that may be in progress at once. Otherwise the one
-        that loads a version first would lease all slots of a step. With more staleness most slots in progress are those
-        of earlier versions, and an explorer that finds no free slot still has rollouts of these."""
-        if self._schedule.max_staleness > _SHARED_UP_TO:
+        """Whether an explorer has leased its equal part of the slots that may be in progress (`Schedule.equal_parts`).
+        Only explorers that have loaded a version count."""
+        if not self._schedule.equal_parts or (explorers := self.rows.num_explorers()) < 2:
             return False
         trained = (self.head["trains"] - self._schedule.first_version) * self._schedule.fresh_per_step
-        leases = self.rows.leases()
-        part = math.ceil((self._schedule.admitted(version) - trained) / len(leases))
-        return len(leases) > 1 and leases[owner] >= max(1, part)
+        part = math.ceil((self._schedule.admitted(version) - trained) / explorers)
+        return self.rows.num_leases(owner) >= max(1, part)
 
     def _oldest(self, trains: int) -> int:
         """The oldest version of groups that the step from version `trains` may train on."""

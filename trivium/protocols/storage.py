@@ -18,8 +18,8 @@ class Buffer(Protocol):
 
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
         """Leases a slot to roll out with the version that `owner` has loaded. Waits for a free slot; without `wait`,
-        returns None if none is free. Up to a staleness of 1, an explorer leases at most an equal part of the slots
-        that may be in progress, so that all explorers work.
+        returns None if none is free. Where `Schedule.equal_parts` is true, an explorer leases at most an equal part
+        of the slots that may be in progress, so that all explorers which have loaded a version work.
 
         Raises StopAsyncIteration once the buffer is closed.
         """

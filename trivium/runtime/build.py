@@ -313,6 +313,7 @@ def _schedule_of(stage: Stage, config: RunConfig, tasks: TaskSource, ordered: bo
         max_attempts=schedule.max_attempts,
         over_rollout=math.ceil(schedule.over_rollout * (schedule.groups_per_step - stored)),
         steps=schedule.steps,
+        served=config.run.mode == "serve",
         until=None if (end := schedule.until) is None else (end.metric, *_bounds(end.below, end.above)),
     )
 

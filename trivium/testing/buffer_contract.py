@@ -142,6 +142,19 @@ async def _check_equal_parts(make: MakeBuffer) -> None:
     require(await waiting == Lease(2), "an explorer that leaves leaves its part to the others")
     require(await lease(buffer) == Lease(3), "an explorer that is alone leases every slot")
 
+    buffer = await opened(make, "equal-parts-behind", make_schedule(groups_per_step=4, max_staleness=1))
+    await buffer.advance("behind", 0)
+    await leases(buffer, 4)
+    require(await buffer.lease("e", wait=False) is None, "with a staleness of 1 two steps are divided")
+    await leases(buffer, 3, "behind")
+    await buffer.advance("e", 1)
+    require((await leases(buffer, 2))[0] == Lease(7), "a newer version has an equal part of the slots it admits")
+    require(await buffer.lease("e", wait=False) is None, "slots of a step that is not trained count")
+
+    buffer = await opened(make, "unequal-parts", make_schedule(groups_per_step=4, max_staleness=2))
+    await buffer.advance("other", 0)
+    require(len(await leases(buffer, 12)) == 12, "with more staleness an explorer leases all slots that are free")
+
 
 async def _check_drain(make: MakeBuffer) -> None:
     buffer = await opened(make, "drain", make_schedule(max_staleness=1, deterministic=True))

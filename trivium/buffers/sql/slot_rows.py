@@ -42,8 +42,10 @@ _RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
 )
 _EXPLORER = (EXPLORERS.c.buffer == sa.bindparam("this_buffer"), EXPLORERS.c.owner == sa.bindparam("this_owner"))
 _LOADED = sa.select(EXPLORERS.c.loaded).where(*_EXPLORER)
-_LEASED = sa.select(sa.func.count()).where(_MINE, _s.state == SlotState.LEASED, _s.owner == EXPLORERS.c.owner)
-_LEASES = sa.select(EXPLORERS.c.owner, _LEASED.scalar_subquery().label("leases")).where(_EXPLORER[0])
+_NUM_EXPLORERS = sa.select(sa.func.count()).where(_EXPLORER[0])
+_NUM_LEASES = sa.select(sa.func.count()).where(
+    _MINE, _s.state == SlotState.LEASED, _s.owner == sa.bindparam("this_owner")
+)
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
@@ -65,9 +67,12 @@ class SqlRows:
         this = {"this_buffer": self._name, "this_owner": owner}
         return self._connection.execute(_LOADED, this).scalar_one_or_none()
 
-    def leases(self) -> Mapping[str, int]:
-        rows = self._connection.execute(_LEASES, {"this_buffer": self._name})
-        return {row.owner: row.leases for row in rows}
+    def num_explorers(self) -> int:
+        return self._connection.execute(_NUM_EXPLORERS, {"this_buffer": self._name}).scalar_one()
+
+    def num_leases(self, owner: str) -> int:
+        this = {"this_buffer": self._name, "this_owner": owner}
+        return self._connection.execute(_NUM_LEASES, this).scalar_one()
 
     def load(self, owner: str, version: int | None) -> None:
         explorer = self._explorer(owner)
