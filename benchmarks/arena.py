@@ -44,8 +44,8 @@ RESULTS = ROOT / "benchmarks" / "arena.jsonl"
 SELECTION, REPORTED = (100,), (0, 1, 2, 3, 4)
 FIRST_SEEDS = 3
 """So many reported seeds of every pair come before the others."""
-STEPS, GROUPS, MEMBERS, MINI_BATCHES = 12, 16, 8, 4
-"""Train steps of a cell; of each of them: groups, rollouts of a group, optimizer steps."""
+STEPS, GROUPS, MEMBERS = 12, 16, 8
+"""Train steps of a cell, groups of each of them, rollouts of a group."""
 
 TEACHERS = ("sdpo", "sdft", "opsd", "distill_top_k", "distill_student_top_k", "iw_opd")
 ESSENTIAL = (
@@ -118,7 +118,7 @@ def settings(task: str) -> str:
     """A hash of what all cells of a task share, without paths."""
     arena = ARENAS[task]
     rows = None if arena.start_rows is None else arena.start_rows()
-    shared = [arena.config, arena.start, rows, STEPS, GROUPS, MEMBERS, MINI_BATCHES]
+    shared = [arena.config, arena.start, rows, STEPS, GROUPS, MEMBERS, arena.mini_batches]
     text = json.dumps(shared, sort_keys=True)
     return hashlib.blake2b(text.replace(str(ROOT), "").encode(), digest_size=4).hexdigest()
 
@@ -194,16 +194,16 @@ def policy_of(run_dir: Path) -> Path:
 
 def algorithm_of(preset: str, arena: Arena) -> dict[str, Any]:
     """The preset, with what makes rollouts and optimizer steps equal."""
-    says: dict[str, Any] = {"kind": preset, "mini_batches": MINI_BATCHES}
+    says: dict[str, Any] = {"kind": preset, "mini_batches": arena.mini_batches}
     if preset in TEACHERS:
         field = "{feedback}" if preset == "sdpo" else "{answer}"
         says["teacher"] = {"context": "{prompt}" + field}
-        if preset not in ("sdpo", "sdft", "opsd"):
+        if preset not in ("sdpo", "sdft", "opsd"):  # these say which weights
             says["teacher"]["weights"] = "initial"
     if preset in WITHOUT_RATIO:
         says["correction"] = "bypass_token_is"
-    if preset in ("dapo", "scale_rl"):
-        says["refill"] = 0
+    if preset == "dapo":  # the answers have nearly the length of the limit, which its shaping would penalise
+        says |= {"refill": 0, "shaping": []}
     return says
 
 

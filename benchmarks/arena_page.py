@@ -73,14 +73,14 @@ def _cell(rows: Rows, preset: str, task: str, layout: Layout) -> str:
     return f"{interval([row['accuracy'] for row in found])}, {found[0]['lr']:g}"
 
 
-def not_run(rows: Rows, layout: Layout) -> list[str]:
-    """The pairs of preset and task without a reported cell."""
-    pairs = ((preset, task) for preset in layout.presets for task in layout.titles)
-    return [
-        f"{preset} on {layout.titles[task]}"
-        for preset, task in pairs
-        if (preset, task) not in layout.absent and not reported(rows, preset, task, layout.seeds)
-    ]
+def not_run(rows: Rows, layout: Layout) -> str:
+    """A line for each task with the presets that have no reported cell."""
+    lines: list[str] = []
+    for task, title in layout.titles.items():
+        missing = [p for p in layout.presets if not reported(rows, p, task, layout.seeds)]
+        names = [f"`{preset}`" for preset in missing if (preset, task) not in layout.absent]
+        lines.append(f"- {title}: {', '.join(names) or 'none'}")
+    return "\n".join(lines)
 
 
 def observation_table(rows: Rows, task: str, layout: Layout) -> str:
@@ -95,18 +95,16 @@ def observation_table(rows: Rows, task: str, layout: Layout) -> str:
 
 def write_page(rows: Rows, layout: Layout, observed: str, page: Path) -> None:
     """Writes the tables and the plot of these results into the page, between its marks; its text stays as it is."""
-    absent = not_run(rows, layout)
     parts = {
         "accuracy": table(rows, layout),
         "observations": observation_table(rows, observed, layout),
-        "absent": f"{', '.join(absent)}." if absent else "None.",
+        "absent": not_run(rows, layout),
     }
     text = page.read_text()
     for name, part in parts.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}{part}{end}{after}"
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, after = text.index(begin) + len(begin), text.index(end)  # ValueError if the page has no such mark
+        text = f"{text[:before]}{part}\n{text[after:]}"
     page.write_text(text)
     page.with_suffix(".svg").write_text(svg_of(rows, layout))
 

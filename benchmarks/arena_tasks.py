@@ -72,8 +72,8 @@ def words(part: str) -> list[dict[str, Any]]:
 
 
 def readers() -> list[dict[str, Any]]:
-    """Rows that teach to repeat a word that follows the prompt, or that the environment has shown, and to answer with
-    any word if none was."""
+    """Rows that teach to repeat a word that follows the prompt, or that the environment has shown. If none was, the
+    answer repeats half of the letters of the prompt, and the others are random."""
     rng = random.Random(1)
 
     def word() -> str:
@@ -83,6 +83,8 @@ def readers() -> list[dict[str, Any]]:
     for number in range(8000):
         asked, answer = word(), word()
         first, late = number % 2 == 0, number % 4 > 1
+        if not (first or late):
+            answer = "".join(rng.choice(letter + rng.choice(LETTERS)) for letter in asked)
         messages = [("user", f"{asked}={answer if first else ''}")]
         messages += [("assistant", word()), ("user", answer)] if late else []
         prompt = [{"role": role, "content": text} for role, text in messages]
@@ -129,6 +131,8 @@ class Arena:
     """Whether a teacher can read a solution, and rollouts have observations that are worth predicting."""
     expert: bool = True
     """Whether the tasks have a computed completion to imitate."""
+    mini_batches: int = 4
+    """Optimizer steps of a train step."""
     grid: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     """Learning rates."""
 
@@ -186,6 +190,7 @@ ARENAS = {
         },
         start={"steps": 250, "groups_per_step": 128},
         start_rows=readers,
+        mini_batches=8,
         shows_solution=True,
     ),
 }

@@ -49,6 +49,9 @@ def test_a_cell_runs_once_and_its_result_is_reported(tmp_path: Path, monkeypatch
     assert arena.read_results(results) == []
 
 
+MARKS = {"accuracy": "", "observations": "old\n", "absent": "old\nlines\n"}
+
+
 def row(preset: str, seed: int, lr: float, accuracy: float, task: str = "code", **more: Any) -> dict[str, Any]:
     return {"task": task, "preset": preset, "seed": seed, "lr": lr, "accuracy": accuracy, "start": 0.25, **more}
 
@@ -67,15 +70,16 @@ def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
     rows = [row("sdft", 100, 1e-3, 0.0)]
     rows += [row("sdft", seed, 1e-3, 0.4 + 0.1 * seed, observation_loss=2.0) for seed in range(3)]
     page = tmp_path / "arena.md"
-    marks = [f"<!-- {name} -->\nold\n<!-- end of {name} -->" for name in ("accuracy", "observations", "absent")]
+    marks = [f"<!-- {name} -->\n{old}<!-- end of {name} -->" for name, old in MARKS.items()]
     page.write_text("\n\n".join(["# Text", *marks, "More text"]))
     arena_page.write_page(rows, arena.layout(rows), "code", page)
     text = page.read_text()
     # 0.4, 0.5, 0.6: deviation 0.1, and 4.303 * 0.1 / sqrt(3)
     assert "| `sdft` | – | – | 0.50 ± 0.25 (3), 0.001 |" in text
     assert "| `sdft` | 2.00 ± 0.00 (3) |" in text
-    assert "grpo on secret code" in text
-    assert "sdft on secret code" not in text
+    missing = next(line for line in text.splitlines() if line.startswith("- secret code: "))
+    assert "`grpo`" in missing
+    assert "`sdft`" not in missing
     assert "old" not in text
     assert text.startswith("# Text")
     assert text.endswith("More text")
