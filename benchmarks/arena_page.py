@@ -10,13 +10,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
 """The 97.5 % quantile of Student's t by the number of seeds."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of several seeds with its 95 % t-interval; without bounds for a single seed."""
+    """The mean of several seeds with its 95 % t-interval; without bounds for fewer than three."""
 
     mean: float
     half: float | None
@@ -42,7 +42,7 @@ class Layout:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    half = STUDENT[len(values)] * stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+    half = STUDENT[len(values)] * stdev(values) / sqrt(len(values)) if len(values) in STUDENT else None
     return Interval(fmean(values), half, len(values))
 
 

@@ -69,6 +69,7 @@ def test_the_learning_rate_comes_from_seeds_that_are_not_reported() -> None:
 def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
     rows = [row("sdft", 100, 1e-3, 0.0)]
     rows += [row("sdft", seed, 1e-3, 0.4 + 0.1 * seed, observation_loss=2.0) for seed in range(3)]
+    rows += [row("echo", seed, 1e-3, 0.5) for seed in range(2)]
     page = tmp_path / "arena.md"
     marks = [f"<!-- {name} -->\n{old}<!-- end of {name} -->" for name, old in MARKS.items()]
     page.write_text("\n\n".join(["# Text", *marks, "More text"]))
@@ -76,6 +77,7 @@ def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
     text = page.read_text()
     # 0.4, 0.5, 0.6: deviation 0.1, and 4.303 * 0.1 / sqrt(3)
     assert "| `sdft` | – | – | 0.50 ± 0.25 (3), 0.001 |" in text
+    assert "0.50 (2), 0.001 |" in text, "two seeds have no interval"
     assert "| `sdft` | 2.00 ± 0.00 (3) |" in text
     missing = next(line for line in text.splitlines() if line.startswith("- secret code: "))
     assert "`grpo`" in missing
@@ -84,7 +86,7 @@ def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
     assert text.startswith("# Text")
     assert text.endswith("More text")
     svg = page.with_suffix(".svg").read_text()
-    assert svg.count("<circle") == 1
+    assert svg.count("<circle") == 2
     assert "sdft" in svg
     assert "grpo" not in svg
     arena_page.write_page(rows, arena.layout(rows), "code", page)
