@@ -6,6 +6,8 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import episodes
 import numpy as np
@@ -22,7 +24,7 @@ from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.config import AlgorithmConfig, plugin
 from trivium.errors import DataError
 from trivium.metrics import checked
-from trivium.types import Failure, Group, StopReason, Trajectory, Turn
+from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
 # --------------------------------------------------------------------------- what a config would call
 
@@ -93,6 +95,16 @@ def test_zero_variance_asks_whether_any_two_members_differ(rewards: list[float],
     members = [member(index, reward) for index, reward in enumerate(rewards)]
     with_failure = group(0, *members, failed(len(members)))
     assert keeps("zero_variance", with_failure, tolerance=tolerance) is kept
+
+
+@pytest.mark.parametrize(
+    ("reference_rewards", "kept"),
+    [([0.0, 0.0], False), ([0.0, 1.0], True), ([0.2], True), (0.0, False), (0.5, True), (None, True)],
+)
+def test_reference_solved_asks_whether_any_reference_sample_was_right(reference_rewards: Any, kept: bool) -> None:
+    columns = {} if reference_rewards is None else {"reference_rewards": reference_rewards}
+    rolled_out = replace(group(0, member(0, 0.0)), task=Task("t", (), columns))
+    assert keeps("reference_solved", rolled_out) is kept
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), st.floats(0, 1))

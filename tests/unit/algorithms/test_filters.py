@@ -62,13 +62,6 @@ def test_a_refused_group_is_counted_once_under_the_first_rule_that_refuses_it() 
     assert metrics["rollout/groups"] == 6
 
 
-def test_tasks_that_the_reference_never_solved_are_refused() -> None:
-    columns = [{"reference_rewards": [0.0, 0.0]}, {"reference_rewards": [0.0, 1.0]}, {"reference_rewards": 0.0}, {}]
-    groups = [Group(slot, Task("t", (), each), GROUPS[0].trajectories) for slot, each in enumerate(columns)]
-    kept, _ = algorithm(filters=["reference_solved"]).filter(groups)
-    assert [group.slot for group in kept] == [1, 3]
-
-
 def test_what_was_played_is_told_apart_from_what_is_trained_on() -> None:
     """A filter that drops the hard tasks must not make the policy look better than it is."""
     plain, filtering = algorithm(), algorithm(filters=["zero_variance"])
