@@ -17,9 +17,11 @@ from trivium.frontdoors.trl.translation import translate
 from trivium.text.tiny import TinyModel
 
 HERE = {"tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"], "engine": {"kind": "torch"}}
-GRPO = {"kind": "grpo", "advantage": {"kind": "grpo"}, "aggregate": "token-mean"}
-PPO = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}
+GRPO = {"kind": "grpo", "advantage": {"kind": "grpo", "epsilon": 1e-4}, "aggregate": "token-mean"}
+PPO = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+CORRECTED = {"coef": 0.04, "estimator": {"kind": "corrected_k3", "bound": None}}
 K3 = {"coef": 0.04, "estimator": {"kind": "k3", "cap": None}}
+SEQUENCE = {"importance_sampling_level": "sequence"}
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.3}
 CONTEXTS = ("S {success}\nF {feedback}", "S {success}\n", "\nF {feedback}")
 
@@ -33,7 +35,25 @@ def reprompted(**keys: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "grpo": ({"beta": 0.04}, {**GRPO, "policy_loss": PPO, "kl": K3}),
+    "grpo": ({"beta": 0.04}, {**GRPO, "policy_loss": PPO, "kl": CORRECTED}),
+    "grpo, k3": ({"beta": 0.04, "use_bias_correction_kl": False, "scale_rewards": True}, {**GRPO, "kl": K3}),
+    "grpo, batch": (
+        {"scale_rewards": "batch"},
+        {"advantage": {"kind": "grpo", "std_level": "batch", "epsilon": 1e-4}},
+    ),
+    "grpo, gdpo": (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"advantage": {"kind": "gdpo", "epsilon": 1e-4}},
+    ),
+    "grpo, cispo": (
+        {"loss_type": "cispo", "epsilon_high": 5.0},  # the largest weight, here its distance from 1
+        {"policy_loss": {"kind": "cispo", "clip_high": 4.0}, "aggregate": "token-mean"},
+    ),
+    "grpo, luspo of tokens": ({"loss_type": "luspo"}, {"policy_loss": PPO, "aggregate": "seq-mean-token-sum"}),
+    "grpo, luspo": (
+        {"loss_type": "luspo", **SEQUENCE},
+        {"policy_loss": {**PPO, "kind": "gspo"}, "aggregate": "seq-mean-token-sum"},
+    ),
     "grpo, dr_grpo": (
         {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.28, "delta": 4.0},
         {
@@ -44,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "grpo, adaptive entropy": (ADAPTIVE, {"entropy": {"coef": 0.01, "target": 0.3, "step": 0.005}}),
     "grpo, sequences": (
-        {"importance_sampling_level": "sequence", "loss_type": "grpo", "off_policy_mask_threshold": 0.5},
+        {**SEQUENCE, "loss_type": "grpo", "off_policy_mask_threshold": 0.5},
         {
             "policy_loss": {**PPO, "kind": "gspo_sequence"},
             "aggregate": "seq-mean-token-mean",
@@ -53,11 +73,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "grpo, vespo": ({"loss_type": "vespo", "vespo_k_pos": 1.5}, {"policy_loss": {"kind": "vespo", "k_pos": 1.5}}),
     "grpo, entropy": ({"top_entropy_quantile": 0.2}, {"gates": [{"kind": "top_entropy", "fraction": 0.2}]}),
-    "gmpo": ({}, {"policy_loss": {"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4}}),
+    "gmpo": ({"beta": 0.04}, {"policy_loss": {"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4}, "kl": K3}),
     "sdpo": (
         reprompted(),
         {
             "kind": "sdpo",
+            "aggregate": "seq-mean-token-mean",
             "distill": {"coef": 1.0, "loss": {"kind": "distill"}},
             "teacher": {"weights": "average", "rate": 0.05, "top_k": 64, "context": [CONTEXTS[1]]},
         },
@@ -74,6 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             teacher_model_kind="live",
         ),
         {
+            "aggregate": "token-mean",
             "distill": {"coef": 0.3, "loss": {"kind": "distill_student_top_k", "direction": "jsd", "tail": "bucket"}},
             "teacher": {"weights": "current", "top_k": 20, "context": [*CONTEXTS]},
         },
@@ -82,6 +104,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"teacher_prompt_template": "{prompt} {privileged_context}"},
         {
             "kind": "sdft",
+            "aggregate": "seq-mean-token-mean",
             "policy_loss": {"kind": "distill_student_top_k", "direction": "jsd", "tail": "left_out"},
             "teacher": {"weights": "initial", "top_k": 100, "context": ["{prompt} {privileged_context}"]},
         },
@@ -127,13 +150,58 @@ def test_a_trainer_is_an_algorithm(case: str, model: str) -> None:
     config_from_mapping(merged({**translation.config, "tasks": {}, "rewards": []}, HERE))
 
 
-def test_batches_count_completions(model: str) -> None:
+def test_batches_count_completions_and_steps_count_updates(model: str) -> None:
     keys = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
-    config = translate(given("grpo", model, num_generations=4, num_iterations=2, max_steps=30, **keys)).config
-    assert config["schedule"] == {"steps": 30, "group_size": 4, "groups_per_step": 32}
-    assert (config["algorithm"]["mini_batches"], config["algorithm"]["epochs"]) == (4, 2)
-    assert config["train"]["optimizer"] == {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.9, 0.999]}
+    length = {"max_steps": 30, "save_steps": 20, "warmup_steps": 0.3, "lr_scheduler_type": "cosine"}
+    config = translate(given("grpo", model, num_generations=4, num_iterations=2, **keys, **length)).config
+    assert (config["algorithm"]["mini_batches"], config["algorithm"]["epochs"]) == (4, 2)  # eight updates a train step
+    assert config["schedule"] == {"steps": 4, "group_size": 4, "groups_per_step": 32}
+    assert config["checkpoint"] == {"save_every": 3}
+    optimizer = {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.9, 0.999], "schedule": "cosine", "warmup_steps": 2}
+    assert config["train"]["optimizer"] == optimizer
     assert config["tasks"] == {"train": {"kind": "datasets", "path": "sums", "split": "train"}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keys", "expected"),
+    [
+        ("grpo", {"generation_batch_size": 64, "gradient_accumulation_steps": 2}, (8, 8, 4)),
+        ("gold", {"generation_batch_size": 4, "num_generations": 2, "lmbda": 1.0, "top_p": 1.0}, (2, 4, 1)),  # prompts
+        ("sdft", {"num_generations": 4}, (4, 2, 1)),
+    ],
+)
+def test_a_generation_is_a_train_step(
+    trainer: str, keys: dict[str, Any], expected: tuple[int, int, int], model: str
+) -> None:
+    config = translate(given(trainer, model, **keys)).config
+    schedule = config["schedule"]
+    found = (schedule["group_size"], schedule["groups_per_step"], config["algorithm"]["mini_batches"])
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(None, ("linear", 3)), ("constant_with_warmup", ("constant", 3)), ("constant", ("constant", 0))],
+)
+def test_the_schedule_of_the_learning_rate(kind: str | None, expected: tuple[str, int], model: str) -> None:
+    keys = {"warmup_steps": 3} if kind is None else {"warmup_steps": 3, "lr_scheduler_type": kind}
+    optimizer = translate(given("gkd", model, lmbda=1.0, **keys)).config["train"]["optimizer"]
+    assert (optimizer["schedule"], optimizer["warmup_steps"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keys", "named"),
+    [
+        ("grpo", {"num_train_epochs": 2}, ("schedule.steps", "2 epochs", "2 * tasks / 1 ")),
+        ("grpo", {**ADAPTIVE, "max_steps": 3}, ("algorithm.entropy", "entropy_coef_max")),
+        ("sdpo", {"distillation_weight": 0.5, "max_steps": 3}, ("algorithm.aggregate", "token-mean for both")),
+    ],
+)
+def test_a_difference_is_a_note(trainer: str, keys: dict[str, Any], named: tuple[str, ...], model: str) -> None:
+    notes = translate(given(trainer, model, **keys)).notes
+    assert any(all(name in note for name in named) for note in notes), notes
+    plain = translate(given(trainer, model, max_steps=3)).notes
+    assert not any(named[0] in note for note in plain), plain
 
 
 @pytest.mark.parametrize(
@@ -143,6 +211,25 @@ def test_batches_count_completions(model: str) -> None:
         ("grpo", {"loss_typ": "dapo"}, ("loss_typ", "loss_type")),
         ("grpo", {"loss_type": "hinge"}, ("loss_type", "hinge")),
         ("grpo", {"sync_ref_model": True}, ("sync_ref_model",)),
+        ("grpo", {"loss_type": "cispo"}, ("epsilon_high", "0.2", "epsilon")),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, ("epsilon_high", "0.28")),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 5.0, **SEQUENCE}, ("importance_sampling_level", "cispo")),
+        ("grpo", {"loss_type": "sapo", **SEQUENCE}, ("importance_sampling_level", "sapo")),
+        ("grpo", {"importance_sampling_level": "sequence_token"}, ("importance_sampling_level", "sequence_token")),
+        ("grpo", {"beta": 0.1, "loss_type": "grpo", **SEQUENCE}, ("use_bias_correction_kl",)),
+        ("grpo", {"scale_rewards": "grup"}, ("scale_rewards", "group")),
+        ("grpo", {"multi_objective_aggregation": "sum"}, ("multi_objective_aggregation", "sum_then_normalize")),
+        (
+            "grpo",
+            {"generation_batch_size": 16, "steps_per_generation": 2},
+            ("generation_batch_size", "steps_per_generation"),
+        ),
+        ("grpo", {"generation_batch_size": 12}, ("generation_batch_size", "per_device_train_batch_size")),
+        ("grpo", {"num_generations": 3}, ("num_generations", 3, 8)),
+        ("grpo", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ("gradient_accumulation_steps", 3)),
+        ("grpo", {"num_iterations": 0}, ("num_iterations",)),
+        ("grpo", {"lr_scheduler_type": "polynomial"}, ("lr_scheduler_type", "polynomial")),
+        ("grpo", {"warmup_steps": 0.1}, ("warmup_steps", "max_steps")),
         ("grpo", {"distillation_weight": 0.5}, ("distillation_weight",)),
         ("sdpo", {"teacher_sync_steps": 4}, ("teacher_sync_steps",)),
         ("sdpo", {"use_successful_as_teacher": False}, ("use_successful_as_teacher",)),

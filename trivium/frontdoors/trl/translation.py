@@ -7,175 +7,19 @@ TRL names the trainer by its command or class. Here the key `trainer` does: `tra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 from trivium.errors import Problem
-from trivium.frontdoors.tables import (
-    Entry,
-    Ignored,
-    Mapped,
-    Moved,
-    Restricted,
-    Settings,
-    Table,
-    Translation,
-    if_on,
-    ignored,
-    refuse,
-)
+from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.trl.trainer_keys import SCHEDULES, TRAINERS, table
 from trivium.registry import suggest
 
 _ONE_MODEL = "TRL's trainers differ in their keys: name the trainer that the config is for"
-_BASICS: Mapping[str, Entry] = {
-    "trainer": Mapped("the algorithm", type=str),
-    "model_name_or_path": Mapped("model.path", type=str),
-    "dataset_name": Mapped("tasks.train.path", type=str),
-    "dataset_config": Mapped("tasks.train.subset", type=str),
-    "dataset_train_split": Mapped("tasks.train.split", default="train"),
-    "reward_funcs": Ignored("Trivium's rewards are named under `rewards`"),
-    "reward_weights": Ignored("each entry of `rewards` has its own weight"),
-    "output_dir": Mapped("run.dir", type=str),
-    "seed": Mapped("run.seed", default=42),
-    "max_steps": Mapped("schedule.steps", default=-1, convert=lambda steps: steps if steps > 0 else None),
-    "save_steps": Mapped("checkpoint.save_every", default=500, convert=int),
-    "save_total_limit": Mapped("checkpoint.keep", type=int),
-    "per_device_train_batch_size": Mapped("in schedule.groups_per_step", default=8),
-    "gradient_accumulation_steps": Mapped("in schedule.groups_per_step", default=1),
-    "steps_per_generation": Mapped("in algorithm.mini_batches, schedule.groups_per_step", type=int),
-    "generation_batch_size": Mapped("in schedule.groups_per_step", type=int),
-    "num_generations": Mapped("schedule.group_size", type=int),
-    "num_iterations": Mapped("algorithm.epochs", default=1),
-    "top_k": Mapped("engine.sampling.top_k", default=0),
-    "min_p": Mapped("engine.sampling.min_p", type=float, convert=if_on),
-    "use_vllm": Mapped("engine.kind", default=False, convert={True: "vllm"}),
-    "weight_decay": Mapped("train.optimizer.weight_decay", default=0.0),
-    "adam_beta1": Mapped("in train.optimizer.betas", default=0.9),
-    "adam_beta2": Mapped("in train.optimizer.betas", default=0.999),
-    "max_grad_norm": Mapped("train.max_grad_norm", default=1.0),
-    "use_peft": Mapped("in train.lora", default=False),
-    "lora_r": Mapped("train.lora.rank", default=16, when={"use_peft": True}),
-    "lora_alpha": Mapped("train.lora.alpha", default=32, when={"use_peft": True}),
-    "gradient_checkpointing": Mapped("train.gradient_checkpointing", default=True),
-    **ignored("micro-batches are cut by train.max_tokens_per_micro_batch", "auto_find_batch_size"),
-    **ignored("the run is logged by `monitors`", "report_to logging_steps log_completions run_name push_to_hub"),
-    **ignored("chosen by the machine", "bf16 fp16 tf32 dtype torch_dtype attn_implementation"),
-    **ignored("dropout is always off", "disable_dropout"),
-    **ignored("prompts are not truncated", "max_prompt_length"),
-}
-_DEFAULTS_OF: Mapping[str, tuple[float, int, float, float]] = {
-    "grpo": (1e-6, 512, 1.0, 1.0),
-    "gmpo": (1e-6, 512, 1.0, 1.0),
-    "sdpo": (5e-5, 256, 1.0, 1.0),
-    "sdft": (5e-5, 256, 1.0, 1.0),
-    "iw_opd": (1e-6, 512, 1.0, 0.95),
-    "gold": (1e-7, 128, 0.9, 0.95),
-    "gkd": (2e-5, 128, 0.9, 1.0),
-    "a2po": (5e-5, 256, 1.0, 1.0),
-}
-"""Each trainer's defaults of learning_rate, max_completion_length (gkd: max_new_tokens), temperature and top_p."""
-_POLICY_GRADIENT: Mapping[str, Entry] = {
-    "beta": Mapped("in algorithm.kl", default=0.0),
-    "epsilon": Mapped("in algorithm.policy_loss.clip_low", default=0.2),
-    "epsilon_high": Mapped("in algorithm.policy_loss.clip_high", type=float),
-    "delta": Mapped("in algorithm.policy_loss.dual_clip", type=float),
-    "loss_type": Mapped("in algorithm.aggregate, algorithm.policy_loss", default="dapo"),
-    "importance_sampling_level": Mapped("in algorithm.policy_loss", default="token"),
-    "scale_rewards": Mapped("algorithm.advantage"),
-    "multi_objective_aggregation": Mapped("in algorithm.advantage", default="sum_then_normalize"),
-    "mask_truncated_completions": Mapped("algorithm.mask_truncated", default=False, convert=if_on),
-    "top_entropy_quantile": Mapped("in algorithm.gates", default=1.0),
-    "off_policy_mask_threshold": Mapped("in algorithm.gates", type=float),
-    "entropy_coef": Mapped("algorithm.entropy.coef", default=0.0, convert=if_on),
-    "use_adaptive_entropy": Mapped("whether algorithm.entropy.target is set", default=False),
-    "entropy_target": Mapped("algorithm.entropy.target", default=0.2, when={"use_adaptive_entropy": True}),
-    "entropy_coef_delta": Mapped("algorithm.entropy.step", default=0.005, when={"use_adaptive_entropy": True}),
-    "entropy_coef_min": Restricted((0.0, None), "a steered weight is at least 0", 0.0),
-    "entropy_coef_max": Restricted((1.0, None), "a steered weight has no upper bound here", 1.0),
-    "sync_ref_model": Restricted((None,), "the reference is the model that the stage begins with"),
-    "sapo_temperature_neg": Mapped("in algorithm.policy_loss.tau_neg", default=1.05, when={"loss_type": "sapo"}),
-    "sapo_temperature_pos": Mapped("in algorithm.policy_loss.tau_pos", default=1.0, when={"loss_type": "sapo"}),
-    **{
-        f"vespo_{name}_{sign}": Mapped(
-            f"algorithm.policy_loss.{name}_{sign}", default=value, when={"loss_type": "vespo"}
-        )
-        for name, sign, value in (("k", "pos", 2.0), ("lambda", "pos", 3.0), ("k", "neg", 3.0), ("lambda", "neg", 2.0))
-    },
-    **ignored(
-        "algorithm.correction: auto weights tokens where the engine differs from the trainer",
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max",
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap use_bias_correction_kl",
-    ),
-}
-_TEACHES: Mapping[str, Entry] = {
-    "teacher_model_kind": Mapped("in algorithm.teacher.weights", type=str),
-    "teacher_update_rate": Mapped("in algorithm.teacher.rate", default=0.05),
-    "teacher_sync_steps": Restricted((1, None), "the average follows every update", 1),
-    "distillation_alpha": Mapped("the divergence of the loss", type=float),
-    "distillation_mode": Mapped("the loss that follows the teacher", type=str),
-    "distillation_topk": Mapped("in algorithm.teacher.top_k", type=int),
-    "distillation_add_tail": Mapped("the tail of the loss", default=False),
-    "distillation_is_clip": Ignored("a token's weight is 1 while its sampler is the current policy"),
-}
-_HELPER: Mapping[str, Entry] = {
-    "teacher_model_name_or_path": Mapped("in algorithm.teacher.path", type=str),
-    "lmbda": Mapped("1: the policy samples every completion", default=1.0),
-    "use_teacher_server": Restricted((None,), "name the teacher's directory: teacher_model_name_or_path"),
-    "seq_kd": Restricted((None,), "train on the teacher's texts by algorithm.kind sft"),
-    "use_uld_loss": Restricted((None,), "teacher and policy need one tokenizer here"),
-}
-_OF_TRAINER: Mapping[str, Mapping[str, Entry]] = {
-    "grpo": _POLICY_GRADIENT,
-    "gmpo": {**_POLICY_GRADIENT, "epsilon": Mapped("in algorithm.policy_loss.clip_low", default=0.4)},
-    "sdpo": {
-        **_POLICY_GRADIENT,
-        **_TEACHES,
-        "distillation_weight": Mapped("in algorithm.distill.coef", default=1.0),
-        "use_successful_as_teacher": Mapped("in algorithm.teacher.context", default=True),
-        "include_environment_feedback": Mapped("in algorithm.teacher.context", default=False),
-        "environment_feedback_only_without_solution": Mapped("in algorithm.teacher.context", default=False),
-        "reprompt_template": Mapped(
-            "in algorithm.teacher.context",
-            default="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-        ),
-        "solution_template": Mapped(
-            "in algorithm.teacher.context", default="\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
-        ),
-        "feedback_template": Mapped(
-            "in algorithm.teacher.context",
-            default="\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        ),
-        "success_reward_threshold": Restricted((1.0, None), "a success has a reward of at least 1", 1.0),
-        "remove_thinking_from_demonstration": Restricted((None,), "completions are shown as they are"),
-        "dont_reprompt_on_self_success": Ignored("rollouts that succeeded are taught by another one that did"),
-        **ignored("a template that does not fit the context is left out", "max_reprompt_len"),
-        **ignored("the doctor finds these", "diagnostics_warning_interval diagnostics_flat_tolerance"),
-    },
-    "sdft": {
-        **_TEACHES,
-        "teacher_prompt_template": Mapped("in algorithm.teacher.context", default="{prompt}\n\n{privileged_context}"),
-        "generate_from_teacher": Restricted((None,), "the policy samples under its own prompt"),
-        "num_loss_tokens_to_skip": Restricted((None,), "all tokens of a completion are learned from"),
-    },
-    "iw_opd": {
-        **_HELPER,
-        "distillation_objective": Mapped("in algorithm.advantage", default="iw_opd"),
-        "iw_opd_gamma": Mapped("in algorithm.advantage.prefix_gamma", default=0.5),
-        "beta": Restricted((1.0, None), "the estimator is the reverse KL at the sampled token", 1.0),
-        **ignored("the sampled token alone is read", "loss_top_k loss_add_tail reverse_kl_top_1_mode iw_opd_epsilon"),
-    },
-    "gold": {**_HELPER, "beta": Mapped("in algorithm.policy_loss.direction", default=0.5)},
-    "gkd": {
-        **_HELPER,
-        "beta": Mapped("in algorithm.policy_loss.direction", default=0.5),
-        "max_new_tokens": Moved("max_completion_length"),
-    },
-    "a2po": {
-        "beta1": Mapped("in algorithm.advantage.beta", default=0.5),
-        "beta2": Mapped("in algorithm.policy_loss.beta", default=1e-3),
-        "num_value_samples": Mapped("evaluation.samples of `trivium eval --tasks`", default=8),
-        "filter_all_incorrect": Mapped("algorithm.filters", default=True, convert={True: ["reference_solved"]}),
-    },
-}
+_STD_EPSILON = 1e-4
+"""What TRL adds to a standard deviation of rewards."""
+_BY_SEQUENCE = "seq-mean-token-mean"
+"""How SDPO and SDFT average the distillation, whatever their loss_type."""
 _WEIGHTS = {"ema": "average", "live": "current", "base": "initial"}
 _TOP_K = 64
 """The default of algorithm.teacher.top_k: a loss at the sampled token reads no top tokens."""
@@ -196,19 +40,19 @@ _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 def translate(config: Mapping[str, Any]) -> Translation:
     """Translates a TRL config. Raises a ConfigError that lists everything that cannot be translated."""
     name = str(config.get("trainer", "")).lower().removesuffix("trainer").removesuffix("config")
-    if name not in _OF_TRAINER:
-        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, _OF_TRAINER)}"
+    if name not in TRAINERS:
+        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, TRAINERS)}"
         refuse([Problem("trainer", repr(name), "no such trainer", do)])
-    trl = _table(name).read(config)
+    trl = table(name).read(config)
     problems, notes = [*trl.problems], [*trl.notes()]
     if not trl["model_name_or_path"]:
         problems.append(Problem("model_name_or_path", "a model", "none", "name it"))
     mapping = trl.mapped()
     algorithm: dict[str, Any] = {**mapping.pop("algorithm", {}), **_ALGORITHMS[name](trl, name, problems, notes)}
-    refuse(problems)
     mapping["algorithm"] = algorithm
     mapping.setdefault("model", {})["kind"] = "hf"
-    _schedule(trl, name, mapping)
+    _schedule(trl, name, mapping, problems, notes)
+    refuse(problems)
     mapping["train"]["optimizer"]["betas"] = [trl["adam_beta1"], trl["adam_beta2"]]
     tasks = mapping.setdefault("tasks", {}).get("train", {})
     mapping["tasks"]["train"] = {"kind": "datasets", **tasks}
@@ -219,63 +63,89 @@ def translate(config: Mapping[str, Any]) -> Translation:
     return Translation(mapping, tuple(notes))
 
 
-def _table(name: str) -> Table:
-    """The keys of a trainer."""
-    lr, length, temperature, top_p = _DEFAULTS_OF[name]
-    own = {
-        "learning_rate": Mapped("train.optimizer.lr", default=lr),
-        "max_completion_length": Mapped("engine.sampling.max_new_tokens", default=length),
-        "temperature": Mapped("engine.sampling.temperature", default=temperature),
-        "top_p": Mapped("engine.sampling.top_p", default=top_p),
-    }
-    return Table({**_BASICS, **own, **_OF_TRAINER[name]})
+def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> None:
+    """Sets the batch, the length of the run, the checkpoints and the learning rate.
 
-
-def _schedule(trl: Settings, name: str, mapping: dict[str, Any]) -> None:
-    """Batches of TRL count completions, on all devices together; those of one generation are a step here."""
-    accumulated = trl["gradient_accumulation_steps"]
-    batches = trl["steps_per_generation"] or accumulated
-    completions = trl["generation_batch_size"] or trl["per_device_train_batch_size"] * batches
+    The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps.
+    """
     size = trl["num_generations"] or (1 if name in _SINGLE else 8)
-    mapping.setdefault("schedule", {}).update(group_size=size, groups_per_step=max(1, completions // size))
-    mapping["algorithm"]["mini_batches"] = max(1, batches // accumulated)
+    counts = {key: trl[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")}
+    if wrong := {key: count for key, count in {**counts, "num_generations": size}.items() if count < 1}:
+        problems += [Problem(key, str(count), "it must be at least 1", "correct it") for key, count in wrong.items()]
+        return
+    completions, batches = _generation(trl, name, size, problems)
+    groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
+    updates, steps, epochs = mini_batches * trl["num_iterations"], trl["max_steps"], trl["num_train_epochs"]
+    schedule = mapping.setdefault("schedule", {})
+    schedule |= {"group_size": size, "groups_per_step": groups}
+    if steps > 0:
+        schedule["steps"] = ceil(steps / updates)
+    else:
+        length = f"{epochs:g} * tasks / {groups} train steps"
+        notes.append(f"schedule.steps: set it; the {epochs:g} epochs that TRL trains are {length}")
+    mapping["algorithm"]["mini_batches"] = mini_batches
+    mapping.setdefault("checkpoint", {})["save_every"] = ceil(trl["save_steps"] / updates)
+    mapping["train"]["optimizer"]["warmup_steps"] = ceil(_warmup(trl, problems) / updates)
+
+
+def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) -> tuple[int, int]:
+    """(completions, micro-batches) of one generation. Reports what TRL refuses."""
+    device, accumulated = trl["per_device_train_batch_size"], trl["gradient_accumulation_steps"]
+    batches, given = trl["steps_per_generation"], trl["generation_batch_size"]
+    shown = str(given)
+    if given and name in _SINGLE:  # these trainers count prompts
+        given *= size
+    if given and batches:
+        found = f"steps_per_generation ({batches}) is set as well, and sets the same"
+        problems.append(Problem("generation_batch_size", shown, found, "leave one of them out"))
+    elif given and given % device:
+        found = f"per_device_train_batch_size ({device}) does not divide the {given} completions"
+        problems.append(Problem("generation_batch_size", shown, found, "set a multiple of it"))
+    batches = batches or (given // device if given else accumulated)
+    if batches % accumulated:
+        found = f"gradient_accumulation_steps ({accumulated}) does not divide the {batches} batches of a generation"
+        do = "generate for whole optimizer steps"
+        problems.append(Problem("generation_batch_size" if given else "steps_per_generation", f"{batches}", found, do))
+    completions = device * batches
+    if completions % size:
+        found = f"it does not divide the {completions} completions of a generation"
+        problems.append(Problem("num_generations", f"{size}", found, "change it, or per_device_train_batch_size"))
+    return completions, batches
+
+
+def _warmup(trl: Settings, problems: list[Problem]) -> int:
+    """The optimizer steps of the warm-up. Reports schedules of the learning rate that are not translated."""
+    kind, warmup, steps = trl["lr_scheduler_type"], trl["warmup_steps"], trl["max_steps"]
+    if kind not in SCHEDULES:
+        do = suggest(kind, SCHEDULES)
+        problems.append(Problem("lr_scheduler_type", repr(kind), "no such schedule is translated", do))
+    if 0 < warmup < 1 and steps <= 0:
+        found = "a fraction of the optimizer steps, and max_steps is not set"
+        problems.append(Problem("warmup_steps", f"{warmup:g}", found, "set max_steps, or warmup_steps to a number"))
+        return 0
+    return 0 if kind == "constant" else ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
 
 
 def _grpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
-    del notes
-    loss_type, level = str(trl["loss_type"]), trl["importance_sampling_level"]
+    loss_type = str(trl["loss_type"])
     aggregate = {
         "grpo": "seq-mean-token-mean",
         "dr_grpo": "seq-mean-token-sum-norm",
         "sapo": "seq-mean-token-mean",
         "luspo": "seq-mean-token-sum",
     }.get(loss_type, "token-mean")
-    kinds = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": "gspo"}
-    by_level = {"token": "ppo", "sequence": "gspo_sequence", "sequence_token": "gspo"}
-    if loss_type not in (*kinds, "grpo", "bnpo", "dapo", "dr_grpo"):
-        problems.append(Problem("loss_type", repr(loss_type), "no such loss is translated", "use dapo"))
-    if level not in by_level:
-        problems.append(
-            Problem("importance_sampling_level", repr(level), "no such level", suggest(str(level), by_level))
-        )
-    kind = "gmpo" if name == "gmpo" else kinds.get(loss_type, by_level.get(level, "ppo"))
-    loss: dict[str, Any] = {"kind": kind}
-    if kind not in ("sapo", "vespo"):
-        high = trl["epsilon_high"]
-        loss |= {"clip_low": trl["epsilon"], "clip_high": trl["epsilon"] if high is None else high}
-    if kind == "cispo":
-        loss.pop("clip_low")
-    if trl["delta"] is not None and kind in ("ppo", "gspo", "gspo_sequence"):
-        loss["dual_clip"] = trl["delta"]
+    loss = _policy_loss(trl, name, loss_type, problems)
     section: dict[str, Any] = {
         "kind": "grpo",
-        "advantage": _advantage(trl),
-        "policy_loss": loss | _options(trl, loss_type),
-        "aggregate": "seq-mean-token-mean" if kind == "gmpo" else aggregate,
+        "advantage": _advantage(trl, problems),
+        "policy_loss": loss,
+        "aggregate": "seq-mean-token-mean" if loss["kind"] == "gmpo" else aggregate,
         "epochs": trl["num_iterations"],
     }
     if trl["beta"]:
-        section["kl"] = {"coef": trl["beta"], "estimator": {"kind": "k3", "cap": None}}
+        section["kl"] = {"coef": trl["beta"], "estimator": _kl_estimator(trl, name, problems)}
+    if trl["use_adaptive_entropy"]:
+        notes.append("algorithm.entropy: the steered weight has no upper bound; TRL's is entropy_coef_max, 1.0")
     gates: list[dict[str, Any]] = []
     if trl["top_entropy_quantile"] < 1:
         gates.append({"kind": "top_entropy", "fraction": trl["top_entropy_quantile"]})
@@ -284,21 +154,64 @@ def _grpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
     return section | ({"gates": gates} if gates else {})
 
 
-def _options(trl: Settings, loss_type: str) -> dict[str, float]:
-    """The options that only one `loss_type` reads."""
-    if loss_type == "sapo":
+def _policy_loss(trl: Settings, name: str, loss_type: str, problems: list[Problem]) -> dict[str, Any]:
+    level = str(trl["importance_sampling_level"])
+    own = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
+    by_level = {"token": "ppo", "sequence": "gspo" if loss_type == "luspo" else "gspo_sequence"}
+    if loss_type not in (*own, "grpo", "bnpo", "dapo", "dr_grpo", "luspo"):
+        problems.append(Problem("loss_type", repr(loss_type), "no such loss is translated", "use dapo"))
+    if level not in by_level:
+        do = suggest(level, by_level)
+        problems.append(Problem("importance_sampling_level", repr(level), "no such level", do))
+    elif level == "sequence" and name != "gmpo" and loss_type in ("cispo", "sapo"):
+        found = f"the loss {loss_type} has the ratios of tokens here"
+        problems.append(Problem("importance_sampling_level", repr(level), found, "set it to token"))
+    kind = "gmpo" if name == "gmpo" else own.get(loss_type, by_level.get(level, "ppo"))
+    low, high = trl["epsilon"], trl["epsilon_high"]
+    if kind == "cispo":
+        bound = low if high is None else high
+        if bound < 1:
+            unset = "; unset, TRL takes epsilon" if high is None else ""
+            found = f"it bounds the weight itself, which is 1 for the current policy{unset}"
+            problems.append(Problem("epsilon_high", f"{bound:g}", found, "set it to the largest weight, such as 5.0"))
+        return {"kind": kind, "clip_high": bound - 1}
+    if kind in ("sapo", "vespo"):
+        return {"kind": kind, **_options(trl, kind)}
+    loss = {"kind": kind, "clip_low": low, "clip_high": low if high is None else high}
+    return loss if kind == "gmpo" else {**loss, "dual_clip": trl["delta"]}
+
+
+def _kl_estimator(trl: Settings, name: str, problems: list[Problem]) -> dict[str, Any]:
+    if name != "grpo" or not trl["use_bias_correction_kl"]:
+        return {"kind": "k3", "cap": None}
+    if trl["importance_sampling_level"] == "sequence":
+        found = "it weights the KL with the ratio of the whole sequence, here of each token"
+        problems.append(Problem("use_bias_correction_kl", "true (TRL's default)", found, "set it to false"))
+    return {"kind": "corrected_k3", "bound": None}
+
+
+def _options(trl: Settings, kind: str) -> dict[str, float]:
+    """The options of the losses `sapo` and `vespo`."""
+    if kind == "sapo":
         return {"tau_neg": trl["sapo_temperature_neg"], "tau_pos": trl["sapo_temperature_pos"]}
-    if loss_type == "vespo":
-        return {f"{name}_{sign}": trl[f"vespo_{name}_{sign}"] for name in ("k", "lambda") for sign in ("pos", "neg")}
-    return {}
+    return {f"{name}_{sign}": trl[f"vespo_{name}_{sign}"] for name in ("k", "lambda") for sign in ("pos", "neg")}
 
 
-def _advantage(trl: Settings) -> dict[str, Any]:
-    if trl["multi_objective_aggregation"] == "normalize_then_sum":
-        return {"kind": "gdpo"}
-    scale = {None: "group", True: "group", False: "none"}.get(trl["scale_rewards"], trl["scale_rewards"])
-    options: dict[str, Any] = {"batch": {"std_level": "batch"}, "none": {"norm_by_std": False}}.get(str(scale), {})
-    return {"kind": "grpo", **options}
+def _advantage(trl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    way, scale = trl["multi_objective_aggregation"], trl["scale_rewards"]
+    scale = {"None": "group", "True": "group", "False": "none"}.get(str(scale), str(scale))
+    ways = ("sum_then_normalize", "normalize_then_sum")
+    options: dict[str, dict[str, Any]] = {
+        "group": {"epsilon": _STD_EPSILON},
+        "batch": {"std_level": "batch", "epsilon": _STD_EPSILON},
+        "none": {"norm_by_std": False},
+    }
+    for key, value, known in (("multi_objective_aggregation", way, ways), ("scale_rewards", scale, options)):
+        if value not in known:
+            problems.append(Problem(key, repr(value), "no such value", suggest(value, known)))
+    if way == "normalize_then_sum":
+        return {"kind": "gdpo", "epsilon": _STD_EPSILON}
+    return {"kind": "grpo", **options.get(scale, {})}
 
 
 def _of(trl: Settings, name: str, key: str) -> Any:
@@ -340,8 +253,14 @@ def _sdpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
         problems.append(Problem("use_successful_as_teacher", "false", found, do))
     frame = trl["reprompt_template"]
     context = [frame.replace("{solution}", first).replace("{feedback}", second) for first, second in parts]
-    distill = {"coef": trl["distillation_weight"], "loss": loss}
+    weight = trl["distillation_weight"]
+    distill = {"coef": weight, "loss": loss}
     section = _grpo(trl, name, problems, notes)
+    if weight == 1:
+        section["aggregate"] = _BY_SEQUENCE
+    elif weight and section["aggregate"] != _BY_SEQUENCE:
+        used = section["aggregate"]
+        notes.append(f"algorithm.aggregate: {used} for both losses; TRL averages the distillation by {_BY_SEQUENCE}")
     return {**section, "kind": "sdpo", "teacher": {**teacher, "context": context}, "distill": distill}
 
 
@@ -349,7 +268,8 @@ def _sdft(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
     del notes
     teacher, loss = _teacher(trl, name, problems)
     teacher["context"] = [trl["teacher_prompt_template"]]
-    return {"kind": "sdft", "teacher": teacher, "policy_loss": loss, "epochs": trl["num_iterations"]}
+    section = {"kind": "sdft", "teacher": teacher, "policy_loss": loss, "aggregate": _BY_SEQUENCE}
+    return {**section, "epochs": trl["num_iterations"]}
 
 
 def _iw_opd(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:

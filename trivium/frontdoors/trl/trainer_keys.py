@@ -1,0 +1,184 @@
+"""The keys of TRL's trainers, with the defaults of TRL 1.16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored
+
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+"""The schedules of TRL that are translated -> train.optimizer.schedule."""
+_BASICS: Mapping[str, Entry] = {
+    "trainer": Mapped("the algorithm", type=str),
+    "model_name_or_path": Mapped("model.path", type=str),
+    "dataset_name": Mapped("tasks.train.path", type=str),
+    "dataset_config": Mapped("tasks.train.subset", type=str),
+    "dataset_train_split": Mapped("tasks.train.split", default="train"),
+    "reward_funcs": Ignored("Trivium's rewards are named under `rewards`"),
+    "reward_weights": Ignored("each entry of `rewards` has its own weight"),
+    "output_dir": Mapped("run.dir", type=str),
+    "seed": Mapped("run.seed", default=42),
+    "max_steps": Mapped("in schedule.steps: optimizer steps, of which a train step has several", default=-1),
+    "num_train_epochs": Mapped("a note on schedule.steps, which counts train steps", default=3.0),
+    "save_steps": Mapped("in checkpoint.save_every: optimizer steps", default=500),
+    "save_total_limit": Mapped("checkpoint.keep", type=int),
+    "per_device_train_batch_size": Mapped("in schedule.groups_per_step", default=8),
+    "gradient_accumulation_steps": Mapped("in schedule.groups_per_step", default=1),
+    "steps_per_generation": Mapped("in algorithm.mini_batches, schedule.groups_per_step", type=int),
+    "generation_batch_size": Mapped("in algorithm.mini_batches, schedule.groups_per_step", type=int),
+    "num_generations": Mapped("schedule.group_size", type=int),
+    "num_iterations": Mapped("algorithm.epochs", default=1),
+    "top_k": Mapped("engine.sampling.top_k", default=0),
+    "min_p": Mapped("engine.sampling.min_p", type=float, convert=if_on),
+    "use_vllm": Mapped("engine.kind", default=False, convert={True: "vllm"}),
+    "lr_scheduler_type": Mapped("train.optimizer.schedule", default="linear", convert=SCHEDULES),
+    "warmup_steps": Mapped("in train.optimizer.warmup_steps: optimizer steps; below 1, of max_steps", default=0.0),
+    "weight_decay": Mapped("train.optimizer.weight_decay", default=0.0),
+    "adam_beta1": Mapped("in train.optimizer.betas", default=0.9),
+    "adam_beta2": Mapped("in train.optimizer.betas", default=0.999),
+    "max_grad_norm": Mapped("train.max_grad_norm", default=1.0),
+    "use_peft": Mapped("in train.lora", default=False),
+    "lora_r": Mapped("train.lora.rank", default=16, when={"use_peft": True}),
+    "lora_alpha": Mapped("train.lora.alpha", default=32, when={"use_peft": True}),
+    "gradient_checkpointing": Mapped("train.gradient_checkpointing", default=True),
+    **ignored("micro-batches are cut by train.max_tokens_per_micro_batch", "auto_find_batch_size"),
+    **ignored("the run is logged by `monitors`", "report_to logging_steps log_completions run_name push_to_hub"),
+    **ignored("chosen by the machine", "bf16 fp16 tf32 dtype torch_dtype attn_implementation"),
+    **ignored("dropout is always off", "disable_dropout"),
+    **ignored("prompts are not truncated", "max_prompt_length"),
+}
+_DEFAULTS_OF: Mapping[str, tuple[float, int, float, float]] = {
+    "grpo": (1e-6, 512, 1.0, 1.0),
+    "gmpo": (1e-6, 512, 1.0, 1.0),
+    "sdpo": (5e-5, 256, 1.0, 1.0),
+    "sdft": (5e-5, 256, 1.0, 1.0),
+    "iw_opd": (1e-6, 512, 1.0, 0.95),
+    "gold": (1e-7, 128, 0.9, 0.95),
+    "gkd": (2e-5, 128, 0.9, 1.0),
+    "a2po": (5e-5, 256, 1.0, 1.0),
+}
+"""Each trainer's defaults of learning_rate, max_completion_length (gkd: max_new_tokens), temperature and top_p."""
+_POLICY_GRADIENT: Mapping[str, Entry] = {
+    "beta": Mapped("in algorithm.kl", default=0.0),
+    "use_bias_correction_kl": Mapped(
+        "algorithm.kl.estimator corrected_k3, which also has the weights of algorithm.correction", default=True
+    ),
+    "epsilon": Mapped("in algorithm.policy_loss.clip_low", default=0.2),
+    "epsilon_high": Mapped("in algorithm.policy_loss.clip_high", type=float),
+    "delta": Mapped("in algorithm.policy_loss.dual_clip", type=float),
+    "loss_type": Mapped("in algorithm.aggregate, algorithm.policy_loss", default="dapo"),
+    "importance_sampling_level": Mapped("in algorithm.policy_loss", default="token"),
+    "scale_rewards": Mapped("algorithm.advantage"),
+    "multi_objective_aggregation": Mapped("in algorithm.advantage", default="sum_then_normalize"),
+    "mask_truncated_completions": Mapped("algorithm.mask_truncated", default=False, convert=if_on),
+    "top_entropy_quantile": Mapped("in algorithm.gates", default=1.0),
+    "off_policy_mask_threshold": Mapped("in algorithm.gates", type=float),
+    "entropy_coef": Mapped("algorithm.entropy.coef", default=0.0, convert=if_on),
+    "use_adaptive_entropy": Mapped("whether algorithm.entropy.target is set", default=False),
+    "entropy_target": Mapped("algorithm.entropy.target", default=0.2, when={"use_adaptive_entropy": True}),
+    "entropy_coef_delta": Mapped("algorithm.entropy.step", default=0.005, when={"use_adaptive_entropy": True}),
+    "entropy_coef_min": Restricted((0.0, None), "a steered weight is at least 0", 0.0),
+    "entropy_coef_max": Restricted((1.0, None), "a steered weight has no upper bound here", 1.0),
+    "sync_ref_model": Restricted((None,), "the reference is the model that the stage begins with"),
+    "sapo_temperature_neg": Mapped("in algorithm.policy_loss.tau_neg", default=1.05, when={"loss_type": "sapo"}),
+    "sapo_temperature_pos": Mapped("in algorithm.policy_loss.tau_pos", default=1.0, when={"loss_type": "sapo"}),
+    **{
+        f"vespo_{name}_{sign}": Mapped(
+            f"algorithm.policy_loss.{name}_{sign}", default=value, when={"loss_type": "vespo"}
+        )
+        for name, sign, value in (("k", "pos", 2.0), ("lambda", "pos", 3.0), ("k", "neg", 3.0), ("lambda", "neg", 2.0))
+    },
+    **ignored(
+        "algorithm.correction: auto weights tokens where the engine differs from the trainer",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+    ),
+}
+_TEACHES: Mapping[str, Entry] = {
+    "teacher_model_kind": Mapped("in algorithm.teacher.weights", type=str),
+    "teacher_update_rate": Mapped("in algorithm.teacher.rate", default=0.05),
+    "teacher_sync_steps": Restricted((1, None), "the average follows every update", 1),
+    "distillation_alpha": Mapped("the divergence of the loss", type=float),
+    "distillation_mode": Mapped("the loss that follows the teacher", type=str),
+    "distillation_topk": Mapped("in algorithm.teacher.top_k", type=int),
+    "distillation_add_tail": Mapped("the tail of the loss", default=False),
+    "distillation_is_clip": Ignored("a token's weight is 1 while its sampler is the current policy"),
+}
+_HELPER: Mapping[str, Entry] = {
+    "teacher_model_name_or_path": Mapped("in algorithm.teacher.path", type=str),
+    "lmbda": Mapped("1: the policy samples every completion", default=1.0),
+    "use_teacher_server": Restricted((None,), "name the teacher's directory: teacher_model_name_or_path"),
+    "seq_kd": Restricted((None,), "train on the teacher's texts by algorithm.kind sft"),
+    "use_uld_loss": Restricted((None,), "teacher and policy need one tokenizer here"),
+}
+TRAINERS: Mapping[str, Mapping[str, Entry]] = {
+    "grpo": _POLICY_GRADIENT,
+    "gmpo": {
+        **_POLICY_GRADIENT,
+        "epsilon": Mapped("in algorithm.policy_loss.clip_low", default=0.4),
+        "use_bias_correction_kl": Ignored("GMPO's KL has no importance weights"),
+    },
+    "sdpo": {
+        **_POLICY_GRADIENT,
+        "use_bias_correction_kl": Ignored("SDPO's KL has no importance weights"),
+        **_TEACHES,
+        "distillation_weight": Mapped("in algorithm.distill.coef", default=1.0),
+        "use_successful_as_teacher": Mapped("in algorithm.teacher.context", default=True),
+        "include_environment_feedback": Mapped("in algorithm.teacher.context", default=False),
+        "environment_feedback_only_without_solution": Mapped("in algorithm.teacher.context", default=False),
+        "reprompt_template": Mapped(
+            "in algorithm.teacher.context",
+            default="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+        ),
+        "solution_template": Mapped(
+            "in algorithm.teacher.context", default="\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
+        ),
+        "feedback_template": Mapped(
+            "in algorithm.teacher.context",
+            default="\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
+        ),
+        "success_reward_threshold": Restricted((1.0, None), "a success has a reward of at least 1", 1.0),
+        "remove_thinking_from_demonstration": Restricted((None,), "completions are shown as they are"),
+        "dont_reprompt_on_self_success": Ignored("rollouts that succeeded are taught by another one that did"),
+        **ignored("a template that does not fit the context is left out", "max_reprompt_len"),
+        **ignored("the doctor finds these", "diagnostics_warning_interval diagnostics_flat_tolerance"),
+    },
+    "sdft": {
+        **_TEACHES,
+        "teacher_prompt_template": Mapped("in algorithm.teacher.context", default="{prompt}\n\n{privileged_context}"),
+        "generate_from_teacher": Restricted((None,), "the policy samples under its own prompt"),
+        "num_loss_tokens_to_skip": Restricted((None,), "all tokens of a completion are learned from"),
+    },
+    "iw_opd": {
+        **_HELPER,
+        "distillation_objective": Mapped("in algorithm.advantage", default="iw_opd"),
+        "iw_opd_gamma": Mapped("in algorithm.advantage.prefix_gamma", default=0.5),
+        "beta": Restricted((1.0, None), "the estimator is the reverse KL at the sampled token", 1.0),
+        **ignored("the sampled token alone is read", "loss_top_k loss_add_tail reverse_kl_top_1_mode iw_opd_epsilon"),
+    },
+    "gold": {**_HELPER, "beta": Mapped("in algorithm.policy_loss.direction", default=0.5)},
+    "gkd": {
+        **_HELPER,
+        "beta": Mapped("in algorithm.policy_loss.direction", default=0.5),
+        "max_new_tokens": Moved("max_completion_length"),
+    },
+    "a2po": {
+        "beta1": Mapped("in algorithm.advantage.beta", default=0.5),
+        "beta2": Mapped("in algorithm.policy_loss.beta", default=1e-3),
+        "num_value_samples": Mapped("evaluation.samples of `trivium eval --tasks`", default=8),
+        "filter_all_incorrect": Mapped("algorithm.filters", default=True, convert={True: ["reference_solved"]}),
+    },
+}
+"""Trainer -> its own keys."""
+
+
+def table(name: str) -> Table:
+    """The keys of a trainer, one of TRAINERS."""
+    lr, length, temperature, top_p = _DEFAULTS_OF[name]
+    own = {
+        "learning_rate": Mapped("train.optimizer.lr", default=lr),
+        "max_completion_length": Mapped("engine.sampling.max_new_tokens", default=length),
+        "temperature": Mapped("engine.sampling.temperature", default=temperature),
+        "top_p": Mapped("engine.sampling.top_p", default=top_p),
+    }
+    return Table({**_BASICS, **own, **TRAINERS[name]})
