@@ -18,7 +18,8 @@ from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
-from trivium.types import REFERENCE_REWARDS, Group, Metrics, capabilities_of
+from trivium.tasks.rows import json_value
+from trivium.types import REFERENCE_REWARDS, Group, Metrics, Task, capabilities_of
 
 
 def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path | None = None) -> Metrics:
@@ -46,7 +47,8 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     last = with_reward_models(last, config.stage_names, stage_ends(store), store)
     stage = Stage(last, 0, step, True, run_dir, model_dir)
     with shown(run_dir):
-        metrics, groups = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
+        written = _evaluate(stage, build_explorer(stage), rows=save is not None, tasks=tasks is not None)
+        metrics, groups = run_in_loop(written, last.workflow.deadline_s)
     if save is not None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group)]
         atomic_write(save, "".join(lines))
@@ -55,27 +57,49 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
 
 
-async def _evaluate(stage: Stage, explorer: Explorer) -> tuple[Metrics, Sequence[Group]]:
-    evaluator = build_evaluator(stage, explorer)
+async def _evaluate(stage: Stage, explorer: Explorer, *, rows: bool, tasks: bool) -> tuple[Metrics, Sequence[Group]]:
+    """The metrics and groups. `rows` and `tasks`: whether rows of the rollouts and of the tasks will be written; then
+    raises DataError, before any rollout, for a task that a row cannot hold."""
     try:
+        evaluator = build_evaluator(stage, explorer)
+        for index in range(len(evaluator.tasks)) if rows or tasks else ():
+            _check_row(evaluator.tasks[index], media=not tasks)
         groups = await evaluator.rollouts(explorer.version)
     finally:
         await explorer.engine.close()
     return evaluator.measured(groups, explorer.version), groups
 
 
-def _task_row(group: Group) -> dict[str, Any]:
-    """The task with the rewards of its rollouts. Raises DataError for a task that a row of JSON cannot hold, or whose
-    rollouts all failed."""
-    found = "it has media" if any(m.media for m in group.task.prompt) else "" if group.alive else "all rollouts failed"
-    if found:
+def _check_row(task: Task, media: bool) -> None:
+    """Raises DataError for a task that a row of JSON cannot hold. `media`: whether rows leave out its media."""
+    identity = str(task.columns.get("id", task.task_id))
+    if identity != task.task_id:
         raise DataError(
-            f"a row with the rewards of task {group.task.task_id!r}",
-            found,
-            f"leave the task out, or write its column {REFERENCE_REWARDS} yourself",
+            f"a row of task {task.task_id!r}",
+            f"its column id is {identity!r}, and a row has the id of the task under this name",
+            f"rename the column, or take the id from it (tasks.{task.taskset}.id=id) if each task has its own",
         )
+    if not media and any(message.media for message in task.prompt):
+        raise _no_row(task, "it has media")
+    _columns(task)
+
+
+def _columns(task: Task) -> dict[str, Any]:
+    """The task's columns as JSON values."""
+    return json_value(task.columns, f"task {task.task_id!r}")
+
+
+def _task_row(group: Group) -> dict[str, Any]:
+    """The task with the rewards of its rollouts. Raises DataError if all of them failed."""
+    if not group.alive:
+        raise _no_row(group.task, "all rollouts failed")
     rewards = [trajectory.reward for trajectory in group.alive]
-    return {**group.task.columns, "id": group.task.task_id, "prompt": _prompt(group), REFERENCE_REWARDS: rewards}
+    return {**_columns(group.task), "id": group.task.task_id, "prompt": _prompt(group), REFERENCE_REWARDS: rewards}
+
+
+def _no_row(task: Task, found: str) -> DataError:
+    do = f"leave the task out, or write its column {REFERENCE_REWARDS} yourself"
+    return DataError(f"a row with the rewards of task {task.task_id!r}", found, do)
 
 
 def _prompt(group: Group) -> list[dict[str, str]]:
@@ -83,7 +107,7 @@ def _prompt(group: Group) -> list[dict[str, str]]:
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    prompt = _prompt(group)
+    prompt, columns = _prompt(group), _columns(group.task)
     for trajectory in group.alive:
         row = {"id": group.task.task_id, "prompt": prompt, "completion": trajectory.completion}
-        yield {**group.task.columns, **row, "reward": trajectory.reward}
+        yield {**columns, **row, "reward": trajectory.reward}

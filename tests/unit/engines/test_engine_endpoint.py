@@ -365,3 +365,55 @@ async def test_eval_and_data_from_an_endpoint_that_knows_only_chat(tmp_path: Pat
     for task, row in zip(again, written, strict=True):
         assert task.pop("reference_rewards") == [1.0]
         assert task == {key: value for key, value in row.items() if key != "reward"}
+
+
+SUMS = """
+from datetime import date
+from trivium.api import Message, Plugin, Task
+
+class Sums:
+    Config = Plugin
+
+    def __init__(self, config, *, name, seed):
+        self.columns = {COLUMNS}
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return Task("sum-0", (Message("user", "1+1="),), {"answer": "2", **self.columns}, "test")
+"""
+
+
+async def evaluated(tmp_path: Path, columns: str, option: str) -> tuple[int, str, int]:
+    """(exit code, output, requests) of an evaluation that writes rows of a task with these columns."""
+    (tmp_path / "sums.py").write_text(SUMS.replace("{COLUMNS}", columns))
+    reply = {"choices": [{"message": {"content": "2"}, "finish_reason": "stop"}]}
+    async with service(computed(lambda _: reply), path="/v1") as here:
+        path, source = config_file(tmp_path, here.url), "tasks.test={kind: 'sums.py:Sums'}"
+        arguments = (str(path), "--step", "0", option, str(tmp_path / "rows.jsonl"), source)
+        code, output = await asyncio.to_thread(trivium, "eval", *arguments)
+        return code, output, len(here.requests)
+
+
+@pytest.mark.parametrize(
+    ("columns", "option", "named"),
+    [
+        ("{'id': 7}", "--save", ("sum-0", "'7'", "tasks.test.id=id")),
+        ("{'tags': {'easy'}}", "--tasks", ("sum-0", "'tags'", "set")),
+    ],
+)
+async def test_a_row_that_cannot_be_written_costs_no_rollouts(
+    columns: str, option: str, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    code, output, requests = await evaluated(tmp_path, columns, option)
+    assert (code, requests) == (1, 0), output
+    assert all(name in output for name in named), output
+    assert "Traceback" not in output
+
+
+async def test_rows_hold_dates_as_text(tmp_path: Path) -> None:
+    code, output, _ = await evaluated(tmp_path, "{'id': 'sum-0', 'day': date(2026, 1, 2)}", "--tasks")
+    assert code == 0, output
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert (row["id"], row["day"], row["reference_rewards"]) == ("sum-0", "2026-01-02", [1.0])
