@@ -146,6 +146,8 @@ class EstimatorMetadata(FunctionMetadata):
     """Whether its advantages have mean 0 and variance 1 over the batch, or the condition under which they do."""
     nonnegative: bool = False
     """Whether it accepts only rewards of at least 0."""
+    unshaped: bool = False
+    """Whether it compares the total reward with recorded rewards, which have neither shaping nor a KL penalty."""
 
     @property
     def reads_total(self) -> bool:

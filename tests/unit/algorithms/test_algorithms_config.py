@@ -130,6 +130,8 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
         ({"kind": "grpo", "gates": ["top_entropy"], "policy_loss": "gmpo"}, "algorithm.gates[0]"),
         ({"kind": "max_rl", "kl": {"coef": 0.1, "place": "reward"}}, "algorithm.kl.place"),
         ({"kind": "gigpo", "shaping": ["scale_shift"]}, "algorithm.shaping"),
+        ({"kind": "a_star_po", "shaping": ["scale_shift"]}, "algorithm.shaping"),
+        ({"kind": "a_star_po", "kl": {"coef": 0.1, "place": "reward"}}, "algorithm.kl.place"),
         ({"kind": "sft"}, "algorithm.kind"),
         ({"kind": "sft", "advantage": "grpo"}, "algorithm.advantage"),
         ({"kind": "grpo", "policy_loss": {"clip_low": -0.1}}, "algorithm.policy_loss.clip_low"),

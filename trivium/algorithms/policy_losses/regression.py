@@ -21,6 +21,7 @@ _SOURCE = "A*-PO, Brantley et al. 2025 (arXiv 2505.20686)"
 @advantage(
     formula="R - V, V = beta log(mean(exp(q / beta) over the rewards q in the task's column reference_rewards))",
     source=_SOURCE,
+    unshaped=True,
 )
 def a_star_po(
     x: AdvantageInputs,

@@ -381,14 +381,15 @@ class PolicyGradientConfig(UpdateConfig):
         other = "use another estimator"
         unread = (not estimator.reads_total, "reads no total reward", other)
         greedy = (estimator.baseline, "compares them with that of a greedy completion, before shaping", other)
+        recorded = (estimator.unshaped, "compares them with recorded rewards of the reference, before shaping", other)
         by_turn = ("turn_reward" in estimator.needs, "reads the reward of each turn, before shaping")
-        for applies, reason, remedy in (unread, greedy, (*by_turn, "use advantage.kind step_wise_grpo")):
+        for applies, reason, remedy in (unread, greedy, recorded, (*by_turn, "use advantage.kind step_wise_grpo")):
             if self.shaping and applies:
                 yield Problem(
                     f"{where}.shaping", "shaped rewards", f"{name} {reason}", f"leave the key out, or {remedy}"
                 )
         negative = (estimator.nonnegative, "is not defined for rewards below 0")
-        for applies, reason in (negative, unread[:2]):
+        for applies, reason in (negative, unread[:2], recorded[:2]):
             if self.kl.coef and self.kl.place == "reward" and applies:
                 remedy = f"set {where}.kl.place: loss"
                 yield Problem(f"{where}.kl.place", "a KL penalty in the reward", f"{name} {reason}", remedy)
