@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean, stdev
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 from pydantic import Field
 
 from trivium.algorithms.metadata import FilterMetadata, group_filter
 from trivium.errors import DataError
-from trivium.types import REFERENCE_REWARDS, Group, StopReason
+from trivium.types import REFERENCE_REWARDS, Group, StopReason, reference_rewards
 
 Component = Annotated[str, Field(description="the component of the reward that is compared; empty for the total")]
 
@@ -89,14 +89,13 @@ def difficulty(
 
 @group_filter(
     formula="keep if max(the task's column reference_rewards) > 0",
-    source="A*-PO, Brantley et al. 2025 (arXiv 2505.20686), which leaves out tasks that the reference never solves",
+    source="an option of A*-PO's code, Brantley et al. 2025 (arXiv 2505.20686), off by default; TRL has it on",
     judged=False,
 )
 def reference_solved(group: Group) -> bool:
-    """Refuses groups of tasks that no sample of the reference policy solved. Tasks without the column are kept."""
-    given: Any = group.task.columns.get(REFERENCE_REWARDS)
-    rewards: list[float] = [*given] if isinstance(given, list | tuple) else [given]
-    return given is None or any(reward > 0 for reward in rewards)
+    """Refuses groups of tasks that no sample of the reference policy solved. Tasks without the column are kept. Raises
+    DataError for a column that does not hold numbers."""
+    return group.task.columns.get(REFERENCE_REWARDS) is None or max(reference_rewards(group), default=0.0) > 0
 
 
 @group_filter(

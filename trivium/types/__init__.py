@@ -26,6 +26,7 @@ from trivium.types.batches import (
     Teacher,
     TurnSpan,
     experiences_of,
+    reference_rewards,
 )
 from trivium.types.capabilities import (
     Capabilities,
@@ -109,6 +110,7 @@ __all__ = [
     "capabilities_of",
     "experiences_of",
     "forks_of",
+    "reference_rewards",
     "sequences_of",
     "with_system",
 ]

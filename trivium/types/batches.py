@@ -406,11 +406,11 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         extra=_joined_extra([turn for _, turn in turns], length),
         greedy_reward=None if greedy is None else float(sum(greedy.values())),
         participant=participant,
-        reference_rewards=_reference_rewards(group) if REFERENCE_REWARDS in group.task.columns else (),
+        reference_rewards=reference_rewards(group) if REFERENCE_REWARDS in group.task.columns else (),
     )
 
 
-def _reference_rewards(group: Group) -> tuple[float, ...]:
+def reference_rewards(group: Group) -> tuple[float, ...]:
     """The rewards in the task's column: a list, or one number. Raises DataError for anything else."""
     given: Any = group.task.columns[REFERENCE_REWARDS]
     rewards: list[Any] = [*given] if isinstance(given, list | tuple) else [given]

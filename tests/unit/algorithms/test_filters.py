@@ -62,6 +62,12 @@ def test_a_refused_group_is_counted_once_under_the_first_rule_that_refuses_it() 
     assert metrics["rollout/groups"] == 6
 
 
+def test_a_column_of_the_reference_without_numbers_is_an_error() -> None:
+    group = Group(0, Task("t", (), {"reference_rewards": ["1.0", 0.0]}), GROUPS[0].trajectories)
+    with refused(DataError, "reference_rewards", "'t'", "'1.0'"):
+        algorithm(filters=["reference_solved"]).filter([group])
+
+
 def test_what_was_played_is_told_apart_from_what_is_trained_on() -> None:
     """A filter that drops the hard tasks must not make the policy look better than it is."""
     plain, filtering = algorithm(), algorithm(filters=["zero_variance"])
