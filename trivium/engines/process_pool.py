@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trivium.concurrency import gather_or_cancel
+from trivium.concurrency import gather_or_cancel, wait_for
 from trivium.engines.pool import EnginePool, Replica, load_in_time, named
 from trivium.engines.reporting import call_on
 from trivium.errors import SyncError
@@ -28,6 +28,8 @@ from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.protocols.rollout import OnTokens
+
+T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
@@ -129,23 +131,23 @@ class _ProcessReplica(Replica):
         self._link = Link(connect(address, key), name, self._failure)
 
     async def generate(self, request: Request) -> Completion:
-        return await self._sampled(self._link.call("generate", request))
+        return await self._answer(self._link.call("generate", request))
 
     async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         report = partial(call_on, asyncio.get_running_loop(), on_tokens)  # a thread receives the tokens
-        return await self._sampled(self._link.call("stream", request, on_part=report))
-
-    async def _sampled(self, completion: Future[Completion]) -> Completion:
-        try:
-            return await asyncio.wrap_future(completion)
-        except EngineFailure as failed:
-            raise named(failed, self.name) from failed
+        return await self._answer(self._link.call("stream", request, on_part=report))
 
     async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: Outgoing) -> None:
-        await asyncio.wrap_future(self._link.call("load", version, tensors, in_flight, weights=loading))
+        await self._answer(self._link.call("load", version, tensors, in_flight, weights=loading))
 
     async def rest(self) -> None:
-        await asyncio.wrap_future(self._link.call("rest"))
+        await self._answer(self._link.call("rest"))
+
+    async def _answer(self, answer: Future[T]) -> T:
+        try:
+            return await asyncio.wrap_future(answer)
+        except EngineFailure as failed:
+            raise named(failed, self.name) from failed
 
     async def close(self) -> None:
         """Closes the engine of the other process, and waits until it is closed or the process has ended."""
@@ -168,7 +170,8 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
     def __init__(
         self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
     ) -> None:
-        """`others` has the (name, address) of each `EngineHost`. All engines must load weights within `deadline_s`."""
+        """`others` has the (name, address) of each `EngineHost`. All engines must load weights, and go to rest, within
+        `deadline_s`."""
         replicas = (_ProcessReplica(name, address, key) for name, address in others)
         super().__init__([_OwnReplica(own), *replicas])
         self._deadline_s = deadline_s
@@ -216,7 +219,20 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
                 loading.end()
 
     async def _rest(self) -> None:
-        await gather_or_cancel([replica.rest() for replica in self.replicas])
+        awake = set(self.replicas)
+
+        async def rest(replica: _OwnReplica | _ProcessReplica) -> None:
+            await replica.rest()
+            awake.remove(replica)
+
+        try:
+            await wait_for(self._deadline_s, gather_or_cancel([rest(replica) for replica in self.replicas]))
+        except TimeoutError as error:
+            raise EngineFailure(
+                f"rest of the engine of {', '.join(replica.name for replica in self.replicas if replica in awake)}",
+                f"it does not rest after {self._deadline_s:g} s, and its process has not ended",
+                "look at its log and at the load of its machine; raise sync.deadline_s if it is only slow",
+            ) from error
 
     async def close(self) -> None:
         for replica in self.replicas:

@@ -96,6 +96,34 @@ async def test_every_engine_of_the_pool_rests_if_the_first_one_can() -> None:
     await awake.close()
 
 
+async def test_an_engine_that_fails_to_load_or_to_rest_is_named() -> None:
+    config = ScriptedEngine.Config(replies=((1, 2),))
+    own, other = (_Resting(config, eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode) for _ in range(2))
+
+    async def fail(*_: object, **__: object) -> None:
+        raise EngineFailure("a version", "no workers", "see its log")
+
+    other.load = other.rest = fail  # pyright: ignore[reportAttributeAccessIssue]
+    pool = ProcessPool(own, [("rank 1", EngineHost(other, "127.0.0.1", b"key").address)], b"key", 60.0)
+    assert isinstance(pool, RestingEngine)
+    with refused(EngineFailure, "rank 1", "workers"):
+        await asyncio.wait_for(pool.load(1, [("w", np.zeros(2))]), 60)
+    with refused(EngineFailure, "rank 1", "workers"):
+        await asyncio.wait_for(pool.rest(), 60)
+    await pool.close()
+
+
+async def test_an_engine_that_does_not_rest_within_the_deadline_is_named() -> None:
+    config = ScriptedEngine.Config(replies=((1, 2),))
+    own, other = (_Resting(config, eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode) for _ in range(2))
+    other.rest = asyncio.Event().wait  # pyright: ignore[reportAttributeAccessIssue]
+    pool = ProcessPool(own, [("rank 1", EngineHost(other, "127.0.0.1", b"key").address)], b"key", 0.2)
+    assert isinstance(pool, RestingEngine)
+    with refused(EngineFailure, "rank 1", "0.2 s"):
+        await asyncio.wait_for(pool.rest(), 60)
+    await asyncio.wait_for(pool.close(), 60)
+
+
 async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_the_end() -> None:
     """One that was stopped: weights fill the connection, and what is sent behind them waits in a thread."""
     stopped, listener = Event(), Listener(("127.0.0.1", 0), authkey=b"key")
