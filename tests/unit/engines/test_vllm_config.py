@@ -83,6 +83,19 @@ def test_a_rank_of_torchrun_shows_vllm_its_own_gpus(monkeypatch: pytest.MonkeyPa
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpus_of_rank(2).get("CUDA_VISIBLE_DEVICES") == expected
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for visible in ("GPU-a,GPU-b", "0,1,2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with refused(ConfigError, "CUDA_VISIBLE_DEVICES", visible, "LOCAL_RANK 2"):
+            gpus_of_rank(2)
+
+
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "data_parallel_size"])
+def test_vllm_starts_the_workers_of_several_gpus_itself(split: str) -> None:
+    """Also in an actor of a placement group, where it would otherwise start actors of Ray."""
+    backends = {"distributed_executor_backend": "mp", "data_parallel_backend": "mp"}
+    assert backends.items() <= VllmEngine.Config.model_validate({split: 2}).arguments(Path("model")).items()
+    assert not backends.keys() & VllmEngine.Config().arguments(Path("model")).keys()
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,9 @@ def _for_processes(
 
 
 def gpus_of_rank(number: int) -> dict[str, str]:
-    """The variable that shows vLLM `number` GPUs, from this rank's own on. Empty in a process that no launcher started,
-    and in an actor of Ray that reserved all of them."""
+    """The variable that shows vLLM `number` GPUs, from this rank's own on. Empty for the first rank of a machine, in a
+    process that no launcher started, and in an actor of Ray that reserved all of them. Raises ConfigError if this rank
+    sees fewer."""
     if ENGINE_GPUS in os.environ:
         return {"CUDA_VISIBLE_DEVICES": os.environ[ENGINE_GPUS]}
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -145,7 +146,14 @@ def gpus_of_rank(number: int) -> dict[str, str]:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [*map(str, range(local + number))]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[local : local + number])}
+    chosen = devices[local : local + number]
+    if len(chosen) < number:
+        raise ConfigError(
+            f"an engine over {number} GPU(s) beside the rank with LOCAL_RANK {local}",
+            f"CUDA_VISIBLE_DEVICES is {visible}: {len(chosen)} from that rank's GPU on",
+            "list the GPUs of all ranks of this machine there, or unset it",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def owned(directory: Path) -> str:

@@ -80,6 +80,8 @@ class DescribedVllmEngine:
             if self.adapter_rank is not None:
                 rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
                 adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+            # Inside a placement group of Ray, vLLM would otherwise start its workers as actors.
+            executors = {"distributed_executor_backend": "mp", "data_parallel_backend": "mp"} if self.gpus > 1 else {}
             sees, images = family_in(model_dir) is not None, dict[str, Any]()
             if sees:  # pixels come normalized with each request, and are not cached
                 images = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False, "skip_mm_profiling": on_cpu}
@@ -105,6 +107,7 @@ class DescribedVllmEngine:
                 "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
                 "hf_overrides": {"head_dtype": "float32"},
                 **adapters,
+                **executors,
                 **images,
                 "disable_log_stats": True,
                 "enable_log_requests": False,
