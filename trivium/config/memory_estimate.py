@@ -398,10 +398,10 @@ def gpus_of(engine: object) -> int:
 
 
 def _held_by_gpu(engine: Any, shape: ModelShape, width: int) -> int:
-    """Bytes of the weights of an engine on each of its GPUs."""
+    """Bytes of the weights of an engine on each of its GPUs. All its GPUs together hold each expert once: whole or in
+    parts."""
     experts, layers = shape.layers * shape.all_experts, getattr(engine, "tensor_parallel_size", 1)
-    holders = gpus_of(engine) if getattr(engine, "expert_parallel", False) else layers
-    return ((shape.parameters - experts) // layers + experts // holders) * width
+    return ((shape.parameters - experts) // layers + experts // gpus_of(engine)) * width
 
 
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:

@@ -456,19 +456,22 @@ class TestPlan:
         assert weights("engine.data_parallel_size=4") == pytest.approx(weights(), abs=0.1)
 
     def test_experts_over_gpus_are_held_once(self, tmp_path: Path) -> None:
-        """Of a mixture with attention on each GPU: a quarter of the experts."""
+        """Of a mixture with attention on each GPU: a quarter of the experts, or of the rows of each."""
 
         def weights(**engine: Any) -> float:
-            section = {"kind": "vllm", "device": "cuda", "data_parallel_size": 4, **engine}
+            section = {"kind": "vllm", "device": "cuda", **engine}
             plan = plan_run(config_of(tmp_path, MIXTURE, engine=section), 1, Machine(2**50, (80 * 2**30,) * 4))
             memory = plan.stages[0].memory
             assert memory is not None
             return memory["each engine"]["engine"]
 
-        whole, split = weights(), weights(expert_parallel=True)
+        whole, split = weights(), weights(data_parallel_size=4)
         shape = shape_of(MIXTURE)
         experts = shape.layers * shape.all_experts * 2 / MIB
         assert whole - split == pytest.approx(experts * 3 / 4, rel=1e-3)
+        assert weights(data_parallel_size=4, expert_parallel=True) == split
+        with refused(ConfigError, "engine.data_parallel_size", "768"):
+            weights(tensor_parallel_size=2, data_parallel_size=5)
 
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
         on_cpu, on_gpu = (

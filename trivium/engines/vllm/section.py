@@ -39,8 +39,8 @@ class DescribedVllmEngine:
         tensor_parallel_size: int = free(1, ge=1)
         """GPUs that the layers of one engine are split over; on a CPU, processes."""
         data_parallel_size: int = free(1, ge=1)
-        """Copies of these layers in one engine, which share its requests. Together with `expert_parallel` they hold
-        each expert once. Engines of their own are independent copies (`cluster.engines`, ranks of torchrun)."""
+        """Copies of these layers in one engine, which share its requests. Experts of a mixture are not copied: all GPUs
+        of the engine share them. Engines of their own are independent copies (`cluster.engines`, ranks of torchrun)."""
         expert_parallel: bool = free(False)
         """Whether each GPU of an engine holds whole experts, instead of a part of every expert."""
         gpu_memory_utilization: float = free(0.9, gt=0, le=1)
@@ -165,6 +165,10 @@ class DescribedVllmEngine:
                 if number % size:
                     found, do = f"it does not divide the {number} {name}", f"choose a divisor of {number}"
                     yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
+            if shape.experts > 1 and not self.expert_parallel and not shape.mlp % size and shape.mlp % self.gpus:
+                found = f"with tensor_parallel_size {size} it does not divide the {shape.mlp} rows of an expert"
+                do = "choose sizes whose product divides them, or set expert_parallel: true"
+                yield Problem(f"{where}.data_parallel_size", str(self.data_parallel_size), found, do)
             if max(shape.kv_heads, size) % min(shape.kv_heads, size):
                 found, do = f"the model has {shape.kv_heads} key-value heads", "choose a divisor or a multiple of it"
                 yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
