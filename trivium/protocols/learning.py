@@ -163,6 +163,8 @@ class EngineSettings:
     """Which processes may write a checkpoint at the same time."""
     keeps_updates: bool = False
     """Whether updates of the policy record their per-token columns (`RecordingEngine`)."""
+    shares_gpu: bool = False
+    """Whether a rollout engine that sleeps during updates (`engine.sleep_level`) takes the GPU's memory after them."""
 
 
 class TrainEngine(ABC):

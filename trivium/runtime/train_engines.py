@@ -129,6 +129,7 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
         engine_dtype(stage.config),
         stage.config.checkpoint.save_strategy,
         keeps_updates=stage.config.run.keep == "tokens" and stage.config.run.mode != "explore",
+        shares_gpu=getattr(stage.config.engine, "sleep_level", 0) > 0,
     )
     return engine
 

@@ -160,6 +160,13 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
             if optimizer.steps_started > before:
                 self._moved_from = self.version
             self.holds_version = self._moved_from != self.version
+            self.free_cache()
+
+    def free_cache(self) -> None:
+        """Returns the memory that this process has cached to its GPU, if a rollout engine wakes there
+        (`EngineSettings.shares_gpu`). An engine over several GPUs takes the memory of several ranks."""
+        if self.settings.shares_gpu:
+            torch.cuda.empty_cache()
 
     def take_updates(self) -> Batch | None:
         updates, self._updates = self._updates, []
@@ -228,8 +235,9 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
         weights = self.offered_weights()
         is_first = self.ranks.rank == 0
         offer = offer_on(self.settings.channel, self.version, weights) if is_first else WeightOffer(delivered=False)
-        for _ in weights:  # every rank takes part in every gather, even if the channel refused the weights
-            pass
+        for gathered in weights:  # every rank takes part in every gather, even if the channel refused the weights
+            del gathered
+        self.free_cache()
         return offer
 
     def offered_weights(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from configs import configured
 from failing import refused
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,8 @@ from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
 from trivium.protocols import EngineSettings
+from trivium.runtime.stage import Stage
+from trivium.runtime.train_engines import attached
 from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
 from trivium.training.learner import Learner
@@ -423,6 +426,19 @@ class TestWeights:
         offered = dict(channel.collect(0))
         assert {tensor.dtype for tensor in offered.values()} == {dtype}
         assert all(torch.equal(tensor.to(dtype), offered[name]) for name, tensor in engine.export_weights())
+
+    @pytest.mark.parametrize("level", [0, 2])
+    def test_the_memory_of_an_engine_that_wakes_is_not_cached(self, model_dir, batch, monkeypatch, level):
+        """Each rank frees its own: a rollout engine may wake on the GPUs of several ranks."""
+        freed = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("cache"))
+        config = configured(engine={"kind": "vllm", "device": "cuda", "sleep_level": level}, algorithm="grpo")
+        stage = Stage(config, 0, 0, True, model_dir, model_dir)
+        engine = attached(make_engine(model_dir), stage, MemoryChannel())
+        step(engine, batch)
+        assert len(freed) == bool(level)
+        assert engine.offer_weights().delivered
+        assert len(freed) == 2 * bool(level)
 
     def test_saved_policy_is_a_plain_model_directory(self, model_dir, tmp_path, batch):
         (model_dir / "tokenizer.json").write_text("{}")

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from trivium.engines.load_gate import LoadGate
 from trivium.engines.reporting import TokenReport, call_on
 from trivium.engines.servable import check_request
@@ -310,7 +308,6 @@ class VllmEngine(DescribedVllmEngine):
     async def _update(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, at_once: bool) -> None:
         lost = self._sleeps and self.config.sleep_level == 2
         if self._sleeps:
-            torch.cuda.empty_cache()  # memory that the trainer has cached
             await llm.wake_up()
             self._sleeps = False
         await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)

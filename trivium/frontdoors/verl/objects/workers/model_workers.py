@@ -195,8 +195,9 @@ class ActorRolloutRefWorker(ModelWorker):
         weights = self.engine.offered_weights()
         if self.rank == 0:
             self._published = store(version, weights)
-        for _ in weights:  # every rank takes part in every gather
-            pass
+        for gathered in weights:  # every rank takes part in every gather
+            del gathered
+        self.engine.free_cache()
 
     @register(Dispatch.ONE_TO_ALL)
     def published_weights(self) -> Stored | None:
