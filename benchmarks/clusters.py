@@ -34,10 +34,12 @@ HOST_MEMORY = 200e9
 """Bytes a second of a node's memory, through which the optimizer on the host goes."""
 LATENCY = 10e-6
 """Seconds of a sum over the GPUs of an engine; each layer has two."""
+UTILIZATION = 0.9
+"""Part of a GPU's memory that an engine takes for weights and cache."""
 PROMPT, RESPONSES = 512, (200.0, 1000.0, 2500.0, 5000.0, 16000.0)
 """Tokens of a prompt, and quantiles of the tokens of a response."""
-PASS = 16_384
-"""Tokens of one pass of a rank."""
+PASS = 17_024
+"""Tokens of one pass of a rank: of the longest sequence that `trivium check` plans with."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Cluster:
     @property
     def shape(self) -> ModelShape:
         return shape_of(self.config_json)
+
+    @property
+    def between(self) -> float:
+        """Bytes a second between any two GPUs."""
+        return NODE if self.nodes == 1 else NETWORK
 
     @property
     def config_json(self) -> dict[str, Any]:
@@ -111,6 +118,7 @@ def run_config(cluster: Cluster) -> dict[str, Any]:
             "kind": "vllm",
             "device": "cuda",
             "tensor_parallel_size": cluster.engine_gpus,
+            "gpu_memory_utilization": UTILIZATION,
             "sampling": {"max_new_tokens": int(RESPONSES[-1])},
         },
         "train": {
@@ -126,23 +134,27 @@ def run_config(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def sent_s(cluster: Cluster) -> float:
+    """Seconds in which a rank sends what one pass exchanges."""
+    parallel = ParallelConfig(tensor=cluster.tensor, expert=cluster.expert)
+    sent = sent_in_a_pass(cluster.shape, parallel, cluster.ranks, PASS, passes=3, width=2)
+    return sum(number / (NODE if name == "split layers" else cluster.between) for name, number in sent.items())
+
+
 def rates_of(cluster: Cluster) -> Rates:
     """The rates that follow from the assumptions. Parameters and optimizer are in host memory: a pass copies the rank's
     part to its GPU twice, and its gradients back."""
     shape, gpus = cluster.shape, cluster.engine_gpus
-    parallel = ParallelConfig(tensor=cluster.tensor, expert=cluster.expert)
-    sent = sent_in_a_pass(shape, parallel, cluster.ranks, PASS, passes=3, width=2)
-    between = NODE if cluster.nodes == 1 else NETWORK
-    sent_s = sum(number / (NODE if name == "split layers" else between) for name, number in sent.items())
     copied_s = 3 * 4 * shape.parameters / cluster.ranks / HOST
     flops = shape.flops(1, 0, 1, backward=True) * 4 / 3  # layers are computed again in the backward pass
     tokens = PROMPT + fmean((low + high) / 2 for low, high in pairwise(RESPONSES))
     flops += 4 * 2 * shape.layers * shape.query * tokens  # attention
-    context = shape.kv_per_token * 2 * tokens
-    room = gpus * 80e9 * 0.85 - shape.parameters * 2
+    heads = max(shape.kv_heads, gpus)  # of keys and values: each GPU of an engine holds at least one
+    context = 2 * shape.layers * heads * shape.head_dim * 2 * tokens
+    room = gpus * 80e9 * UTILIZATION - shape.parameters * 2
     decoding = gpus * MEMORY * READ
     nodes = cluster.nodes * cluster.ranks / (cluster.ranks + cluster.engines * gpus)  # of the trainer
-    pushed_s = shape.parameters * 2 / between
+    pushed_s = shape.parameters * 2 / cluster.between
     return Rates(
         start_s=shape.flops(PROMPT, PROMPT**2, 1, backward=False) / (gpus * PEAK * USED),
         step_s=shape.parameters * 2 / decoding + 2 * shape.layers * LATENCY,
@@ -152,7 +164,7 @@ def rates_of(cluster: Cluster) -> Rates:
         sync_s=pushed_s,
         save_s=0.0,
         update_s=28 * shape.parameters / nodes / HOST_MEMORY,
-        update_token_s=flops / (PEAK * USED) + cluster.tensor * (sent_s + copied_s) / PASS,
+        update_token_s=flops / (PEAK * USED) + cluster.tensor * (sent_s(cluster) + copied_s) / PASS,
         prompt_tokens=(float(PROMPT),),
         response_tokens=RESPONSES,
         explorer_gpus=gpus,
