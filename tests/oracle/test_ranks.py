@@ -29,7 +29,7 @@ from trivium.training.distributed.torchrun import TorchrunRanks, serve_rank, sto
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the ranks of all tests run in the first one
 
 MAX_RESPONSE_LENGTH = 32
 SPLIT = {"vocab_size": 34, "intermediate_size": 26}
@@ -351,7 +351,8 @@ def batches(directory: Path) -> dict[str, Batch]:
 @pytest.fixture(scope="module")
 def found(directory: Path, batches: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ranks") / "trained"
-    return {size: said[0] for size, said in run_ranks(list(WAYS), on_ranks, folder, directory, batches).items()}
+    done = run_ranks(list(WAYS), on_ranks, folder, directory, batches, deadline_s=720.0)
+    return {size: said[0] for size, said in done.items()}
 
 
 @pytest.fixture(scope="module")

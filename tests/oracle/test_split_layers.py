@@ -31,8 +31,11 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from trivium.config.parallel import EXPERT_MODELS
 from trivium.models.heads.vocabulary_part import WHOLE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the ranks of all tests run in the first one
 SIZES = (2, 4)
+EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 4}
+"""Of all types, so that config.json has the size of experts whichever key the type reads. The memory plan counts no
+shared expert."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes: dict[str, Any] = {**SIZE, "vocab_size": 34, "head_dim": 4, "moe_intermediate_size": 14, "num_experts": 6}
     random_model(Qwen3MoeConfig(**sizes, num_experts_per_tok=2), seed=0, scale=8.0).save_pretrained(directory / "model")
     for kind in SPLIT_MODELS:
-        model = mixture(kind) if kind in EXPERT_MODELS else random_model(_dense(kind), seed=0, scale=6.0)
+        model = (
+            mixture(kind, **EXPERT_SIZES) if kind in EXPERT_MODELS else random_model(_dense(kind), seed=0, scale=6.0)
+        )
         model.save_pretrained(directory / kind)
     return directory
 
@@ -60,7 +65,7 @@ def alone(directory: Path) -> list[Step]:
 
 @pytest.fixture(scope="module")
 def found(directory: Path, alone: list[Step], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    return run_ranks(SIZES, on_ranks, tmp_path_factory.mktemp("ranks") / "split", directory, deadline_s=480.0)
+    return run_ranks(SIZES, on_ranks, tmp_path_factory.mktemp("ranks") / "split", directory, deadline_s=960.0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -85,7 +90,7 @@ def test_each_type_of_models_is_split_exactly(kind: str, found: dict[int, list[A
     assert max(distances.values()) < 1e-9, distances
     for name in layouts:
         assert found[2][0][f"{kind} {name} part"] == pytest.approx(
-            planned_part(directory / kind, 2, **LAYOUTS[name]), abs=0.08
+            planned_part(directory / kind, 2, **LAYOUTS[name]), abs=0.02
         )
 
 
@@ -111,4 +116,4 @@ def test_a_split_output_layer_gives_the_numbers_of_the_whole(found: dict[int, li
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_gradient_is_detected(fault: str, found: dict[int, list[Any]], alone: list[Step]) -> None:
-    assert all(ranks[0][fault].distance(alone[0]) > 1e-3 for ranks in found.values())
+    assert found[2][0][fault].distance(alone[0]) > 1e-3

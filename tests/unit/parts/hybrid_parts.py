@@ -18,6 +18,8 @@ _DELTA_RULE: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+_LARGE_ATTENTION = {"num_key_value_heads": 4}
+"""Makes attention large enough, beside 4 experts, for a test to detect whether ranks hold all of it or a part."""
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {**_DELTA_RULE, **_EXPERTS, "num_experts": 4},
@@ -57,16 +59,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Gated delta rule, Mamba 2, short convolutions; beside attention in a layer or in turns, dense or with experts."""
 MORE_HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA_RULE, **_EXPERTS, "num_experts": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], **_EXPERTS, "num_experts": 8, "num_dense_layers": 0},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        **_EXPERTS,
+        **_LARGE_ATTENTION,
+        "num_experts": 4,
+        "num_dense_layers": 0,
+    },
     "granitemoehybrid": {
+        **_LARGE_ATTENTION,
         "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
+        "mamba_expand": 1,
+        "mamba_n_heads": 4,
         "mamba_d_head": 4,
         "mamba_d_state": 8,
         "mamba_n_groups": 1,
         "mamba_chunk_size": 8,
-        "num_local_experts": 8,
-        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 2,
         "num_experts_per_tok": 2,
     },
     "bamba": {

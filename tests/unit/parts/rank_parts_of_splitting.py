@@ -36,13 +36,13 @@ KEPT = KeptSets(_COUNTS, torch.tensor([0, 1, 5, 0, 3, 2, 6, 1, 1, 4]), _COUNTS.a
 LAYOUTS = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
 SHARDED = [kind for kind in HYBRID_OF if kind not in TENSOR_MODELS]
 """Those whose layers no rank splits."""
-SPLIT_MODELS = sorted((TENSOR_MODELS | EXPERT_MODELS) - HYBRID_OF.keys())
+SPLIT_MODELS = sorted((TENSOR_MODELS | EXPERT_MODELS) - HYBRID_OF.keys() - {"qwen3_moe"})
+"""Those beside `model`, which is a Qwen 3 mixture in every layout."""
 HYBRID_CASES = {
     2: [
         *((kind, "sharded") for kind in SHARDED),
         *((kind, "tensor") for kind in HYBRID_OF if kind in TENSOR_MODELS),
         *((kind, "expert") for kind in HYBRID_OF if kind in EXPERT_MODELS),
-        ("qwen3_next", "both"),
     ],
     4: [("zamba2", "replicas"), ("qwen3_next", "replicas of experts"), ("qwen3_next", "both")],
 }
@@ -133,7 +133,7 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
             engine = engine_of(directory, join_ranks(**LAYOUTS[name]), model=kind, **LAYOUTS[name])
             done[f"{kind} {name} part"] = part_of(engine)
             done[f"{kind} {name}"] = step(engine)
-    for name, (owner, attribute, faulty) in FAULTS.items():
+    for name, (owner, attribute, faulty) in FAULTS.items() if size == 2 else ():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
         try:
