@@ -164,7 +164,8 @@ def _prompt_pass(shape: ModelShape, read: int, prompt: int, width: int, device: 
     at_once = read if device != "cpu" else read // prompt * min(prompt, PROMPT_CHUNK)
     sorted_states = 2 * shape.active_experts if shape.experts > 1 else 0
     feed_forward = (3 * shape.mlp * shape.active_experts + (3 + sorted_states) * shape.hidden) * width
-    scores = 2 * 4 * shape.heads * prompt if device == "cpu" else 0  # float32, before the softmax and after it
+    scored = device == "cpu" and shape.kv_per_token > 0
+    scores = 2 * 4 * shape.heads * prompt if scored else 0  # float32, before the softmax and after it
     attention = scores + (3 * shape.query + 2 * shape.key) * width
     return at_once * max(feed_forward, attention) + read // prompt * shape.vocabulary * (4 + width)
 
@@ -173,5 +174,5 @@ def _decode_step(shape: ModelShape, rows: int, tokens: int, width: int) -> int:
     """Bytes that one token of every row needs at its peak: scores of all heads, or logits and the copies that sampling
     makes of them."""
     logits = rows * shape.vocabulary
-    scores = rows * shape.heads * tokens * (2 * 4 + width)
+    scores = rows * shape.heads * tokens * (2 * 4 + width) if shape.kv_per_token else 0
     return max(scores, logits * (4 + width), logits * 4 + min(logits, SAMPLED_TOGETHER) * _SAMPLING)

@@ -39,13 +39,15 @@ _OLD_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 """Keys of older config files, as in GPT-2's, and their present names."""
+_MAMBA_2 = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+"""Sizes that the config.json of Mamba 2 names instead of attention heads."""
 _PLAIN = ("gpt2", "bloom", "gpt_neox", "opt", "gpt_bigcode")
 """Model types with biases everywhere and a feed-forward layer of two matrices."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal blocks. Exact for the shapes of Llama, Mistral, Qwen and GPT-2; close for others."""
+    """A decoder of equal blocks. Exact for the shapes of Llama, Mistral, Qwen, GPT-2 and Mamba 2; close for others."""
 
     hidden: int
     """Width of the residual stream."""
@@ -205,23 +207,26 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises DataError if a size is missing.
     """
     text = _text_config(config)
-    missing = [
-        name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if name not in text
-    ]
+    kind = str(text.get("model_type", "")).removesuffix("_text")
+    sizes = _MAMBA_2 if kind == "mamba2" else ("num_attention_heads",)
+    missing = [name for name in ("hidden_size", "num_hidden_layers", *sizes, "vocab_size") if name not in text]
     if missing:
         raise DataError(
             "the size of a model by its config.json",
             f"it names no {', '.join(missing)}",
             "plan the memory by hand: this architecture is not supported",
         )
-    hidden, heads, kind = int(text["hidden_size"]), int(text["num_attention_heads"]), str(text.get("model_type", ""))
-    kind = kind.removesuffix("_text")
+    hidden, heads = int(text["hidden_size"]), int(text[sizes[0]])
     kv_heads = int(text.get("num_key_value_heads") or heads)
     head_dim = int(text.get("head_dim") or hidden // heads)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 1)
     mlp = int(
         (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
     )
+    if kind == "mamba2":
+        # The input projection computes a gate and the inputs of convolution and scan. Gate and output projection count
+        # as those of queries and outputs, the rest as a feed-forward layer of two matrices.
+        kv_heads, mlp = 0, (_convolved(text) + heads) // 2
     plain = kind in _PLAIN
     tied = plain or kind.startswith("gemma")  # the default of these types, if the file has no `tie_word_embeddings`
     positions = text.get("max_position_embeddings")
@@ -236,7 +241,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         vocabulary=int(text["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))),
         max_positions=None if positions is None else int(positions),
-        gated=not plain,
+        gated=not plain and kind != "mamba2",
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
@@ -247,10 +252,20 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _convolved(text: Mapping[str, Any]) -> int:
+    """Channels of the convolution of a Mamba 2 block."""
+    return int(text["num_heads"]) * int(text["head_dim"]) + 2 * int(text["n_groups"]) * int(text["state_size"])
+
+
 def _small(text: Mapping[str, Any], kind: str, hidden: int, query: int, key: int, mlp: int, head_dim: int) -> int:
     """Norms and biases of one block."""
     if kind in _PLAIN:  # two norms with biases, and a bias for every matrix
         return 4 * hidden + query + 2 * key + hidden + mlp + hidden
+    if kind == "mamba2":  # a norm, the convolution, three numbers a head, and the norm of the scan's output
+        columns, heads = _convolved(text), query // head_dim
+        convolution = columns * (int(text["conv_kernel"]) + bool(text.get("use_conv_bias", True)))
+        biases = (query + columns + heads + hidden) * bool(text.get("use_bias"))
+        return hidden + convolution + 3 * heads + query + biases
     biased = bool(text.get("attention_bias"))
     biases = (query + 2 * key) * (biased or kind in _QKV_BIAS) + hidden * biased
     if text.get("mlp_bias"):

@@ -41,6 +41,8 @@ def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
     if kind in _EVERY_LAYER:
         return [_EVERY_LAYER[kind]] * count
     attention: Collection[int] | None = config.get("attn_layer_indices") or config.get("full_attn_idxs")
+    if attention is None and kind == "bamba":  # without indices, no layer has attention
+        attention = ()
     if attention is None and "linear_num_value_heads" in config:
         interval = int(config.get("full_attention_interval") or 4)
         attention = range(interval - 1, count, interval)

@@ -14,10 +14,12 @@ from sync_parts import memory_rise
 from training_parts import Parts, Reinforce, make_batch, make_engine
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -63,6 +65,8 @@ CONFIGS = [
     GemmaConfig(**SIZES),
     GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=32, n_inner=80),
     BloomConfig(**SMALL, hidden_size=64, n_layer=2, n_head=4),
+    Mamba2Config(**SMALL, hidden_size=64, num_hidden_layers=3, num_heads=8, head_dim=16, state_size=32, n_groups=2),
+    Mamba2Config(**SMALL, hidden_size=32, num_heads=4, head_dim=16, n_groups=1, use_bias=True, use_conv_bias=False),
 ]
 QWEN_1B5 = {
     "model_type": "qwen2",
@@ -141,7 +145,7 @@ class TestCounts:
             ({"full_attn_idxs": [2, 5, 8, 10]}, 8),
             ({"attn_layer_indices": [5]}, 11),
             ({"hybrid_override_pattern": "M-M*-M-M*-M-"}, 10),
-            ({"model_type": "mamba2"}, 12),
+            ({"model_type": "bamba", "attn_layer_indices": None}, 12),
             ({"model_type": "falcon_h1"}, 0),
             ({"model_type": "qwen3"}, 0),
         ],
@@ -160,6 +164,18 @@ class TestCounts:
             assert items["engine prompts"] == 4 * (100 * shape.kv_per_token * 2 + shape.state_bytes(2))
         else:
             assert "engine states" not in engine_memory(shape, dtype="bfloat16", rows=10, tokens=100)
+
+    @pytest.mark.parametrize("config", [Mamba2Config(), BambaConfig()], ids=lambda config: config.model_type)
+    def test_states_of_models_without_attention(self, config: Any, tmp_path: Path) -> None:
+        config.save_pretrained(tmp_path)
+        shape = read_shape(tmp_path)
+        heads, width, groups, size = (128, 64, 8, 128) if config.model_type == "mamba2" else (128, 64, 1, 256)
+        inner = heads * width
+        states = config.num_hidden_layers * (inner * size * 4 + (inner + 2 * groups * size) * 4 * 2)
+        assert shape.state_bytes(2) == states
+        items, longer = (engine_memory(shape, dtype="bfloat16", rows=10, tokens=n, prefill=64) for n in (10**3, 10**6))
+        assert items == longer
+        assert (items["engine states"], items["engine cache"]) == (10 * states, 0)
 
     @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
     @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])
