@@ -90,10 +90,10 @@ def none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("none_left_behind")
 async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> None:
-    pool, go_on = Threads(1, "test"), threading.Event()
-    stuck = asyncio.create_task(pool.run(go_on.wait))
+    pool, begun, go_on = Threads(1, "test"), threading.Event(), threading.Event()
+    stuck = asyncio.create_task(pool.run(lambda: (begun.set(), go_on.wait())))
     queued = asyncio.create_task(pool.run(lambda: pytest.fail("given up before it began")))
-    await asyncio.sleep(0.02)
+    await asyncio.to_thread(begun.wait, 60)
     for task in (queued, stuck):
         task.cancel()
     await asyncio.wait((queued, stuck))

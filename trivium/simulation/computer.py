@@ -8,6 +8,7 @@ one of its threads would be resumed: none of its code runs afterwards, and its f
 
 from __future__ import annotations
 
+import _thread
 import heapq
 import itertools
 import random
@@ -80,8 +81,9 @@ class Computer:
         """Threads resumed so far: the moments of a history."""
         self.watchers: list[Callable[[], object]] = []
         """Called before each resumption; may kill processes."""
-        self.current: Thread | None = None
-        """The thread that runs; None outside of simulated threads."""
+        self._running: Thread | None = None
+        self.ident = _thread.get_ident()
+        """Identifies the thread of the real process that runs the simulated threads."""
         self.deaths = 0
         """Processes that have ended."""
         self.commits = 0
@@ -128,9 +130,16 @@ class Computer:
         self._end(thread.process, code, None)
         self._switch(thread)
 
+    @property
+    def current(self) -> Thread | None:
+        """The simulated thread that calls this; None outside of the simulation, and in other threads of the real
+        process."""
+        return self._running if self._running is not None and _thread.get_ident() == self.ident else None
+
     def this(self) -> Thread:
-        assert self.current is not None, "not a simulated thread"
-        return self.current
+        current = self.current
+        assert current is not None, "not a simulated thread"
+        return current
 
     # ------------------------------------------------------------------ the history
 
@@ -183,7 +192,7 @@ class Computer:
         return None
 
     def _resume(self, thread: Thread) -> None:
-        self.current = thread
+        self._running = thread
         events._set_running_loop(thread.loop)
         sys.set_asyncgen_hooks(*thread.hooks)
         try:
@@ -197,7 +206,7 @@ class Computer:
             if thread.dead and thread.name == "main":
                 self._end(thread.process, 0, None)
         finally:
-            self.current = None
+            self._running = None
             events._set_running_loop(None)
             if thread.dead:
                 _unfinished.discard(thread)

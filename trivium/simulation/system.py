@@ -270,14 +270,19 @@ def installed(
 
 
 def _clock(computer: Computer, conditions: Conditions) -> list[Replaced]:
+    real_sleep = time.sleep
+
     def now() -> float:
         return computer.now
+
+    def sleep(seconds: float) -> None:
+        (real_sleep if computer.current is None else computer.sleep)(seconds)
 
     return [
         (time, "monotonic", now),
         (time, "perf_counter", now),
         (time, "time", lambda: EPOCH + computer.now + conditions.clock_error_s),
-        (time, "sleep", computer.sleep),
+        (time, "sleep", sleep),
         (threading, "_time", now),
         (queue, "time", now),
     ]
@@ -285,7 +290,7 @@ def _clock(computer: Computer, conditions: Conditions) -> list[Replaced]:
 
 def _threading(computer: Computer) -> list[Replaced]:
     real_lock, real_rlock, real_thread = threading.Lock, threading.RLock, threading.Thread
-    real_ident = threading.get_ident
+    real_ident, real_current = threading.get_ident, threading.current_thread
 
     def make_lock() -> Any:
         return real_lock() if computer.current is None else Lock(computer)
@@ -297,7 +302,13 @@ def _threading(computer: Computer) -> list[Replaced]:
         return (real_thread if computer.current is None else Thread)(*args, **kwargs)
 
     def ident() -> int:
-        return real_ident() if computer.current is None else computer.current.ident
+        current = computer.current
+        return real_ident() if current is None else current.ident
+
+    def current_thread() -> Any:
+        if computer.current is None and real_ident() != computer.ident:
+            return real_current()
+        return _threads.get(greenlet.getcurrent()) or _outside  # pyright: ignore
 
     return [
         (threading, "Lock", make_lock),
@@ -305,7 +316,7 @@ def _threading(computer: Computer) -> list[Replaced]:
         (threading, "RLock", make_rlock),
         (threading, "Thread", make_thread),
         (threading, "get_ident", ident),
-        (threading, "current_thread", lambda: _threads.get(greenlet.getcurrent()) or _outside),  # pyright: ignore
+        (threading, "current_thread", current_thread),
         (queue, "SimpleQueue", queue._PySimpleQueue),  # pyright: ignore
     ]
 
