@@ -25,6 +25,9 @@ PROMPT_TOKENS = 1024
 images, all of these tokens are assumed to stand for them."""
 RUNTIME = 512 * MIB
 """Bytes of a process with torch that holds no model yet."""
+VERSIONS_IN_FILES = 3
+"""The versions of weights that memory must have room for if an engine writes them to files there: the one it holds, the
+next, and room to spare."""
 _ROLE_OF = {
     "ref": "reference",
     "teacher": "teacher",
@@ -53,6 +56,7 @@ _KNOBS = {
     "received": "use fewer ranks on this machine, or set engine.dtype: bfloat16",
     "copy": "set checkpoint.asynchronous: false",
     "runtime": "use fewer processes on this machine",
+    "vLLM": "use fewer engines on this machine, or set engine.dtype: bfloat16 or train.lora.push: adapter",
 }
 """What to change about an item, by the last word of its name."""
 
@@ -106,6 +110,8 @@ class MemoryPlan:
     """Whether the engine frees their GPU while the rank updates."""
     recorded: Mapping[str, int] = field(default_factory=dict[str, int])
     """Those in host memory of rollouts that wait or are trained on."""
+    engine_host: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Those in host memory for one rollout engine, in addition to those on its device."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -114,6 +120,7 @@ class MemoryPlan:
         items = {name: number * self.processes for name, number in ranks.items()}
         if self.engine_device == "cpu":
             items |= {name: number * self.engines for name, number in self.engine.items()}
+        items |= {name: number * self.engines for name, number in self.engine_host.items()}
         apart = self.engines if self.engine and not (self.together and self.processes) else 0
         return {**items, **self.recorded, "runtime": RUNTIME * (self.processes + apart)}
 
@@ -134,6 +141,8 @@ class MemoryPlan:
             shown["each rank, host"] = _mib(self.rank_host)
         if self.engine:
             shown["each engine"] = _mib(self.engine) | {"device": self.engine_device, "engines": self.engines}
+        if self.engine_host:
+            shown["each engine, host"] = _mib(self.engine_host)
         if self.recorded:
             shown["rollouts, host"] = _mib(self.recorded)
         needed: dict[str, Any] = {"host": round(sum(self.host.values()) / MIB)}
@@ -316,6 +325,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         kept |= _travelling(config, batch, shape, BYTES[engine_dtype])
     samples = mode in ("both", "explore", "serve", "bench") and hasattr(engine, "max_rows")
     trains = mode in ("both", "train", "serve")
+    engines = engines_of(config, batch.ranks)
     return MemoryPlan(
         device=device,
         rank=rank if trains else {},
@@ -323,10 +333,11 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         engine=_engine_items(config, shape, batch, machine) if samples else {},
         engine_device=engine_device,
         processes=batch.ranks if trains else 0,
-        engines=_engines(config, batch.ranks),
+        engines=engines,
         together=config.cluster.kind == "local",
         sleeps=getattr(engine, "sleep_level", 0) > 0,
         recorded=_recorded(config, shape, batch),
+        engine_host=_weight_files(config, shape.parameters * BYTES[engine_dtype], engines, machine) if samples else {},
     )
 
 
@@ -352,12 +363,22 @@ def _travelling(config: RunConfig, batch: BatchPlan, shape: ModelShape, width: i
     if config.sync.full_every > 1:  # on both sides: what the next version is compared with, and what it is applied to
         sides = 2 if config.cluster.kind == "local" and config.run.mode == "both" else 1
         items["the last version"] = sides * shape.parameters * width // batch.ranks
-    if config.cluster.kind == "local" and _engines(config, batch.ranks) > 1:
+    if config.cluster.kind == "local" and engines_of(config, batch.ranks) > 1:
         items["weights received"] = 2 * shape.embedding * width  # one tensor is loaded while the next arrives
     return items
 
 
-def _engines(config: RunConfig, ranks: int) -> int:
+def _weight_files(config: RunConfig, size: int, engines: int, machine: Machine) -> dict[str, int]:
+    """Bytes of the files in memory through which one engine gets new weights of `size` bytes: two versions during a
+    load. They are on a disk if `engines` engines do not fit into half of the host's memory, the size of /dev/shm."""
+    lora = getattr(config.train, "lora", None)
+    if not getattr(config.engine, "writes_weights", False) or (lora is not None and lora.push == "adapter"):
+        return {}
+    fits = not machine.memory or engines * VERSIONS_IN_FILES * size < machine.memory // 2
+    return {"weights for vLLM": 2 * size} if fits else {}
+
+
+def engines_of(config: RunConfig, ranks: int) -> int:
     """The number of engines: on Ray that of the config, else one for each rank that the explorer can use."""
     if config.cluster.kind != "local":
         return config.cluster.explorers * config.cluster.engines

@@ -538,6 +538,25 @@ class TestPlan:
         assert wide == pytest.approx(2 * 4 * shape_of(QWEN_1B5).parameters / MIB, abs=1)
         assert narrow == pytest.approx(wide / 2, abs=1)
 
+    def test_files_of_weights_for_vllm_are_counted_for_each_engine(self, tmp_path: Path) -> None:
+        """Two versions in bfloat16. On a disk if they do not fit into /dev/shm, and none if an adapter is sent."""
+
+        def host(memory: int = 2**50, ranks: int = 1, **changes: Any) -> tuple[float, float]:
+            engine = {"kind": "vllm", "device": "cuda", "dtype": "bfloat16"}
+            plan = plan_run(config_of(tmp_path, engine=engine, **changes), 1, Machine(memory, HUGE.gpus), ranks=ranks)
+            shown = plan.stages[0].memory
+            assert shown is not None
+            return shown.get("each engine, host", {}).get("weights for vLLM", 0), shown["needed"]["host"]
+
+        files = 2 * 2 * shape_of(QWEN_1B5).parameters / MIB
+        assert host(ranks=4)[0] == pytest.approx(files, abs=0.1)
+        ray = {"kind": "ray", "explorers": 1, "engines": 4}
+        one, four = host(cluster={**ray, "engines": 1}), host(cluster=ray)
+        assert four[1] - one[1] == pytest.approx(3 * (files + 512), abs=2)
+        assert host(memory=30 * 2**30, ranks=1)[0] == one[0]
+        assert host(memory=30 * 2**30, ranks=4)[0] == 0
+        assert host(train={"lora": {"rank": 4, "push": "adapter"}})[0] == 0
+
     def test_recorded_routing_is_counted_on_the_host(self, tmp_path: Path) -> None:
         """48 layers, 8 of 128 experts; a byte for each, in the turns and in the experiences."""
 

@@ -90,6 +90,19 @@ def test_a_rank_of_torchrun_shows_vllm_its_own_gpus(monkeypatch: pytest.MonkeyPa
             gpus_of_rank(2)
 
 
+def test_an_engine_knows_how_many_share_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engines(*config: Mapping[str, Any], **more: Any) -> int:
+        section = configured(*config, **more).engine
+        made = section.for_run(configured(*config, **more))
+        assert isinstance(made, VllmEngine.Config)
+        return made.on_this_machine().engines_here
+
+    assert engines() == 1
+    assert engines(cluster={"kind": "ray", "explorers": 2, "engines": 3}) == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (engines(), engines({"tensor_parallel_size": 2})) == (4, 2)
+
+
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "data_parallel_size"])
 def test_vllm_starts_the_workers_of_several_gpus_itself(split: str) -> None:
     """Also in an actor of a placement group, where it would otherwise start actors of Ray."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from training_parts import write_model
 from vision_parts import tiny
 
 from tests.processes import Forked, eventually
-from trivium.engines.vllm.weight_files import WeightFiles, own_directory
+from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_directory
 from trivium.errors import SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import adapter_state, attach, pushed_adapter
@@ -52,6 +54,15 @@ def test_directories_of_processes_that_were_killed_are_removed_by_the_next(tmp_p
     unknown.mkdir()
     also_mine = own_directory(tmp_path)
     assert {*tmp_path.glob("trivium-vllm-*")} == {mine, also_mine, elsewhere, unknown}
+
+
+@pytest.mark.parametrize(("engines", "is_in_memory"), [(1, True), (2, False)])
+def test_engines_of_a_machine_share_the_free_memory(
+    engines: int, is_in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0123456789")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40))  # pyright: ignore[reportUnknownLambdaType]
+    assert (fast_directory(tmp_path, engines) == Path("/dev/shm")) == is_in_memory
 
 
 def waiting_in(parent: Path) -> None:

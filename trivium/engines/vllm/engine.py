@@ -97,7 +97,7 @@ class VllmEngine(DescribedVllmEngine):
         self.config, self._model_dir = config.on_this_machine(), model_dir
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._files = WeightFiles(model_dir, config.adapter_rank)
-        self._directory = own_directory(fast_directory(model_dir))
+        self._directory = own_directory(fast_directory(model_dir, self.config.engines_here))
         self._deaths, self._closing = 0, False
         self._counted: AsyncLLM | None = None
         """The vLLM instance whose death was counted last."""

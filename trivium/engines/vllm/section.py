@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import PrivateAttr
+
 from trivium.config import RunConfig, free
-from trivium.config.memory_estimate import shape_in
+from trivium.config.memory_estimate import engines_of, shape_in
 from trivium.config.recording import recorded
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.vllm.process import no_vllm
@@ -63,10 +65,24 @@ class DescribedVllmEngine:
         """How often vLLM is restarted after its processes died."""
         deadline_s: float = free(600.0, gt=0)
         """How long vLLM may take to adopt weights."""
+        _engines: int = PrivateAttr(default=1)
 
         def for_run(self, run: RunConfig) -> Self:
             rank = _pushed_rank(run) if self.adapter_rank is None else self.adapter_rank
-            return self.model_copy(update={"adapter_rank": rank})
+            section = self.model_copy(update={"adapter_rank": rank})
+            section._engines = engines_of(run, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            return section
+
+        @property
+        def writes_weights(self) -> bool:
+            """Whether the engine writes new weights to files in memory."""
+            return True
+
+        @property
+        def engines_here(self) -> int:
+            """The largest number of the run's engines on this machine, as far as `for_run` and the GPUs tell."""
+            gpus = len([*Path("/dev").glob("nvidia[0-9]*")]) if self.device == "cuda" else 0
+            return min(self._engines, gpus // self.gpus) if gpus >= self.gpus else self._engines
 
         @property
         def gpus(self) -> int:

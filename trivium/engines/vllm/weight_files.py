@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from trivium.concurrency import ProcessLife
+from trivium.config.memory_estimate import VERSIONS_IN_FILES
 from trivium.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import check_base, fingerprint, is_adapter, received_adapter
@@ -32,10 +33,11 @@ _TIED = {"lm_head.weight"}
 """Tensors that may be tied to the token embeddings."""
 
 
-def fast_directory(model_dir: Path) -> Path:
-    """The parent directory for weights: in memory if two versions fit, else the one for temporary files."""
+def fast_directory(model_dir: Path, engines: int) -> Path:
+    """The parent directory for weights: in memory if two versions fit for each of the `engines` engines of the machine,
+    else the one for temporary files."""
     memory, size = Path("/dev/shm"), sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    fits = memory.is_dir() and shutil.disk_usage(memory).free > 3 * size
+    fits = memory.is_dir() and shutil.disk_usage(memory).free // engines > VERSIONS_IN_FILES * size
     return memory if fits else Path(tempfile.gettempdir())
 
 
