@@ -124,14 +124,16 @@ def settings(task: str) -> str:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The results with the present settings. A last line that a killed process left unfinished is skipped."""
-    rows: list[dict[str, Any]] = []
+    """The results with the present settings. A line that a killed process left unfinished is skipped,
+    and a cell that two processes ran counts once."""
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
-    return [row for row in rows if row["settings"] == settings(row["task"])]
+        rows[tuple(row[name] for name in ("task", "preset", "seed", "lr", "settings"))] = row
+    return [row for row in rows.values() if row["settings"] == settings(row["task"])]
 
 
 def best_lr(rows: Sequence[Mapping[str, Any]], preset: str, task: str) -> float | None:
