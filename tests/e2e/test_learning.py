@@ -104,7 +104,10 @@ def write_tiny(kind: str, directory: Path) -> dict[str, Any]:
     """A random model of two layers; returns the `model` section that names it."""
     tokenizer = tiny_tokenizer("0123456789+=", 24)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    layers = {"layer_types": ["conv" if kind == "lfm2" else "linear_attention", "full_attention"]}
+    layers: dict[str, Any] = {"layer_types": ["conv" if kind == "lfm2" else "linear_attention", "full_attention"]}
+    if kind == "qwen3_5_text":
+        layers |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+        layers |= {f"linear_{part}_head_dim": 16 for part in ("key", "value")}
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -114,8 +117,6 @@ def write_tiny(kind: str, directory: Path) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 24,
-        **{f"linear_num_{part}_heads": 2 for part in ("key", "value")},
-        **{f"linear_{part}_head_dim": 16 for part in ("key", "value")},
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
         **(experts if kind == "qwen3_moe" else layers),
     }

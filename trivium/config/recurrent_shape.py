@@ -43,7 +43,7 @@ def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
     attention: Collection[int] | None = config.get("attn_layer_indices") or config.get("full_attn_idxs")
     if attention is None and kind == "bamba":  # without indices, no layer has attention
         attention = ()
-    if attention is None and "linear_num_value_heads" in config:
+    if attention is None and "linear_conv_kernel_dim" in config:
         interval = int(config.get("full_attention_interval") or 4)
         attention = range(interval - 1, count, interval)
     if attention is None:
@@ -63,10 +63,11 @@ def _of_a_layer(config: Mapping[str, Any]) -> tuple[int, int]:
     """Numbers of a layer: the last inputs of its convolution, and the state of its scan."""
     if taps := config.get("conv_L_cache"):
         return int(config["hidden_size"]) * int(taps), 0
-    if heads := config.get("linear_num_value_heads"):
-        key, value = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
-        channels = 2 * int(config["linear_num_key_heads"]) * key + int(heads) * value
-        return channels * int(config["linear_conv_kernel_dim"]), int(heads) * key * value
+    if taps := config.get("linear_conv_kernel_dim"):
+        key, value = _first(config, "linear_key_head_dim"), _first(config, "linear_value_head_dim")
+        heads = _first(config, "linear_num_value_heads")
+        channels = 2 * _first(config, "linear_num_key_heads") * key + heads * value
+        return channels * int(taps), heads * key * value
     heads = _first(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
     state = _first(config, "ssm_state_size", "mamba_d_state", "state_size")
     width = heads * _first(config, "mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
