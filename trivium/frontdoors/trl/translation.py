@@ -221,9 +221,8 @@ def _of(trl: Settings, name: str, key: str) -> Any:
 
 def _teacher(trl: Settings, name: str, problems: list[Problem]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the teacher without its context, the loss that follows it)."""
-    kind, mode, alpha = (
-        _of(trl, name, f"{key}") for key in ("teacher_model_kind", "distillation_mode", "distillation_alpha")
-    )
+    keys = ("teacher_model_kind", "distillation_mode", "distillation_alpha")
+    kind, mode, alpha = (_of(trl, name, key) for key in keys)
     if kind not in _WEIGHTS:
         problems.append(Problem("teacher_model_kind", repr(kind), "no such teacher", suggest(str(kind), _WEIGHTS)))
     if mode == "full_logits":
