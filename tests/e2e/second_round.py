@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -20,8 +21,12 @@ first = folder / f"first-{rank}"
 if not first.exists():
     first.touch()
     dist.barrier()
+    past = folder / "past"
     if rank == 1:
+        while not past.exists():  # a rank that dies in the barrier would fail rank 0, too
+            time.sleep(0.01)
         os._exit(1)
+    past.touch()
     threading.Event().wait(60)  # the agent ends it, when the other agent waits for a second round
 (folder / f"second-{rank}").write_text(f"{int(total)} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 dist.barrier()

@@ -160,7 +160,7 @@ class _ProcessReplica(Replica):
         self._link.disconnect()
 
     def _failure(self) -> EngineFailure:
-        return EngineFailure(f"completions of {self.name}", "its process is gone", "look at its log")
+        return EngineFailure(f"completions of {self.name}", f"the process of {self.name} is gone", "look at its log")
 
 
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
