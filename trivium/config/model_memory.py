@@ -113,8 +113,7 @@ def activations(
     """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
     layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs.
 
-    Attention, recurrent layers and experts that the plan of the model does not split are not divided. A shared expert
-    counts as none."""
+    Attention, recurrent layers and experts that the plan of the model does not split are not divided."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
     attention = 4 * shape.query + 8 * shape.key
     experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
@@ -122,6 +121,7 @@ def activations(
     whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.recurrent.without_keys
     through = attention * (whole * tensor + shape.layers - whole) // (shape.layers * tensor)
     through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
+    through += (4 if shape.gated else 3) * shape.shared // tensor
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
     layers = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
@@ -163,7 +163,8 @@ def _prompt_pass(shape: ModelShape, read: int, prompt: int, width: int, device: 
     the states sorted by expert, or in attention, whose scores are kept on a CPU only."""
     at_once = read if device != "cpu" else read // prompt * min(prompt, PROMPT_CHUNK)
     sorted_states = 2 * shape.active_experts if shape.experts > 1 else 0
-    feed_forward = (3 * shape.mlp * shape.active_experts + (3 + sorted_states) * shape.hidden) * width
+    inner = max(shape.mlp * shape.active_experts, shape.shared)  # the shared experts compute before or after the others
+    feed_forward = (3 * inner + (3 + sorted_states) * shape.hidden) * width
     scored = device == "cpu" and shape.kv_per_token > 0
     scores = 2 * 4 * shape.heads * prompt if scored else 0  # float32, before the softmax and after it
     attention = scores + (3 * shape.query + 2 * shape.key) * width

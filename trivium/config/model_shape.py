@@ -66,6 +66,8 @@ class ModelShape:
     experts: int = 1
     active_experts: int = 1
     """The number of experts that compute a token."""
+    shared: int = 0
+    """Inner width of the feed-forward layer that computes every token beside the experts, of all shared experts."""
     small: int = 0
     """Parameters of one block outside its matrices: norms and biases."""
     outside: int = 0
@@ -90,12 +92,18 @@ class ModelShape:
     @property
     def expert(self) -> int:
         """Parameters of the matrices of one expert. A model without experts counts as one with a single expert."""
-        return (3 if self.gated else 2) * self.hidden * self.mlp
+        return self._matrices * self.hidden * self.mlp
+
+    @property
+    def _matrices(self) -> int:
+        """The number of matrices of a feed-forward layer."""
+        return 3 if self.gated else 2
 
     @property
     def linear(self) -> int:
         """Parameters of the matrices of one block, without its router."""
-        return 2 * self.hidden * (self.query + self.key) + self.experts * self.expert
+        shared = self._matrices * self.hidden * self.shared
+        return 2 * self.hidden * (self.query + self.key) + self.experts * self.expert + shared
 
     @property
     def all_experts(self) -> int:
@@ -151,7 +159,9 @@ class ModelShape:
         """Parameters of low-rank adapters of that rank at every linear layer but the head."""
         # A matrix of m inputs and n outputs gets rank * (m + n): q and o, k and v, then the feed-forward matrices.
         ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
-        ends += self.experts * (3 if self.gated else 2) * (self.hidden + self.mlp)
+        ends += self._matrices * (
+            self.experts * (self.hidden + self.mlp) + bool(self.shared) * (self.hidden + self.shared)
+        )
         return self.layers * rank * ends
 
     def num_bytes(self, width: int, few: FewBits | None = None) -> int:
@@ -244,6 +254,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         gated=not plain and kind != "mamba2",
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
+        shared=_shared(text, mlp) if experts > 1 else 0,
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
         recurrent=recurrent_shape(text),
         vision=vision_shape(config, hidden),
@@ -252,13 +263,19 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _shared(text: Mapping[str, Any], mlp: int) -> int:
+    """Inner width of all shared experts of a block, whose key depends on the family."""
+    width = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
+    return int(width or int(text.get("n_shared_experts") or 0) * mlp)
+
+
 def _convolved(text: Mapping[str, Any]) -> int:
     """Channels of the convolution of a Mamba 2 block."""
     return int(text["num_heads"]) * int(text["head_dim"]) + 2 * int(text["n_groups"]) * int(text["state_size"])
 
 
 def _small(text: Mapping[str, Any], kind: str, hidden: int, query: int, key: int, mlp: int, head_dim: int) -> int:
-    """Norms and biases of one block."""
+    """Parameters of norms, biases and gates of one block."""
     if kind in _PLAIN:  # two norms with biases, and a bias for every matrix
         return 4 * hidden + query + 2 * key + hidden + mlp + hidden
     if kind == "mamba2":  # a norm, the convolution, three numbers a head, and the norm of the scan's output
@@ -270,4 +287,5 @@ def _small(text: Mapping[str, Any], kind: str, hidden: int, query: int, key: int
     biases = (query + 2 * key) * (biased or kind in _QKV_BIAS) + hidden * biased
     if text.get("mlp_bias"):
         biases += 2 * mlp + hidden
+    biases += hidden * bool(text.get("shared_expert_intermediate_size"))  # the gate of the shared expert
     return 2 * hidden + (2 * head_dim if kind in _QK_NORM else 0) + biases

@@ -17,11 +17,14 @@ from transformers import (
     BambaConfig,
     BloomConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -62,6 +65,13 @@ CONFIGS = [
     Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     Qwen3Config(**SIZES, head_dim=32, attention_bias=True),
     Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    Qwen2MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    GraniteMoeSharedConfig(**SIZES, num_local_experts=4, shared_intermediate_size=48),
+    Glm4MoeConfig(
+        **SIZES, head_dim=16, n_routed_experts=4, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=0
+    ),
     GemmaConfig(**SIZES),
     GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=32, n_inner=80),
     BloomConfig(**SMALL, hidden_size=64, n_layer=2, n_head=4),
