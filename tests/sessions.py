@@ -256,7 +256,7 @@ class Session:
     def prepare(self) -> Trainer:
         """All parts but the explorers; the trainer has taken up the last checkpoint."""
         store = CheckpointStore(self.directory / "checkpoints", keep=2)
-        store.discard_unfinished()
+        store.recover()
         section = plugin("algorithms", AlgorithmConfig)({"kind": "grpo", **self.said})
         self.engine = Counting(build_algorithm(section, 0, 8), self.train_s)
         self.engine.version = self.schedule.first_version

@@ -65,6 +65,7 @@ def test_killed_at_every_kind_of_moment(
         ("adopt: half the tensors", 2),
         ("update: step taken, no version", 1),
         ("prune: manifest gone, files not removed", 2),
+        ("save: renamed, not pruned", 4),  # the last save: a start prunes, too, and then those of steps 8 and 10
     ]
     outcomes = launches(TINY, tmp_path / "run", kills, overrides)
     assert outcomes[:-1] == [moment for moment, _ in kills]
@@ -78,7 +79,7 @@ def test_killed_while_a_checkpoint_is_written_beside_training(
 ) -> None:
     _, expected, _ = uninterrupted
     half, whole = BESIDE
-    kills = [(half, 1), (half, 2), (whole, 1), (half, 2)]  # the saves of steps 2, 4, 4 and 6: in the middle of a stage
+    kills = [(half, 1), (half, 2), (whole, 2), (half, 2)]  # the saves of steps 2, 4, 4 and 6; a start prunes first
     outcomes = launches(TINY, tmp_path / "run", kills, ("checkpoint.asynchronous=true",))
     assert outcomes[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path / "run") == expected

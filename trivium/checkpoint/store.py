@@ -121,9 +121,14 @@ class CheckpointStore:
             if step not in kept:
                 discard(self._path(step))
 
-    def discard_unfinished(self) -> None:
-        """Removes the directories that a killed process left half-written or half-removed."""
+    def recover(self) -> Checkpoint | None:
+        """The newest checkpoint, verified, or None. Removes what a killed process left: directories that are
+        half-written or half-removed, and checkpoints that its last save did not remove any more."""
         discard_incomplete(self.directory, CHECKPOINT)
+        latest = self.latest()
+        if latest is not None:
+            self.prune(latest.state.get("pinned", ()))
+        return latest
 
     def _path(self, step: int) -> Path:
         return self.directory / folder_name(CHECKPOINT, step)

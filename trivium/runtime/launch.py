@@ -134,8 +134,7 @@ def _train_with_restarts(train: Callable[[], dict[str, Any]], restarts: int) -> 
 
 def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: OpenSession) -> dict[str, Any]:
     """Trains the remaining stages from the last checkpoint. Returns the record of the run."""
-    store.discard_unfinished()
-    latest = store.latest()
+    latest = store.recover()
     if latest is not None:
         _log.info("continuing from %s", latest.path.name)
         for reward in (part.reward for own in rewards_of(config).values() for part in parts_of(own)):

@@ -86,7 +86,7 @@ async def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, caplog: pytes
     (tmp_path / "step-abc" / MANIFEST).write_text("{}")
     (tmp_path / "step-000009").write_text("a file")
     (tmp_path / "step-000008").mkdir()
-    store.discard_unfinished()
+    store.recover()
     assert store.steps() == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000009", "step-abc"]
     assert "step-000008 has no manifest.json" in caplog.text
@@ -104,10 +104,20 @@ async def test_a_save_that_dies_leaves_the_previous_one(tmp_path: Path) -> None:
         await store.save(2, dies, {})
     assert store.steps() == [1]
     (tmp_path / "step-000007").mkdir()  # a removal that died after unsealing
-    store.discard_unfinished()
+    store.recover()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     await saved(store, 2)  # the same step, saved anew
     assert store.steps() == [1, 2]
+
+
+async def test_a_save_that_dies_before_it_removes_old_checkpoints_is_completed(tmp_path: Path) -> None:
+    wide, narrow = CheckpointStore(tmp_path, keep=9), CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        await saved(wide, step, pinned=[1])
+    latest = narrow.recover()
+    assert latest is not None
+    assert latest.step == 4
+    assert narrow.steps() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])

@@ -158,14 +158,14 @@ def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
     `closing`."""
     claim_name(config, run_dir)
     store = open_store(config, run_dir)
-    store.discard_unfinished()
+    latest = store.recover()
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     first = config.stage_configs()[0]
     kind = resolve("train", first.train.kind)
     if issubclass(kind, TrainEngineWrapper) and isinstance(first.train, TorchTrainEngine.Config):
         # The wrapper is the user's class; the engine inside is Trivium's.
         first = first.model_copy(update={"train": first.train.model_copy(update={"kind": "torch"})})
-    return RunParts(config, Stage(first, 0, 0, True, run_dir, model_dir), store, store.latest(), closing)
+    return RunParts(config, Stage(first, 0, 0, True, run_dir, model_dir), store, latest, closing)
 
 
 @contextmanager
