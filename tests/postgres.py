@@ -72,7 +72,7 @@ class Server:
     def processes(self) -> list[int]:
         """The server and its children."""
         main = int((self._data / "postmaster.pid").read_text().splitlines()[0])
-        found = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True, check=True, timeout=10)
+        found = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True, check=True, timeout=120)
         return [main, *map(int, found.stdout.split())]
 
     def create_database(self, name: str) -> str:

@@ -73,7 +73,7 @@ class Forked:
         with suppress(ProcessLookupError):  # it has no session yet, or has ended
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
-        self.wait(30)
+        self.wait(120)
 
 
 def trivium(*arguments: str) -> None:
@@ -140,7 +140,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def survivors(pids: Iterable[int], seconds: float = 30) -> list[int]:
+def survivors(pids: Iterable[int], seconds: float = 120) -> list[int]:
     """The processes that still run after so long: Ray ends an actor, and what it owned, some time after its command."""
     remaining, end = [*pids], time.monotonic() + seconds
     while (remaining := [pid for pid in remaining if alive(pid)]) and time.monotonic() < end:

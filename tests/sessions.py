@@ -184,7 +184,7 @@ class Ledger:
 
 def memory_buffer(schedule: Schedule, directory: Path) -> Buffer:
     return MemoryBuffer(
-        MemoryBuffer.Config(), schedule=schedule, rollouts=directory / "rollouts", renderer=RENDERER, deadline_s=10
+        MemoryBuffer.Config(), schedule=schedule, rollouts=directory / "rollouts", renderer=RENDERER, deadline_s=60
     )
 
 
@@ -263,7 +263,7 @@ class Session:
         self.buffer = Ledger(self.make_buffer(self.schedule, self.directory), self.deadly)
         self.synchronizer = Synchronizer(
             self.make_board(),
-            deadline_s=10,
+            deadline_s=60,
             style=self.style,
             interval=self.schedule.sync_interval,
             collective=self.collective,

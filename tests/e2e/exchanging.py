@@ -31,7 +31,7 @@ from trivium.synchronizer import Synchronizer
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER, Sampling
 
-HEARTBEAT_S, DEADLINE_S = 2.0, 30.0
+HEARTBEAT_S, DEADLINE_S = 4.0, 200.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 

@@ -26,7 +26,7 @@ def ray_instance(directory: Path) -> Iterator[str]:
             process = Forked("ray", directory / "ray.out", instance, theirs)
         eventually(ours.poll, 120, lambda: process.text, process)
         yield ours.recv()
-    process.wait(60)
+    process.wait(120)
 
 
 def run_command(run_dir: Path, *arguments: str, meanwhile: Callable[[Run], Any] = lambda run: None) -> Run:
@@ -52,7 +52,7 @@ class Run:
 
     def end(self) -> None:
         """Waits for its end, and sets `code` and `ended`."""
-        self.code = self._command.wait(280)
+        self.code = self._command.wait(400)
         self.ended = time.monotonic()
 
     def kill(self) -> None:
@@ -84,7 +84,7 @@ class Run:
         lines = [line.split() for line in self.log.splitlines() if " process " in line]
         return {words[3].rstrip(":"): int(words[5]) for words in lines if len(words) == 8 and words[4] == "process"}
 
-    def until(self, happened: Callable[[], bool], patience_s: float = 120.0) -> None:
+    def until(self, happened: Callable[[], bool], patience_s: float = 240.0) -> None:
         end = time.monotonic() + patience_s
         while not happened():
             assert time.monotonic() < end, f"it did not happen:\n{self.log}\n{self.said}"

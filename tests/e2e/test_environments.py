@@ -53,7 +53,7 @@ def server(port: int = 0, steps: int | None = None) -> Generator[int]:
         yield int(port_text)
     finally:
         if steps is not None:
-            watcher.join(60)
+            watcher.join(120)
         for process in processes:
             process.kill()
             process.wait()

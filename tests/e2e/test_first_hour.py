@@ -637,7 +637,7 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
             eventually(lambda: httpx.get(f"{url}/health").json()["status"] == "final", 120, lambda: server.text, server)
             assert client.chat.completions.create(**said).system_fingerprint == "version-2"
         os.kill(server.pid, signal.SIGINT)
-        assert server.wait(60) == 130
+        assert server.wait(120) == 130
     finally:
         server.kill()
         for visitor in visitors:
@@ -744,7 +744,7 @@ def test_the_console_says_where_the_run_is(start: Callable[..., Forked], tmp_pat
 
 def test_the_version_in_python_and_on_the_command_line(tmp_path: Path) -> None:
     command = Forked("version", tmp_path / "out", trivium, "--version")
-    assert (command.wait(60), command.text.split()) == (0, ["trivium", __version__])
+    assert (command.wait(120), command.text.split()) == (0, ["trivium", __version__])
     assert (Path(trivium_file).parent / "py.typed").is_file()
 
 

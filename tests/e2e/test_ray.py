@@ -21,7 +21,7 @@ PLAIN, STAGED = str(HERE / "ray.yaml"), str(HERE / "tiny.yaml")
 SYNCHRONOUS = ("schedule.max_staleness=0",)
 DETERMINISTIC = ("schedule.max_staleness=2", "schedule.deterministic=true")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_an_explorer_that_dies_before_it_is_ready_is_replaced(ray_address: str, 
     arguments = ["run", PLAIN, *SYNCHRONOUS, "schedule.steps=2", f"run.dir={tmp_path / 'run'}", *on_ray(ray_address)]
     command = Forked("trivium", tmp_path / "output.txt", _trivium_whose_first_explorer_dies, *arguments)
     try:
-        assert command.wait(120) == 0, command.text
+        assert command.wait(280) == 0, command.text
     finally:
         command.kill()
     assert "explorer-0~1 replaces it" in command.text
@@ -149,7 +149,7 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
         how = on_ray(ray_address, pause_s=0.3, max_restarts=0)
         run = run_command(tmp_path / "run", *arguments, *how, meanwhile=kill_it)
         assert run.code == 1, run.said
-        assert run.ended - killed < 30
+        assert run.ended - killed < 120
         assert f"found: {role} failed: " in run.said
         for part in ("asked: ", "do: "):
             assert part in run.said
@@ -182,10 +182,10 @@ def test_a_host_that_is_stopped_ends_the_run_naming_it(ray_address: str, role: s
         run.until(lambda: run.steps >= 1)
         os.kill(run.pids()[role], signal.SIGSTOP)
 
-    how = ["sync.deadline_s=20", "schedule.steps=1000", *on_ray(ray_address, pause_s=0.1)]
+    how = ["sync.deadline_s=30", "schedule.steps=1000", *on_ray(ray_address, pause_s=0.1)]
     run = run_command(tmp_path / "run", PLAIN, *how, meanwhile=stop)
     assert run.code == 1, run.said
-    assert f"found: {role} failed: its process did not answer within 20 s" in run.said
+    assert f"found: {role} failed: its process did not answer within 30 s" in run.said
     assert not survivors(run.pids().values())
 
 

@@ -66,7 +66,7 @@ async def hosted(tmp_path: Path, namespace: str, caller: str = "me") -> tuple[An
 
 
 async def eventually(happened: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not happened():
             await asyncio.sleep(0.01)
 
@@ -346,7 +346,7 @@ async def test_a_replica_that_is_closed_while_it_is_restarted_leaves_no_process(
     os.kill(pids(tmp_path)["engine-0-0"], signal.SIGKILL)
     waiting = asyncio.ensure_future(engine.generate(requests(1)[0]))
     await eventually(lambda: "engine-0-0~1" in pids(tmp_path))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await engine.close()
         with refused(EngineFailure, "closed"):
             await waiting

@@ -16,7 +16,7 @@ from tests.processes import survivors
 
 PLAIN = str(Path(__file__).parent / "ray.yaml")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_or_is_started_again(
@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_or_is_started_ag
 
     run = run_command(tmp_path / "run", *arguments, meanwhile=kill)
     assert run.code == 1, run.said
-    assert run.ended - killed < 30
+    assert run.ended - killed < 120
     assert "found: trainer-rank-1 failed: " in run.said
     assert {"trainer", "trainer-rank-0", "trainer-rank-1", "explorer-0"} <= run.pids().keys()
     assert not survivors(run.pids().values())

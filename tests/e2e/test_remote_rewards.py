@@ -72,7 +72,7 @@ def test_a_run_waits_for_a_service_that_was_killed(start: Start, tmp_path: Path)
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
     os.kill(again.pid, signal.SIGTERM)
-    assert again.wait(60) == 0
+    assert again.wait(120) == 0
     assert "stopping" in again.text
 
 

@@ -153,7 +153,7 @@ def an_agent_that_is_served(trivium: Callable[..., Forked]) -> None:
         try:
             await eval(compiled, {"AsyncOpenAI": AsyncOpenAI, "os": os})
         except APIConnectionError:  # the training is over, and so is the server
-            assert server.wait(60) == 0, server.text
+            assert server.wait(120) == 0, server.text
         except APIStatusError as error:
             if error.status_code not in (410, 503):  # too stale, or the training is over
                 raise

@@ -46,7 +46,7 @@ def test_ctrl_c_saves_the_last_complete_step(own_process: str, tmp_path: Path) -
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=120)
     assert process.returncode == 130, text
     saved = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
     assert saved == last_step(run_dir) >= 8

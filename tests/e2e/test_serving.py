@@ -79,11 +79,11 @@ def test_an_agent_is_trained_through_a_kill_of_its_server(tmp_path: Path) -> Non
         killer = threading.Thread(target=kill_after, args=(server, run_dir / "checkpoints" / "step-000004"))
         killer.start()
         asyncio.run(example.run_episodes(url, "before"))
-        killer.join(60)
-        assert server.wait(60) == -signal.SIGKILL
+        killer.join(120)
+        assert server.wait(120) == -signal.SIGKILL
         server = start(*command)  # serve.json of the dead one is still there; the pid tells
         asyncio.run(example.run_episodes(example.wait_for(server, run_dir), "after"))
-        assert server.wait(60) == 0, server.text
+        assert server.wait(120) == 0, server.text
     assert f'"steps": {STEPS}' in server.text
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
     assert (run_dir / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").is_file()
@@ -126,7 +126,7 @@ def test_what_stops_the_training_stops_the_server_and_is_said(tmp_path: Path) ->
     serving = threading.Thread(target=serve)
     serving.start()
     url = asyncio.run(fail())
-    serving.join(30)
+    serving.join(120)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     (error,) = raised
@@ -161,7 +161,7 @@ def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
         time.sleep(0.02)
     means = asyncio.run(example.run_episodes(url))
     for thread in roles:
-        thread.join(60)
+        thread.join(120)
     assert len(means) == 2
     assert results["train"]["steps"] == 2
     assert results["serve"]["run_dir"] == str(tmp_path / "serve")

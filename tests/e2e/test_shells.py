@@ -154,9 +154,9 @@ def test_a_second_trainer_is_refused_at_once(tmp_path: Path) -> None:
         eventually(lambda: (tmp_path / "buffer.db").is_file(), 60, lambda: first.text, first)
         same = start("same", "run", str(path), "run.mode=train")
         other = start("other", "run", str(path), "run.mode=train", f"run.dir={tmp_path / 'other'}")
-        assert same.wait(60) == 1
+        assert same.wait(120) == 1
         assert f"found: process {first.pid} on host" in same.text
-        assert other.wait(60) == 2
+        assert other.wait(120) == 2
         assert "found: another run has this name in this database" in other.text
         assert max(len(same.text), len(other.text)) < 700
 
@@ -172,7 +172,7 @@ def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victi
         dying, other = both.pop(victim), next(iter(both.values()))
         eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.text + other.text)
         dying.kill()
-        assert other.wait(60) == 1
+        assert other.wait(120) == 1
         expected = (
             "explorer a has ended: no heartbeat for" if victim == "explore" else "trainer failed: no heartbeat for"
         )

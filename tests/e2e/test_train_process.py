@@ -60,7 +60,7 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
         eventually(partial(has_trained, killed, 12), 120, partial(text_of, command), command)
         (trainer,) = trainers_of(command)
         os.kill(trainer, signal.SIGKILL)
-        assert command.wait(60) == 1, command.text
+        assert command.wait(120) == 1, command.text
         assert "trainer's process failed: it ended with exit code -9" in command.text
         assert not survivors([trainer])
 
@@ -71,7 +71,7 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
         assert "continues from the last checkpoint (0 restarts left)" in command.text
         (trainer,) = trainers_of(command)
         os.kill(command.pid, signal.SIGKILL)
-        assert command.wait(60) == -9, command.text
+        assert command.wait(120) == -9, command.text
         assert not survivors([trainer])
 
         start("last", *arguments(tmp_path / "killed")).ended()
@@ -115,7 +115,7 @@ def test_no_attempt_begins_while_a_process_of_the_last_one_may_write(
             os.kill(member.pid, signal.SIGSTOP)  # nothing of this process can end it but a signal
         os.kill(trainer, signal.SIGSTOP)
         os.kill(command.pid, signal.SIGKILL)
-        assert command.wait(10) == -9
+        assert command.wait(120) == -9
         assert not survivors([trainer], 1)
         last = start("last", *arguments(run_dir))
         if member is not None:
@@ -123,7 +123,7 @@ def test_no_attempt_begins_while_a_process_of_the_last_one_may_write(
             threading.Timer(3.0, os.kill, (member.pid, signal.SIGCONT)).start()
         assert last.wait(120) == 0, last.text
         if member is not None:
-            assert member.wait(10) == 1, "it ends with the run's process"
+            assert member.wait(120) == 1, "it ends with the run's process"
     assert outcome_of(run_dir) == whole
 
 
@@ -152,7 +152,7 @@ def test_a_stopped_train_process_holds_no_run(act: Callable[[Forked, int], None]
         eventually(partial(has_trained, tmp_path / "run", 12), 120, partial(text_of, command), command)
         (trainer,) = trainers_of(command)
         act(command, trainer)
-        code = command.wait(20)
+        code = command.wait(120)
         assert code == (1 if act is only_stopped else 130), command.text
         assert f"process {trainer} was stopped (SIGSTOP)" in command.text or code == 130
         assert not survivors([trainer], 1)

@@ -429,7 +429,7 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
     save = inner.save
 
     def slow(directory: Path, on_copied: Callable[[], object] | None = None) -> None:
-        save(directory, None if on_copied is None else lambda: (on_copied(), allowed.wait(60)))
+        save(directory, None if on_copied is None else lambda: (on_copied(), allowed.wait(120)))
 
     inner.save = slow
     for step in (1, 2, 3):

@@ -97,7 +97,7 @@ async def test_a_train_step_does_not_block_the_event_loop(tmp_path: Path, monkey
 
     def slow(*args: Any) -> Metrics:
         began.set()
-        assert allowed.wait(60)
+        assert allowed.wait(120)
         return train_step(*args)
 
     monkeypatch.setattr("trivium.frontdoors.trinity.objects.verl_wrapper.train_step", slow)

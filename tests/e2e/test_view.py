@@ -98,7 +98,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Generator[Start]:
         yield address
         for server in started:
             os.kill(server.pid, signal.SIGTERM)
-            assert server.wait(60) == 0, server.text
+            assert server.wait(120) == 0, server.text
 
 
 @pytest.fixture(scope="module")

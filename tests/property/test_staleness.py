@@ -53,7 +53,7 @@ def dropping(group: Group) -> Group:
 def sql_buffer(schedule: Schedule, directory: Path) -> Buffer:
     config = SqlBuffer.Config(url=f"sqlite:///{directory / 'buffer.db'}")
     return SqlBuffer(
-        config, schedule=schedule, rollouts=directory / "rollouts", renderer=RENDERER, deadline_s=10, name="run"
+        config, schedule=schedule, rollouts=directory / "rollouts", renderer=RENDERER, deadline_s=60, name="run"
     )
 
 

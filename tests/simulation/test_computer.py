@@ -41,7 +41,7 @@ def test_a_thread_of_the_real_process_waits_sleeps_and_ends_during_a_simulation(
         thread.start()
         computer.spawn(process, inside, "main")
         computer.run(lambda: not process.alive, float("inf"))
-    thread.join(60)
+    thread.join(120)
     assert process.error is None
     assert not errors
     assert {*rounds} == {thread}

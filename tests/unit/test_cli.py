@@ -135,7 +135,7 @@ def test_the_module_is_the_command(config: Path) -> None:
         [sys.executable, "-m", "trivium", "check", config, "a.b"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert ran.returncode == 2

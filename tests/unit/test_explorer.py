@@ -719,14 +719,14 @@ async def test_what_an_explorer_dropped_until_it_ended_the_run_is_retried(tmp_pa
 
     async def opened() -> MemoryBuffer:
         made = MemoryBuffer(
-            MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=5
+            MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=60
         )
         await made.restore(None, 0)
         await made.advance(playing.name, 0)
         return made
 
     with pytest.raises(ExceptionGroup) as caught:
-        await explore_loop(playing, await opened(), schedule, Synchronizer(MemoryBoard(), deadline_s=5))
+        await explore_loop(playing, await opened(), schedule, Synchronizer(MemoryBoard(), deadline_s=60))
     check_error(first_cause(caught.value), RolloutsFailing, "3 groups", "workflow.max_failed_fraction")
     again = await opened()
     assert await again.counts() == dict.fromkeys(("evicted", "called_off", "given_up", "dropped", "refused"), 0)

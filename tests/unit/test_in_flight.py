@@ -284,9 +284,9 @@ class World:
     def __init__(self, schedule: Schedule, explorer: Explorer, rollouts: Path, weights: Any) -> None:
         self.schedule, self.explorer, self.weights = schedule, explorer, weights
         self.buffer = MemoryBuffer(
-            MemoryBuffer.Config(), schedule=schedule, rollouts=rollouts, renderer=RENDERER, deadline_s=20
+            MemoryBuffer.Config(), schedule=schedule, rollouts=rollouts, renderer=RENDERER, deadline_s=60
         )
-        self.channel, self.synchronizer = MemoryChannel(keep=8), Synchronizer(MemoryBoard(), deadline_s=20)
+        self.channel, self.synchronizer = MemoryChannel(keep=8), Synchronizer(MemoryBoard(), deadline_s=60)
         self.steps: list[list[Group]] = []
 
     def publish(self, version: int) -> None:
@@ -333,7 +333,7 @@ async def test_a_step_takes_what_is_finished_first_and_calls_off_the_rest(
         async def rows_are_free(version: int) -> None:
             await until(lambda: idle(engine), 2.0)
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await world.train(rows_are_free)
     counts = await world.buffer.counts()
     taken = Counter(group.slot for step in world.steps for group in step)
@@ -363,7 +363,7 @@ async def test_staleness_is_bounded_by_the_oldest_token(policies: tuple[Path, Pa
         explorer = explorer_with(engine, plays)
         explorer.in_flight = "update"
         world = World(schedule, explorer, tmp_path, lambda version: weights_at(policies[version % 2]))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await world.train()
     spans = [t.policy_version for step in world.steps for group in step for t in group.turns()]
     assert all((np.diff(span) >= 0).all() for span in spans)

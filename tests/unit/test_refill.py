@@ -276,14 +276,14 @@ async def test_the_loop_asks_for_a_greedy_reply_where_the_algorithm_does(tmp_pat
 
     async def buffer() -> MemoryBuffer:
         made = MemoryBuffer(
-            MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=5
+            MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=60
         )
         await made.restore(None, 0)
         return made
 
     one = await buffer()
     await one.advance(explorer.name, 0)
-    exploring = asyncio.create_task(explore_loop(explorer, one, schedule, Synchronizer(MemoryBoard(), deadline_s=5)))
+    exploring = asyncio.create_task(explore_loop(explorer, one, schedule, Synchronizer(MemoryBoard(), deadline_s=60)))
     groups = await one.take(2, 0)
     await one.close()
     await exploring

@@ -76,7 +76,7 @@ async def test_a_loop_is_woken_once_for_all_results_that_it_has_not_read(monkeyp
     calls = [asyncio.ensure_future(pool.run(lambda number=number: number)) for number in range(200)]
     last = asyncio.ensure_future(pool.run(done.set))
     await asyncio.sleep(0)  # all are queued, and the loop reads nothing until all have run
-    assert done.wait(60)
+    assert done.wait(120)
     assert await asyncio.gather(*calls) == [*range(200)]
     await last
     assert len(woken) <= 2  # what comes after the loop has read wakes it again

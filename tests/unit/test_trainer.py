@@ -101,7 +101,7 @@ class Run:
         engine = self.engine_of(build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), lambda: 0.0)
         channel = MemoryChannel(keep=3)
         engine.settings = EngineSettings(channel)
-        synchronizer = Synchronizer(MemoryBoard(), deadline_s=10, interval=self.interval)
+        synchronizer = Synchronizer(MemoryBoard(), deadline_s=60, interval=self.interval)
         self.store = CountingStore(self.directory / "checkpoints")
         return self.make(
             engine,
@@ -132,7 +132,7 @@ class Run:
         evaluator = Evaluator(explorer, TASKS[:2], "test", 0, 1, (1,), Sampling(8, temperature=0.0), 3.0)
         trainer.prepare()
         shared = (trainer.buffer, trainer.schedule, trainer.synchronizer, trainer.publisher.channel)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await run(Parts(*shared, trainer, explorer, evaluator if self.evaluated else None))
         return trainer
 
@@ -311,7 +311,7 @@ class Overtaken(Trainer):
     def _wait(self, step: int) -> None:
         if step == 3:
             self.stepping.set()
-            assert self.failed.wait(20)
+            assert self.failed.wait(120)
 
     def _learn(self, groups: Sequence[Group]) -> Learn:
         learn, step = super()._learn(groups), self.train_step_num + 1
@@ -352,7 +352,7 @@ async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no
 
     with pytest.raises(ExceptionGroup):
         await broken.play_beside(fail_in_the_third_step())
-    assert await asyncio.to_thread(cast(Overtaken, broken.made).ended.wait, 20)
+    assert await asyncio.to_thread(cast(Overtaken, broken.made).ended.wait, 60)
     updates = [version for version, *_ in cast(Counting, broken.made.engine).updates]
     assert (broken.store.steps(), updates) == (saved, [*range(saved[0])])
     resumed = await Run(tmp_path, cadence=Cadence(save_every=0)).play()
@@ -369,7 +369,7 @@ class Lingering(Counting):
     def update(self, *of: Any) -> Metrics:
         if self.version == 2:
             self.stepping.set()
-            assert self.going_on.wait(20)
+            assert self.going_on.wait(120)
         return super().update(*of)
 
 
@@ -618,7 +618,7 @@ class Slow(Counting):
         on_copied()
         self.writing += 1
         assert self.writing == 1, "one save at a time"
-        assert self.allowed.wait(20)
+        assert self.allowed.wait(120)
         self.write(directory, version)
         self.writing -= 1
 

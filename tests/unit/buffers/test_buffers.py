@@ -239,15 +239,15 @@ async def test_a_wait_has_a_deadline_that_names_both_sides(tmp_path: Path) -> No
 
 
 async def test_the_deadline_of_a_wait_begins_at_the_last_change(tmp_path: Path) -> None:
-    made = await buffer(tmp_path, deadline_s=0.6)
+    made = await buffer(tmp_path, deadline_s=3.0)
     await made.advance("e", 0)
     taking = await blocked(made.take(2, 0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)
     await made.put("e", group(cast(Lease, await made.lease("e")).slot))
     changed = time.monotonic()
     with refused(SyncError, "trainer", "1 finished"):
         await taking
-    assert 0.5 < time.monotonic() - changed < 1.0  # a deadline that begins again when it expires ends after 1.1 s
+    assert 2.8 < time.monotonic() - changed < 5.0  # a deadline that begins again when it expires ends after 5.7 s
 
 
 async def test_a_wait_reports_every_group_to_the_activity_of_the_trainer(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ async def test_a_stage_that_ends_while_an_explorer_waits_for_its_slots_is_no_fai
     buf, nobody = await buffer(tmp_path, max_staleness=1, deterministic=True), cast("Any", None)
     engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
     explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1, name="e")
-    synchronizer, channel = Synchronizer(MemoryBoard(), deadline_s=5.0), MemoryChannel(keep=2)
+    synchronizer, channel = Synchronizer(MemoryBoard(), deadline_s=60), MemoryChannel(keep=2)
     synchronizer.open()
     await synchronizer.join("e")
     for version in (0, 1):

@@ -298,7 +298,7 @@ async def test_a_restore_whose_answer_was_lost_leaves_those_alone_who_came_since
             try:
                 return super()._once(work, reads)
             finally:
-                asyncio.run_coroutine_threadsafe(come(), loop).result(10)
+                asyncio.run_coroutine_threadsafe(come(), loop).result(120)
 
     leases, loop = list[Lease](), asyncio.get_running_loop()
 
@@ -326,7 +326,7 @@ async def test_a_checkpoint_is_of_one_moment(url: str, tmp_path: Path, monkeypat
 
     def slow(slots: Slots) -> dict[str, Any]:
         group = make_group(leases[1] or Lease(1)).refused("unwanted")
-        asyncio.run_coroutine_threadsafe(explorer.put("e", group), loop).result(10)
+        asyncio.run_coroutine_threadsafe(explorer.put("e", group), loop).result(120)
         return look(slots)
 
     monkeypatch.setattr(Slots, "state", slow)

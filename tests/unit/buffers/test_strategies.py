@@ -73,7 +73,7 @@ class Life:
     ) -> None:
         self.section, self.schedule, self.useless, self.lag = section, schedule, useless, lag
         self.buffer = MemoryBuffer(
-            MemoryBuffer.Config(), schedule=schedule, rollouts=folder, renderer=RENDERER, deadline_s=2
+            MemoryBuffer.Config(), schedule=schedule, rollouts=folder, renderer=RENDERER, deadline_s=60
         )
         self.strategy = build(
             "sample_strategies",

@@ -296,12 +296,12 @@ async def test_a_storage_that_hangs_does_not_hang_the_run(tmp_path: Path, monkey
     original: Callable[..., None] = kind.put_file
 
     def put_file(files: object, here: str, there: str) -> None:
-        mended.wait(20)
+        mended.wait(120)
         original(files, here, there)
 
     monkeypatch.setattr(kind, "put_file", put_file)
     store = CheckpointStore(tmp_path / "here", remote=url, deadline_s=0.2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await saved(store, 1)
         with refused(RunDirError, url, "TimeoutError"):
             await store.copied()
@@ -315,19 +315,19 @@ async def test_an_attempt_that_was_cancelled_leaves_the_next_one_alone(tmp_path:
 
     def late(directory: Path) -> None:
         writing.set()
-        assert saved_again.wait(20)
+        assert saved_again.wait(120)
         try:
             (directory / "late").write_text("late")
         finally:
             ended.set()
 
     first = asyncio.ensure_future(store.save(1, late, {}))
-    assert await asyncio.to_thread(writing.wait, 20)
+    assert await asyncio.to_thread(writing.wait, 60)
     first.cancel()
     await asyncio.wait({first})
     await saved(store, 1)
     saved_again.set()
-    assert await asyncio.to_thread(ended.wait, 20)
+    assert await asyncio.to_thread(ended.wait, 60)
     latest = store.latest()
     assert latest is not None
     assert not (latest.path / "late").exists()

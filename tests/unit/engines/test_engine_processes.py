@@ -130,7 +130,7 @@ async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_
 
     def accept() -> None:
         with listener, listener.accept():
-            stopped.wait(60)
+            stopped.wait(120)
 
     silent = Thread(target=accept)
     silent.start()

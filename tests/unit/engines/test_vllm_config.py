@@ -177,7 +177,7 @@ def test_processes_of_vllm_end_with_the_one_that_started_them(tmp_path: Path, mo
     worker = Forked("worker", tmp_path / "worker.txt", working)
     eventually(lambda: worker.text == "it works", 60, lambda: worker.text, worker)
     owner.kill()
-    assert worker.wait(60) == 1
+    assert worker.wait(120) == 1
     assert not directory.exists()
 
 

@@ -78,7 +78,7 @@ def settings_of_loops_that_overlap(started: Path) -> None:
     other = threading.Thread(target=lambda: results.append(run_in_loop(main(), 60)))
     run_in_loop(first(), 60)
     ended.set()
-    other.join(60)
+    other.join(120)
     assert results == [(50_000, 0.0005)]
     assert settings() == before
 
@@ -170,7 +170,7 @@ def test_a_function_that_blocks_the_loop_ends_the_process_and_is_named(
 ) -> None:
     process = start(tmp_path, blocked, block, 0.2)
     try:
-        assert process.wait(60) == 1
+        assert process.wait(120) == 1
         for word in words:
             assert word in process.text
     finally:
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_a_run_in_order(tmp_path: Path) -> None:
     try:
         eventually((tmp_path / "started").exists, 60, lambda: process.text, process)
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(120) == 130
     finally:
         process.kill()
 
@@ -223,7 +223,7 @@ def leaves_a_thread(_: Path) -> None:
 def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path: Path) -> None:
     process = start(tmp_path, leaves_a_thread)
     try:
-        assert process.wait(60) == 3
+        assert process.wait(120) == 3
         assert "sleeps (" in process.text
     finally:
         process.kill()

@@ -57,7 +57,7 @@ def test_workers_may_be_there_before_their_run(before: str, tmp_path: Path) -> N
     if before == "a killed run":
         with process(tmp_path, "killed", run, run_dir) as killed:
             os.kill(killed.pid, signal.SIGKILL)
-            killed.wait(10)
+            killed.wait(120)
     workers = [process(tmp_path, f"worker-{n}", join, run_dir, os.getpid()) for n in range(2)]
     with workers[0], workers[1]:
         for _ in range(2):

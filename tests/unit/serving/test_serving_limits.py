@@ -150,7 +150,7 @@ async def test_idle_connections_make_way_for_requests(tmp_path: Path) -> None:
         for number in range(4):
             await here.chat("x", session=f"{number}", task_id=f"{number % 2}")
         closed = [asyncio.ensure_future(ended(reader)) for reader, _ in streams]
-        await asyncio.wait(closed[:17], timeout=30)
+        await asyncio.wait(closed[:17], timeout=60)
         assert sum(task.done() for task in closed) >= 17
         for task, (_, writer) in zip(closed, streams, strict=True):
             task.cancel()
@@ -252,7 +252,7 @@ class SlowRenderer(ChatRenderer):
 
     def render(self, messages: Sequence[Message]) -> Prompt:
         self.began.set()
-        assert self.allowed.wait(30)
+        assert self.allowed.wait(120)
         return super().render(messages)
 
 
@@ -268,7 +268,7 @@ async def test_a_prompt_that_takes_long_to_encode_holds_up_no_other_request(tmp_
     renderer = SlowRenderer()
     async with served(tmp_path, renderer=renderer) as here:
         asking = asyncio.create_task(here.chat("x", session="s"))
-        assert await asyncio.to_thread(renderer.began.wait, 30)
+        assert await asyncio.to_thread(renderer.began.wait, 60)
         assert (await here.client.get("/health")).json()["in_flight"] == 1
         renderer.allowed.set()
         await asking

@@ -229,7 +229,7 @@ def kill_at_bucket(
     def answer(self: Any, part: int | str, trouble: str = "") -> None:
         if self._synchronizer is bob and part == number:
             there.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
             run.synchronizer.mark_dead("bob", "killed")
             raise process_group.ExchangeAborted("killed")
         original(self, part, trouble)
@@ -246,7 +246,7 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
     await bob.next_version("bob", None, newest=True)
     entering = asyncio.create_task(collected(channel, 0))
-    assert await asyncio.to_thread(there.wait, 20)
+    assert await asyncio.to_thread(there.wait, 60)
     late, late_channel = await run.explorer("cy")
     go_on.set()
     with refused(SyncError, "dead: killed"):
@@ -283,7 +283,7 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     await ann.next_version("ann", None, newest=True)
     there, go_on = kill_at_bucket(2, run, bob, monkeypatch)
     first, lost = (asyncio.create_task(collected(each, 0)) for each in (channel, other))
-    assert await asyncio.to_thread(there.wait, 20)
+    assert await asyncio.to_thread(there.wait, 60)
     late, late_channel = await run.explorer("cy")
     go_on.set()
     with refused(SyncError, "dead: killed"):
@@ -311,7 +311,7 @@ async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monk
     synchronizer, channel = await run.explorer("ann")
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, broken()))
     await synchronizer.next_version("ann", None, newest=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         entering = asyncio.create_task(collected(channel, 0))
         with pytest.raises(FloatingPointError, match="a rank died"):
             await offering
@@ -433,7 +433,7 @@ async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(mon
 
     def form(self: Any, *_: Any) -> Any:
         connecting.set()
-        assert over.wait(60)
+        assert over.wait(120)
         raise RuntimeError("no answer")
 
     monkeypatch.setattr(process_group.ExchangeGroup, "_gloo", form)
@@ -443,9 +443,9 @@ async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(mon
     await ann.next_version("ann", None, newest=True)
     entering = asyncio.create_task(collected(channel, 0))
     try:
-        assert await asyncio.to_thread(connecting.wait, 30)
+        assert await asyncio.to_thread(connecting.wait, 60)
         run.synchronizer.mark_dead("ann", "killed")
-        async with asyncio.timeout(30):  # `over` is not set: the connecting thread is not waited for
+        async with asyncio.timeout(60):  # `over` is not set: the connecting thread is not waited for
             for waiting in (entering, offering):
                 with refused(RoleFailed, "ann failed", "killed"):
                     await waiting

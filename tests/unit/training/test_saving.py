@@ -89,14 +89,14 @@ def begun(engine: TrainEngine, directory: Path) -> Callable[[], None]:
 
     def on_copied() -> None:
         copied.set()
-        assert trained.wait(60)
+        assert trained.wait(120)
 
     saving = ThreadPoolExecutor(1).submit(engine.save, directory, on_copied)
-    assert copied.wait(60)
+    assert copied.wait(120)
 
     def end() -> None:
         trained.set()
-        saving.result(60)
+        saving.result(120)
 
     return end
 

@@ -143,7 +143,7 @@ def test_a_call_that_does_not_end_is_ended_when_it_is_closed(monkeypatch: pytest
         monkeypatch.setattr(train_process, "_CLOSE_S", 0.5)
         time.sleep(0.2)  # the call has begun; where it has not, it finds the connection closed
         process.close()
-        assert isinstance(call.exception(30), RoleFailed | OSError)
+        assert isinstance(call.exception(120), RoleFailed | OSError)
 
 
 @pytest.mark.parametrize("moment", ["before a call", "in a call", "in a message"])
@@ -163,7 +163,7 @@ def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
             os.kill(process.pid, signal.SIGSTOP)
             call = threads.submit(process.run_on_all_ranks, "rest", argument)
         with refused(ProcessDied, f"process {process.pid}", "SIGSTOP", "'rest'"):
-            call.result(10)
+            call.result(120)
     process.close()
 
 
@@ -179,6 +179,7 @@ def test_a_process_that_hangs_is_ended_at_the_deadline_and_a_slow_one_is_not() -
 @pytest.mark.parametrize("in_call", [False, True])
 def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_process, "_STOPPED_S", 1.0)
+    monkeypatch.setattr(train_process, "_CLOSE_S", 600.0)
     process = started(deadline_s=600.0)
     process.run_on_all_ranks("spec")
     with ThreadPoolExecutor(1) as threads:
@@ -187,5 +188,5 @@ def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pyte
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         process.close()
-        assert time.monotonic() - began < 30  # `_CLOSE_S` is 60
-        assert call is None or isinstance(call.exception(10), RoleFailed | OSError)
+        assert time.monotonic() - began < 120
+        assert call is None or isinstance(call.exception(120), RoleFailed | OSError)

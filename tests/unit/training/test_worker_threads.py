@@ -47,7 +47,7 @@ class TestMap:
         def compute(item: int) -> int:
             begun.append(item)
             if item == 0:
-                assert first.wait(60)  # until the other worker has done what it may
+                assert first.wait(120)  # until the other worker has done what it may
             elif item == 2:
                 first.set()
             return item * item

@@ -113,7 +113,7 @@ async def test_a_server_that_starts_is_not_full() -> None:
         if next(attempts) < 64:
             raise ConnectionRefusedError
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(connected("a server", connect, (OSError,), 20, turns) for _ in range(64)))
     assert next(attempts) == 128
     assert turns.limit == 8
@@ -214,7 +214,7 @@ async def test_a_limit_that_falls_holds_up_the_next_and_one_that_rises_admits_th
     await asyncio.sleep(0)
     assert running == [0, 1, 2, 3, 4, 5]
     release.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*visits[1:])
     assert running == list(range(8))
     assert turns.running == 0

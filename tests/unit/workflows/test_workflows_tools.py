@@ -71,7 +71,7 @@ OTHER = threading.Event()
 
 
 def wait_for_the_other() -> str:
-    assert OTHER.wait(60)
+    assert OTHER.wait(120)
     return "waited"
 
 

@@ -415,7 +415,7 @@ class Held:
     def __init__(self, late: bool = False) -> None:
         if late:
             Held.making.set()
-            assert Held.going_on.wait(60)
+            assert Held.going_on.wait(120)
 
     def reset(self, task: Task) -> list[Message]:
         return list(task.prompt)

@@ -184,7 +184,7 @@ async def test_threads_with_event_loops_of_their_own_save_through_one_monitor(tm
 
     with ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(asyncio.run, save(step)) for step in range(1, 7)]:
-            done.result(timeout=20)
+            done.result(timeout=120)
     assert max(most) == 1
     assert target.latest_checkpoint_step == 6
 
@@ -220,7 +220,7 @@ async def test_who_saves_at_the_same_time(strategy: SaveStrategy, together: obje
         inside.remove((number, place))
         await target.notify_finished(1)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(saver(number, place) for number, place in enumerate(SAVERS)))
     pairs = {(i, j) for j, one in enumerate(SAVERS) for i, other in enumerate(SAVERS[:j]) if together(one, other)}
     assert {tuple(sorted(pair)) for pair in met} == pairs
@@ -304,7 +304,7 @@ async def test_a_saver_killed_while_it_writes_gives_up_its_turn_and_its_step(
     await target.monitor_step(5)
     os.kill(process.pid, signal.SIGKILL)  # nobody waits for it: a zombie is dead, too
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await target.notify_started("n1", "other")
         await target.notify_finished(5)
         with refused(RunDirError, f"doomed on {life.host}"):
@@ -328,7 +328,7 @@ async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Pop
     last = asyncio.ensure_future(target.notify_started("n", "last"))
     process.kill()
     await target.notify_finished(1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await last
         with refused(RunDirError, "step 2"):
             await target.completed(2)
@@ -344,7 +344,7 @@ async def test_a_saver_of_another_machine_lives_as_long_as_its_process_sends_hea
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
     target.shared = Shared("namespace", "board", target.board, is_alive=lambda life: life.host != far.host)
     saver_of(target, far, 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await target.notify_started("n", "next")
         with refused(RunDirError, "step 1", "doomed"):
             await target.completed(1)
@@ -363,7 +363,7 @@ async def test_a_saver_that_counts_as_dead_does_not_get_a_turn(tmp_path: Path) -
         return {**values, **state.values()}
 
     target.board.write(silent)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with refused(SyncError, "slow"):
             await waiting
 

@@ -258,7 +258,7 @@ def moody(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     if solution_str == "hang":
         time.sleep(600)
     if solution_str == "start":
-        os.system("sleep 30")
+        os.system("sleep 90")
     if solution_str == "hold":
         return 7 ** (7 ** 12) > 0
     if solution_str == "leave":
@@ -291,7 +291,7 @@ def test_a_process_that_a_killed_one_has_started_delays_no_call(tokenizer: Any, 
     began = time.monotonic()
     _, extra = told(manager, view(tokenizer, "start"))
     assert "no answer within 1 s" in extra["reward_error"][0]
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 80
 
 
 def test_a_function_with_options_in_processes(tokenizer: Any, elsewhere: Any) -> None:
@@ -318,7 +318,7 @@ def test_scorers_that_wait_do_so_side_by_side(tokenizer: Any) -> None:
         inside.discard(solution_str)
         return float(ord(solution_str))
 
-    manager = NaiveRewardManager(tokenizer, 0, waits, deadline_s=5.0)
+    manager = NaiveRewardManager(tokenizer, 0, waits, deadline_s=60)
     assert told(manager, view(tokenizer, *"abcde"))[0].sum(-1).tolist() == [97.0, 98.0, 99.0, 100.0, 101.0]
     assert most == 5
     with refused(RewardError, "sample 0"):
