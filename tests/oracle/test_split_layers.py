@@ -30,6 +30,7 @@ from transformers import AutoConfig, Qwen3MoeConfig
 
 from trivium.config.parallel import EXPERT_MODELS
 from trivium.models.heads.vocabulary_part import WHOLE
+from trivium.training.engine import TorchTrainEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the ranks of all tests run in the first one
 SIZES = (2, 4)
@@ -57,10 +58,16 @@ def _dense(kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(directory: Path) -> list[Step]:
-    engine = engine_of(directory)
+    engine = engine_of(directory, average=True)
     first = step(engine)
     engine.save(directory / "alone")
     return [first, step(engine)]
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> TorchTrainEngine:
+    """Of one process, to load checkpoints."""
+    return engine_of(directory, average=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +78,12 @@ def found(directory: Path, alone: list[Step], tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_continues_in_another_layout(
-    size: int, layout: str, found: dict[int, list[Any]], alone: list[Step], directory: Path
+    size: int, layout: str, found: dict[int, list[Any]], alone: list[Step], engine: TorchTrainEngine, directory: Path
 ) -> None:
     ranks = found[size][0]
+    assert ranks[layout].is_whole()
     assert ranks[layout].distance(alone[0]) < 1e-9
     assert ranks[f"{layout} resumed"].distance(alone[1]) < 1e-9
-    engine = engine_of(directory)
     engine.load(directory / f"{size} {layout}")
     assert step(engine).distance(alone[1]) < 1e-9
 
@@ -88,6 +95,7 @@ def test_each_type_of_models_is_split_exactly(kind: str, found: dict[int, list[A
     assert layouts
     distances = {name: found[2][0][f"{kind} {name}"].distance(alone) for name in layouts}
     assert max(distances.values()) < 1e-9, distances
+    assert found[2][0][f"{kind} {layouts[0]}"].norms.keys() == alone.norms.keys()  # the critic
     for name in layouts:
         assert found[2][0][f"{kind} {name} part"] == pytest.approx(
             planned_part(directory / kind, 2, **LAYOUTS[name]), abs=0.02

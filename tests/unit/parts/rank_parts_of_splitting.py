@@ -53,25 +53,31 @@ HYBRID_LAYOUTS: dict[str, dict[str, int]] = {
     "replicas of experts": {"shard": 2, "expert": 2},
 }
 _TRAINED = Reinforce(entropy_coef=0.2), SquaredError()
-_AVERAGED = Parts(_TRAINED, frozenset({"teacher"}), teacher=Teacher(None, 1, weights="average", rate=0.3))
+_AVERAGE: dict[str, Any] = {
+    "needs": frozenset({"teacher"}),
+    "teacher": Teacher(None, 1, weights="average", rate=0.3),
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One update of policy and critic."""
+    """One update of the policy, and of the critic if there is one."""
 
-    norms: list[float]
+    norms: dict[str, float]
     weights: dict[str, torch.Tensor]
-    """Of the policy, and of the average of its versions."""
+    """Of the policy, and of the average of its versions if the engine has one."""
 
     def distance(self, other: Step) -> float:
-        """The largest relative difference of gradient norms and weights."""
-        norms = [abs(a / b - 1) for a, b in zip(self.norms, other.norms, strict=True)]
-        scales = {name: value.abs().max() for name, value in other.weights.items()}
-        assert self.weights.keys() == other.weights.keys()
-        return max(
-            norms + [float((self.weights[name] - other.weights[name]).abs().max() / scales[name]) for name in scales]
-        )
+        """The largest relative difference of gradient norms and weights. `other` may have more of them."""
+        assert self.norms.keys() <= other.norms.keys()
+        assert self.weights.keys() <= other.weights.keys()
+        norms = [abs(value / other.norms[key] - 1) for key, value in self.norms.items()]
+        pairs = [(value, other.weights[name]) for name, value in self.weights.items()]
+        return max(norms + [float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs])
+
+    def is_whole(self) -> bool:
+        """Whether it has the critic and the average."""
+        return len(self.norms) == len(_TRAINED) and any(name.startswith("average ") for name in self.weights)
 
 
 def engine_of(
@@ -81,6 +87,8 @@ def engine_of(
     model: str = "model",
     lora: dict[str, int] | None = None,
     shard: int = 0,
+    critic: bool = True,
+    average: bool = False,
     **parallel: int,
 ) -> TorchTrainEngine:
     config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 30, "lora": lora}
@@ -88,7 +96,7 @@ def engine_of(
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({**config, "parallel": parallel, "optimizer": {"lr": 0.1, "eps": 1.0}}),
         model_dir=directory / model,
-        algorithm=_AVERAGED if lora is None else Parts(_TRAINED),
+        algorithm=Parts(_TRAINED if critic else _TRAINED[:1], **(_AVERAGE if average else {})),
         temperature=0.8,
         max_response_length=32,
         total_steps=10,
@@ -102,10 +110,10 @@ def engine_of(
 
 def step(engine: TorchTrainEngine) -> Step:
     rows = range(engine.ranks.data_rank, len(BATCH), engine.ranks.data_size)
-    norms: list[float] = []
-    for objective in _TRAINED:
+    norms: dict[str, float] = {}
+    for objective in (objective for objective in _TRAINED if objective.role in engine._learners):
         metrics = engine.update(objective.role, BATCH.select([*rows]), objective, count(BATCH, 32))
-        norms += [value for key, value in metrics.items() if "grad_norm" in key]
+        norms |= {key: value for key, value in metrics.items() if "grad_norm" in key}
     engine.version += 1
     weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
     if (teacher := engine._learners.get("teacher")) is not None:
@@ -121,7 +129,7 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
     own = VocabularyPart(rank * TOKENS // size, torch.distributed.group.WORLD)
     done: dict[str, Any] = {"head": [head_numbers(own, TOKENS // size, kept) for kept in (None, KEPT)]}
     for name, parallel in LAYOUTS.items():
-        engine = engine_of(directory, join_ranks(**parallel), **parallel)
+        engine = engine_of(directory, join_ranks(**parallel), average=True, **parallel)
         done[f"{name} part"] = part_of(engine)
         done[name] = step(engine)
         engine.save(directory / f"{size} {name}")
@@ -129,15 +137,16 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         done[f"{name} resumed"] = step(engine)
     done["adapter"] = step(engine_of(directory, join_ranks(expert=2), lora=ADAPTER, expert=2))
     for kind in SPLIT_MODELS if size == 2 else ():
-        for name in layouts_of(kind):
-            engine = engine_of(directory, join_ranks(**LAYOUTS[name]), model=kind, **LAYOUTS[name])
+        for number, name in enumerate(layouts_of(kind)):
+            layout = LAYOUTS[name]
+            engine = engine_of(directory, join_ranks(**layout), model=kind, critic=number == 0, **layout)
             done[f"{kind} {name} part"] = part_of(engine)
             done[f"{kind} {name}"] = step(engine)
     for name, (owner, attribute, faulty) in FAULTS.items() if size == 2 else ():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
         try:
-            done[name] = step(engine_of(directory, join_ranks(tensor=2), tensor=2))
+            done[name] = step(engine_of(directory, join_ranks(tensor=2), critic=False, tensor=2))
         finally:
             setattr(owner, attribute, right)
     return done
@@ -156,15 +165,17 @@ def planned_part(model_dir: Path, size: int, *, shard: int = 0, **parallel: int)
 
 
 def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    """Steps of each case, `resumed` ones from the checkpoint of one process, and the part of the parameters that this
-    rank holds."""
+    """Steps of each case, with the critic in a model's first one; `resumed` ones from the checkpoint of one process;
+    and the part of the parameters that this rank holds."""
     done: dict[str, Any] = {}
-    for kind, name in HYBRID_CASES[size]:
-        layout = HYBRID_LAYOUTS[name]
-        engine = engine_of(directory, join_ranks(**layout), model=kind, **layout)
+    for number, (kind, name) in enumerate(HYBRID_CASES[size]):
+        layout, continued = HYBRID_LAYOUTS[name], (directory / f"{kind} alone").is_dir()
+        is_first = size == 2 and all(kind != other for other, _ in HYBRID_CASES[size][:number])
+        what = {"critic": continued or is_first, "average": continued}
+        engine = engine_of(directory, join_ranks(**layout), model=kind, **what, **layout)
         done[f"{kind} {name} part"] = part_of(engine)
         done[f"{kind} {name}"] = step(engine)
-        if (directory / f"{kind} alone").is_dir():
+        if continued:
             engine.save(directory / f"{size} {kind} {name}")
             engine.load(directory / f"{kind} alone")
             done[f"{kind} {name} resumed"] = step(engine)
