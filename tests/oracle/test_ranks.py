@@ -120,17 +120,13 @@ def policy(mode: str) -> Any:
 
 
 def short() -> Iterator[tuple[str, Any]]:
-    """(batch, objective) of three updates of each head and more."""
+    """(batch, objective) of two updates of each head; each batch of which some ranks have no part."""
     made = objectives()
     yield "uneven", policy("seq-mean-token-mean")
     yield "uneven", ValueObjective(0.3, "token-mean")
     yield "uneven", made["score:sigmoid"]()
-    yield "two", policy("token-mean")
-    yield "uneven", made["pair:dpo"]()
-    yield "masked", ValueObjective(0.3, "seq-mean-token-sum")
-    yield "two", made["score:sigmoid"]()
     yield "one", policy("token-sum")
-    yield "two", ValueObjective(0.3, "token-mean")
+    yield "masked", ValueObjective(0.3, "seq-mean-token-sum")
     yield "two", made["pair:dpo"]()
 
 
@@ -145,6 +141,10 @@ def prompts() -> Iterator[tuple[str, Any]]:
 def more() -> Iterator[tuple[str, Any]]:
     """Every unit, every head; selections, gates, experts and teachers; every uneven batch."""
     yield from short()
+    yield "two", policy("token-mean")
+    yield "uneven", objectives()["pair:dpo"]()
+    yield "two", objectives()["score:sigmoid"]()
+    yield "two", ValueObjective(0.3, "token-mean")
     yield "uneven", replace(policy("token-mean"), unit="group")
     yield "masked", policy("seq-mean-token-sum-norm")
     yield "nothing", policy("token-mean")
