@@ -6,27 +6,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
+from tests.processes import Forked, commands, eventually, trivium
 
 pytestmark = pytest.mark.slow
 
-UNSAVED = ("checkpoint.save_every=1000",)
-
-
-def started(run_dir: Path, *overrides: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trivium.cli", "run", str(TINY), f"run.dir={run_dir}", *overrides]
-    # A background job of a shell, such as these tests may be, ignores SIGINT, and so would its children.
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
+OVERRIDES = ("checkpoint.save_every=1000", "stages.1.schedule.steps=40")
+FULL = "/dev/full"
 
 
 def last_step(run_dir: Path) -> int:
@@ -35,46 +27,54 @@ def last_step(run_dir: Path) -> int:
     return max(map(int, steps), default=0)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of a run that is not interrupted."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert launches(TINY, run_dir, overrides=OVERRIDES) == ["finished"]
+    return outcome_of(run_dir)
+
+
 @pytest.mark.parametrize("own_process", ["false", "true"])
-def test_ctrl_c_saves_the_last_complete_step(own_process: str, tmp_path: Path) -> None:
-    overrides = (*UNSAVED, "stages.1.schedule.steps=40", f"train.own_process={own_process}")
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    process = started(run_dir, *overrides)
-    deadline = time.monotonic() + 120
-    while last_step(run_dir) < 8:  # in the second stage, which has no checkpoint of its own
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, text = process.communicate(timeout=120)
-    assert process.returncode == 130, text
+def test_ctrl_c_saves_the_last_complete_step(own_process: str, whole: dict[str, Any], tmp_path: Path) -> None:
+    run_dir, overrides = tmp_path / "run", (*OVERRIDES, f"stages.1.train.own_process={own_process}")
+    with commands(tmp_path) as start:
+        command = start("run", "run", str(TINY), f"run.dir={run_dir}", *overrides)
+        # In the second stage, which has no checkpoint of its own.
+        eventually(lambda: last_step(run_dir) >= 8, 240, lambda: command.text, command)
+        os.kill(command.pid, signal.SIGINT)
+        command.ended(130)
     saved = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
     assert saved == last_step(run_dir) >= 8
-    assert f"continues after step {saved}" in text
+    assert f"continues after step {saved}" in command.text
     assert launches(TINY, run_dir, overrides=overrides) == ["finished"]
-    assert launches(TINY, whole, overrides=overrides) == ["finished"]
-    resumed, expected = outcome_of(run_dir), outcome_of(whole)
-    assert resumed["tensors"].keys() >= {name for name in expected["tensors"] if "step-000045" in name}
-    for name in (name for name in expected["tensors"] if "step-000045" in name):
-        assert resumed["tensors"][name] == expected["tensors"][name]
-    assert resumed["metrics"] == expected["metrics"]
+    resumed = outcome_of(run_dir)
+    last = [name for name in whole["tensors"] if "step-000045" in name]
+    assert last
+    assert {name: resumed["tensors"][name] for name in last} == {name: whole["tensors"][name] for name in last}
+    assert resumed["metrics"] == whole["metrics"]
 
 
-@pytest.mark.parametrize("output", ["head -1", "/dev/full"])
+def with_output(path: str, *arguments: str) -> None:
+    """The command `trivium`, whose standard output is `path`."""
+    os.dup2(os.open(path, os.O_WRONLY), 1)
+    trivium(*arguments)
+
+
+@pytest.mark.parametrize("output", ["head -1", FULL])
 def test_a_run_goes_on_without_its_console(output: str, tmp_path: Path) -> None:
-    console = "monitors=[{kind: jsonl}, {kind: console}]"
-    if output == "/dev/full":
-        descriptor = os.open("/dev/full", os.O_WRONLY)
-        process = started(tmp_path / "run", console, stdout=descriptor)
-        os.close(descriptor)
-    else:
-        process = started(tmp_path / "run", console)
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        process.stdout = None
-    _, text = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    log = (tmp_path / "run" / "log.txt").read_text()
+    path, run_dir = FULL, tmp_path / "run"
+    if output != FULL:
+        os.mkfifo(path := str(tmp_path / "pipe"))
+    arguments = ("run", str(TINY), f"run.dir={run_dir}", "monitors=[{kind: jsonl}, {kind: console}]")
+    command = Forked("run", tmp_path / "errors", with_output, path, *arguments)
+    try:
+        if output != FULL:
+            with open(path, encoding="utf-8") as pipe:
+                assert pipe.readline()
+        command.ended(seconds=240)
+    finally:
+        command.kill()
+    log = (run_dir / "log.txt").read_text()
     assert log.count("cannot be written") == 1
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 11
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 11

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.clusters import CLUSTERS, PASS, RESPONSES, Cluster, rates_of, sent_s
+from tests.processes import Forked, trivium
 from trivium.config import load_config
 from trivium.config.machine_file import read_machine
 from trivium.config.plan import plan_run
@@ -26,6 +27,11 @@ def shell_lines(name: str) -> list[list[str]]:
     return [line.split() for line in lines if f"runs/{name}" in line]
 
 
+def run_script(path: str, *arguments: str) -> None:
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
 def cells(table: str) -> list[list[str]]:
     return [line.split() for line in table.splitlines() if re.match(r" *\d", line)]
 
@@ -35,21 +41,20 @@ def numbers(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
+def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (_, script, *arguments), check, simulate = shell_lines(name)
-    write = [sys.executable, str(ROOT / script), *arguments]
-    subprocess.run(write, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    Forked("write", tmp_path / "write.out", run_script, str(ROOT / script), *arguments).ended()
     assert [*check[:2], *simulate[:2]] == ["trivium", "check", "trivium", "simulate"]
     column = list(CLUSTERS).index(name) + 2
     rows = {row[1].strip(): row[column] for row in (line.split("|") for line in PAGE.splitlines()) if len(row) == 5}
     for row, found in figures(CLUSTERS[name], tmp_path / check[2], tmp_path / check[4]).items():
         for shown, value in zip(numbers(rows[row]), found, strict=True):
             assert shown == f"{value:.{len(shown.partition('.')[2])}f}", row
-    command = [sys.executable, "-m", "trivium", *simulate[1:]]
-    done = subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True, text=True)
+    printed = Forked("simulate", tmp_path / "simulate.out", trivium, *simulate[1:]).ended(seconds=280).text
     shown = PAGE.partition(" ".join(simulate))[2].partition("```text\n")[2].partition("```")[0]
-    assert cells(done.stdout) == cells(shown)
-    assert done.stdout.splitlines()[-1] == shown.splitlines()[-1]
+    assert cells(printed) == cells(shown)
+    assert printed.splitlines()[-1] == shown.splitlines()[-1]
 
 
 def figures(cluster: Cluster, config: Path, machine: Path) -> dict[str, list[float]]:
