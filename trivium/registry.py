@@ -419,13 +419,27 @@ def describe(kind: str, name: str) -> Any:
 def lazy_names(file: str) -> dict[str, str]:
     """The names that the module in `file` imports under `if TYPE_CHECKING`, and the module of each.
 
-    Type checkers read that block. A module whose `__getattr__` imports names on first use reads it too, so that there
-    is one list.
+    Type checkers read that block, and `lazy_module` does, so that there is one list.
     """
     statements = ast.parse(Path(file).read_text(encoding="utf-8")).body
     block = next(node for node in statements if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def lazy_module(name: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a module that imports its `lazy_names` on first use."""
+
+    def imported(attribute: str) -> Any:
+        home = lazy_names(file).get(attribute)
+        if home is None:
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        return getattr(importlib.import_module(home), attribute)
+
+    def listed() -> list[str]:
+        return sorted([*vars(sys.modules[name]), *lazy_names(file)])
+
+    return imported, listed
 
 
 def _offered(module: ModuleType) -> list[str]:

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trivium.registry import lazy_names
+from trivium.registry import lazy_module
 
 if TYPE_CHECKING:
     from trivium.buffers.journal import write_groups as write_groups
@@ -80,12 +79,4 @@ if TYPE_CHECKING:
     from trivium.types import Turn as Turn
     from trivium.workflows.verifiers import verifiers_rows as verifiers_rows
 
-
-def __getattr__(name: str) -> Any:
-    if name not in lazy_names(__file__):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(lazy_names(__file__)[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *lazy_names(__file__)])
+__getattr__, __dir__ = lazy_module(__name__, __file__)

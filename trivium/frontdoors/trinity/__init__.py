@@ -5,10 +5,9 @@ Names are imported on first use, because most of them import torch; to translate
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trivium.registry import lazy_names
+from trivium.registry import lazy_module, lazy_names
 
 if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
     from trivium.frontdoors.trinity.config.config_object import Config as Config
@@ -44,12 +43,4 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
 
 __all__ = [*lazy_names(__file__)]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in lazy_names(__file__):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(lazy_names(__file__)[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *lazy_names(__file__)])
+__getattr__, __dir__ = lazy_module(__name__, __file__)
