@@ -49,7 +49,7 @@ PLANTED = {
         67,
     ),
     "an evicted slot is not issued again": Fault(
-        "buffers/slot_machine.py", "        self._insert(following)\n", "        del following\n", False
+        "buffers/slot_machine.py", "        self._insert(following)\n", "        del following\n", False, 5
     ),
     "a group wakes nothing": Fault(
         "buffers/memory.py", "if self._slots.changed and not isinstance(answer, Row):", "if False:", False
@@ -59,15 +59,17 @@ PLANTED = {
         "        self._update(ready, state=SlotState.CONSUMED, consumed_at=version)\n",
         "",
         False,
+        5,
     ),
     "ordered runs train in order of arrival": Fault(
         "buffers/slot_machine.py",
         "end = self._lowest_unfinished() if self._schedule.ordered else None",
         "end = None",
         False,
+        2,
     ),
     "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
-    "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True),
+    "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True, 15),
     "a role is declared dead too early": Fault(
         "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True, 177
     ),
@@ -98,8 +100,11 @@ PLANTED = {
         "runtime/run_dir.py",
         "    except BlockingIOError:\n        return False\n",
         "    except BlockingIOError:\n        return True\n",
+        seed=3,
     ),
-    "metrics are not cut at a resume": Fault("monitors/jsonl.py", "        self._file.truncate(position)\n", "", False),
+    "metrics are not cut at a resume": Fault(
+        "monitors/jsonl.py", "        self._file.truncate(position)\n", "", False, 2
+    ),
     "a resumed run skips a slot": Fault(
         "buffers/slot_machine.py",
         'self.head["begin"] = floor if schedule.ordered else first',
@@ -113,16 +118,21 @@ PLANTED = {
         False,
     ),
     "a step leaves a group out": Fault(
-        "loops.py", "return algorithm.batch(kept), metrics", "return algorithm.batch(kept[1:] or kept), metrics", False
+        "loops.py",
+        "return algorithm.batch(kept), metrics",
+        "return algorithm.batch(kept[1:] or kept), metrics",
+        False,
+        10,
     ),
     "a resumed run has lost its weights": Fault(
         "trainer.py",
         "self.engine.load(self.resume.path)",
         "self.engine.prepare(); self.engine.version = self.resume.step",
         False,
+        13,
     ),
     "the end does not wait for a checkpoint": Fault(
-        "checkpoint/background.py", "await asyncio.wait({self.writing})", "await asyncio.sleep(0)", False
+        "checkpoint/background.py", "await asyncio.wait({self.writing})", "await asyncio.sleep(0)", False, 25
     ),
     "a resumed deterministic run starts from newer weights": Fault(
         "schedule.py",
