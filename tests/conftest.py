@@ -53,12 +53,13 @@ TOGETHER = {
         "e2e/test_three_ways",
         "e2e/test_trinity_door",
         "e2e/test_trinity_synchronizer",
+        "e2e/test_verl_main_ppo",
         "e2e/test_verl_vision",
     ),
     "unit/monitors/test_monitors": ("unit/inspection/test_report",),
 }
-"""Files of one test process: those that use the session's Ray instance, in two parts, since every test process would
-start its own for five CPU seconds; and those that import wandb and mlflow, which takes as long."""
+"""Files of one test process: those that use the Ray instance of a test process, in two parts, since every test process
+would start its own for five CPU seconds; and those that import wandb and mlflow, which takes as long."""
 
 
 @pytest.hookimpl(optionalhook=True)
