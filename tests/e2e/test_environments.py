@@ -21,7 +21,7 @@ from anthropic import AsyncAnthropic
 
 from tests.e2e.test_kill import outcome_of
 from trivium.buffers.journal import Journal
-from trivium.config import config_from_mapping, merged, read_yaml
+from trivium.config import config_from_mapping, load_config, merged
 from trivium.inspection.rollout_view import calls_of, decoder, rollouts_of
 from trivium.runtime.launch import run
 from trivium.types import Group, Trajectory
@@ -246,14 +246,15 @@ def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
 def test_a_tiny_model_learns_to_use_a_calculator_and_cannot_answer_without(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "tools.yaml"
 
-    def accuracy(name: str, **sections: Any) -> tuple[float, float]:
-        changed: dict[str, Any] = {"run": {"dir": str(tmp_path / name)}, "cluster": {"threads": 1}, **sections}
-        summary = run(config_from_mapping(merged(read_yaml(recipe), changed), recipe.parent))
-        return summary["accuracy_before"], summary["accuracy_after"]
+    def summary(name: str, *overrides: str) -> dict[str, Any]:
+        """Of the recipe, which ends once most answers are right."""
+        until = "stages.1.schedule.until={metric: eval/test/accuracy, above: 0.8}"
+        return run(load_config(recipe, [f"run.dir={tmp_path / name}", "cluster.threads=1", until, *overrides]))
 
-    before, after = accuracy("with")
-    assert after > before + 0.2
-    assert after > 0.7
-    without = {"tasks": {"train": {"source": "tools.py:direct"}}, "workflow": {"kind": "single_turn"}}
-    _, control = accuracy("without", **without)
-    assert control < 0.1
+    learned = summary("with")
+    assert learned["accuracy_after"] > learned["accuracy_before"] + 0.2
+    assert learned["accuracy_after"] > 0.7
+    # The run above has about 70 supervised steps.
+    without = ["workflow={kind: single_turn}", "tasks.train.source=tools.py:direct"]
+    fewer = ["stages.0.schedule.steps=200", "stages.1.schedule.steps=10"]
+    assert summary("without", *without, *fewer)["accuracy_after"] < 0.1
