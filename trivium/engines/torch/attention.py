@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.engines.torch.kv_cache import Bags
 from trivium.models.backbone.gpu_attention import KERNELS, backend_for, causal_attention
 
 EXACT = "trivium_exact"
 """Batched matrix products and softmax. The bits do not depend on B or on padding of S by further pages."""
 FAST = "trivium_fast"
 """scaled_dot_product_attention if the model allows it. The bits depend on the other rows of the batch."""
+_SUM = 0
+"""The mode of `torch.embedding_bag` that adds the rows of a bag."""
 _PIECE = 512
 """Number of queries whose scores are in memory at once."""
 
@@ -33,7 +36,6 @@ def attend(
     s_aux: Tensor | None = None,
     *,
     fast: bool = False,
-    places: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Queries [B, H, L, D], keys and values [B, K, S, D] -> [B, L, H, D].
@@ -42,8 +44,8 @@ def attend(
     attention sinks, one logit for each head.
 
     `fast` uses scaled_dot_product_attention on the CPU: the same numbers up to rounding. It has no effect with
-    `places`, soft-capping or sinks; nor on a GPU with a mask, where the math kernel would copy keys and values for each
-    query head. `places` are `StepRows.places`, for one query of each row; None computes them if they are needed.
+    soft-capping or sinks; nor on a GPU with a mask, where the math kernel would copy keys and values for each query
+    head.
     """
     batch, heads, length, size = query.shape
     plain = softcap is None and s_aux is None
@@ -55,7 +57,7 @@ def attend(
         out = causal_attention((query, key, value), scaling, sliding_window, kernel)
         return out.transpose(1, 2).contiguous(), None
     mask = _windowed(attention_mask, sliding_window)
-    if fast and plain and not query.is_cuda and places is None:
+    if fast and plain and not query.is_cuda:
         grouped = heads != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous(), None
@@ -72,9 +74,8 @@ def attend(
         scores = torch.tanh(scores.mul_(scale / softcap)).mul_(softcap).add_(mask)
     weights, width = _softmax(scores, s_aux).to(value.dtype), value.shape[-1]
     if length == 1 and weights.dtype == torch.float32 and not query.is_cuda:  # a decode step (see `weighted`)
-        value = value if places is not None or _in_order(value) else value.contiguous()
-        places = _places(mask, value, heads) if places is None else places
-        return weighted(weights, value, places).view(batch, 1, heads, -1), None
+        value = value if _in_order(value) else value.contiguous()
+        return weighted(weights, _table(value), _bags(mask, value, heads)).view(batch, 1, heads, -1), None
     if width % 16:
         value = F.pad(value, (0, -width % 16))
     out = torch.bmm(weights.view(groups, -1, weights.shape[-1]), value.flatten(0, 1))[..., :width]
@@ -87,26 +88,40 @@ def _in_order(values: Tensor) -> bool:
     return values.stride()[2:] == (size, 1) and all(step % size == 0 for step in values.stride()[:2])
 
 
-def _places(mask: Tensor, values: Tensor, heads: int) -> Tensor:
-    """`StepRows.places` for values [B, K, S, D] and their mask."""
+def _bags(mask: Tensor, values: Tensor, heads: int) -> Bags:
+    """The places that query heads attend to in the `_table` of values [B, K, S, D], from their mask."""
     batch, key_heads, width, size = values.shape
     # A masked key has the weight 0. Its place is that of the first key, which is read anyway.
     seen = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
     head = torch.arange(heads) // (heads // key_heads) * (values.stride(1) // size)
     first = torch.arange(batch)[:, None] * (values.stride(0) // size) + head
-    return (first[..., None] + seen).view(-1, width)
+    return Bags.of(first[..., None] + seen)
 
 
-def weighted(weights: Tensor, values: Tensor, places: Tensor) -> Tensor:
-    """Weighted sums [N, D] of the rows `places` [N, S] of `values`, whose rows begin at multiples of D numbers.
+def _table(values: Tensor) -> Tensor:
+    """All rows of D numbers from the first to the last one of values [B, K, S, D], which are `_in_order`."""
+    size = values.shape[-1]
+    last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+    return values.as_strided((last // size + 1, size), (size, 1))
+
+
+def attend_last(query: Tensor, keys: Tensor, table: Tensor, mask: Tensor, bags: Bags, scaling: float) -> Tensor:
+    """`attend` of one query of each row [B, H, D] on the CPU, in few operations and with the same bits, for float32 and
+    D a multiple of 16. Returns [B, H, D]. `keys` and `table` are those of `StepRows.append`."""
+    batch, heads, size = query.shape
+    scores = torch.bmm(query.reshape(len(keys), -1, size), keys).view(batch, heads, -1)
+    weights = torch.add(mask, scores, alpha=scaling, out=scores).softmax(-1)
+    return weighted(weights, table, bags).view(query.shape)
+
+
+def weighted(weights: Tensor, table: Tensor, bags: Bags) -> Tensor:
+    """Weighted sums [N, D] of rows of a table [..., D], a bag of S rows for each; N * S weights.
 
     This is an embedding lookup: torch adds row after row, each sum separately, at memory speed. Batched products take
     up to twice as long for few queries, and with 4 queries and some hundred keys their bits depend on S.
     """
-    size = values.shape[-1]
-    last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
-    table = values.as_strided((last // size + 1, size), (size, 1))
-    return F.embedding_bag(places, table, mode="sum", per_sample_weights=weights.view(places.shape))
+    # The function of torch.nn.functional checks its arguments for as long as a small sum takes.
+    return torch.embedding_bag(table, bags.places, bags.starts, False, _SUM, False, weights.view(-1))[0]
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:

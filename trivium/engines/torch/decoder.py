@@ -282,6 +282,8 @@ class Decoder:
         return [*self.workers.map(step, parts)]
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:
+        if self.layers is not None and self.layers.supports_step and len(ids) > 1:
+            return self.layers.step(self._embedding(ids), positions, rows)
         mask = self._mask(rows.positions[:, None], width)[:, None, None]
         return self._forward({"input_ids": ids[:, None], "position_ids": positions[:, None]}, mask, rows)
 

@@ -6,6 +6,7 @@ Legend: B prompts of one padded length, R rows, K key-value heads, S positions, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +69,21 @@ class PromptCache:
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, size = like.shape
         return like.new_zeros(batch, heads, pages(self.length), size)
+
+
+class Bags(NamedTuple):
+    """Places in a table, a bag of equal size for each sum (`trivium.engines.torch.attention.weighted`)."""
+
+    places: Tensor
+    """The places of all bags, one after the other."""
+    starts: Tensor
+    """Where each bag begins in `places`."""
+
+    @classmethod
+    def of(cls, places: Tensor) -> Bags:
+        """A bag for each row of `places` [..., S]."""
+        starts = torch.arange(0, places.numel(), places.shape[-1], dtype=places.dtype)
+        return cls(places.view(-1), starts)
 
 
 class RowCache:
@@ -154,7 +170,8 @@ class StepRows:
         S, D]. The rows write at `positions` and see the first `width` positions."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
         self._index: dict[int, Tensor] = {}
-        self._places: Tensor | None = None
+        self._bags: Bags | None = None
+        self._masks: dict[int, Tensor] = {}
 
     def part(self, rows: slice) -> StepRows:
         """A slice of these rows."""
@@ -165,24 +182,49 @@ class StepRows:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; returns all that the rows attend to, [R, K, S,
         D]."""
-        for slots, new in zip(self._slots[layer], (keys, values), strict=True):
-            slots.index_copy_(0, self._slot(new.shape[1]), new.reshape(-1, new.shape[-1]))
+        self._write(keys, values, layer)
         kept_keys, kept_values = self._layers[layer]
         return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
 
-    def places(self, heads: int) -> Tensor:
-        """[R * heads, width]: indices of the values that the query heads of each row attend to, relative to the first
-        row. Masked positions have the index of position 0, which is read anyway. Computed once per step."""
-        if self._places is None:
+    def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As `update` for keys and values [R, K, D], in few operations: returns the keys [R * K, D, width], and the
+        values of all rows of the cache [all rows * K * S, D], which `bags` selects from."""
+        self._write(keys, values, layer)
+        kept, (_, table) = self._layers[layer][0], self._slots[layer]
+        _, heads, length, size = kept.shape
+        number, first = len(self.positions) * heads, self._rows.start * heads * length * size
+        return kept.as_strided((number, size, self._width), (length * size, 1, size), first), table
+
+    def bags(self, heads: int) -> Bags:
+        """The values that the query heads of each row attend to, in the table of `append`. Masked positions have the
+        place of position 0, which is read anyway. Computed once per step."""
+        if self._bags is None:
             _, key_heads, length, _ = self._layers[0][0].shape
-            rows = len(self.positions)
-            kind = torch.int32 if rows * key_heads * length < 2**31 else torch.int64
+            kind = torch.int32 if self._rows.stop * key_heads * length < 2**31 else torch.int64
             seen = torch.arange(self._width, dtype=kind)
             seen = seen.masked_fill(seen > self.positions[:, None], 0)
             head = torch.arange(heads, dtype=kind) // (heads // key_heads)
-            first = (torch.arange(rows, dtype=kind)[:, None] * key_heads + head) * length
-            self._places = (first[..., None] + seen[:, None]).view(-1, self._width)
-        return self._places
+            row = torch.arange(self._rows.start, self._rows.stop, dtype=kind)
+            first = (row[:, None] * key_heads + head) * length
+            self._bags = Bags.of(first[..., None] + seen[:, None])
+        return self._bags
+
+    def mask(self, window: int | None) -> Tensor:
+        """[R, 1, width]: 0 for the positions that a row sees, -inf for others. `window`: it sees at most so many, the
+        newest ones. Computed once per step."""
+        window = self._width if window is None else min(window, self._width)
+        if window not in self._masks:
+            seen, last = torch.arange(self._width), self.positions[:, None, None]
+            hidden = seen > last
+            if window < self._width:
+                hidden |= seen <= last - window
+            self._masks[window] = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return self._masks[window]
+
+    def _write(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Writes one new position per row."""
+        for slots, new in zip(self._slots[layer], (keys, values), strict=True):
+            slots.index_copy_(0, self._slot(new.shape[1]), new.reshape(-1, new.shape[-1]))
 
     def get_seq_length(self, layer: int = 0) -> int:
         del layer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.config.choices import PACKED_BYTES
-from trivium.engines.torch.attention import attend
+from trivium.engines.torch.attention import attend, attend_last
 from trivium.engines.torch.kv_cache import PromptCache, StepRows
 from trivium.models.cpu.fused import rotated, signed_sines
 from trivium.models.cpu.invariance import invariant_linear
@@ -115,6 +115,12 @@ class _Layer:
     scales: Tensor | None = None
     """[H + K, D]: scales of the normalised queries and keys."""
 
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: its outputs from its inputs x [N, C] and the attention [N, H D]."""
+        x = self.output.plus(attended, x)
+        normed = self.before_mlp(x)
+        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), x)
+
     @property
     def products(self) -> tuple[_Linear, ...]:
         return self.qkv, self.output, self.gate, self.up, self.down
@@ -149,6 +155,12 @@ class Layers:
                 layer.scales = torch.cat([norm.scale.expand(count, -1) for norm, count in counts])
         self._head.refresh(packed=self._packed)
 
+    @property
+    def supports_step(self) -> bool:
+        """Whether `step` may be called. Its products in bfloat16 would round the scores, which torch's attention does
+        not, and rows that are not aligned to a vector have other bits."""
+        return self._fixed and self._head.weight.dtype == torch.float32 and self._size % 16 == 0
+
     def prepare(self, length: int) -> None:
         """Computes the rotary tables for positions below `length`. Not thread-safe."""
         if self._fixed and length > len(self._turns[0]):
@@ -169,18 +181,12 @@ class Layers:
         batch, length, width = x.shape
         cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
-        # Products in bfloat16 would round the scores, which torch's attention does not.
-        places = cache.places(self._heads) if isinstance(cache, StepRows) and x.dtype == torch.float32 else None
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(x)
             query, key, value = self._project(layer, normed.view(batch, length, width), cos, sin)
             key, value = cache.update(key, value, index)
-            out, _ = attend(
-                layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast, places=places
-            )
-            x = layer.output.plus(out.view(len(x), -1), x)
-            normed = layer.before_mlp(x)
-            x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
+            out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast)
+            x = layer.after(x, out.view(len(x), -1))
         if hidden is not None:
             hidden.append(self._last(x).view(batch, length, width))
         if length > 1:
@@ -188,6 +194,24 @@ class Layers:
             x = x[:, -1] if last is None else x[torch.arange(batch), last]
         alone = x.expand(2, -1) if batch == 1 else x  # a reduction over a single row uses other code
         return self._head(self._last(alone.contiguous()))[:batch].float()
+
+    def step(self, x: Tensor, positions: Tensor, rows: StepRows) -> Tensor:
+        """One token of each of at least two rows: [R, C] embeddings at rotary positions [R] -> float32 logits [R, V].
+        `supports_step` is true, and `prepare` was called. Gives the bits of `__call__`."""
+        number, turned = len(x), self._heads + self._key_heads
+        cos, sin = (table[positions] for table in self._turns)
+        bags = rows.bags(self._heads)
+        for index, layer in enumerate(self._layers):
+            parts = layer.qkv(layer.before_attention(x)).view(number, -1, self._size)
+            both = parts[:, :turned]
+            if layer.query_norm is not None and layer.scales is not None:
+                both = layer.query_norm.normalised(both).mul_(layer.scales)
+            both = rotated(both, cos, sin)
+            keys, table = rows.append(both[:, self._heads :], parts[:, turned:], index)
+            query = both[:, : self._heads]
+            out = attend_last(query, keys, table, rows.mask(layer.window), bags, self._scale)
+            x = layer.after(x, out.view(number, -1))
+        return self._head(self._last(x))
 
     def _turns_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the rotary embedding, [..., 1, D], for positions [...]."""
