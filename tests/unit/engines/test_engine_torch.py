@@ -289,6 +289,25 @@ def test_layers_without_modules_are_used_where_they_are_the_models(
         assert "slower layers" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "mistral"])
+def test_steps_of_few_operations_change_no_bit(
+    models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[torch.Tensor] = []
+    for supported in (True, False):
+        decoder = Decoder(models[name], dtype=torch.float32, device="cpu", exact=True)
+        assert decoder.layers is not None
+        assert decoder.layers.supports_step
+        prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (5, 9, 14)]
+        lengths = np.array([len(prompt) for prompt in prompts])
+        with monkeypatch.context() as patched, torch.inference_mode():
+            patched.setattr(layers.Layers, "supports_step", supported)
+            prefixes = [decoder.read([prompt])[0] for prompt in prompts]
+            decoder.place(prefixes, range(3))
+            logits.append(torch.stack([decoder.step(np.array([7, 8, 9]), lengths + i) for i in range(40)]))
+    assert torch.equal(*logits)
+
+
 def test_packed_weights_follow_what_is_loaded_and_change_no_bit(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ class _Linear:
         return invariant_linear(x, self.read, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.read, self.bias, "swish", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.read, self.bias, "swish", [], "")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.read, self.bias, "mul")
