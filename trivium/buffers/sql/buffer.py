@@ -25,7 +25,7 @@ from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slot_buffer import SlotBuffer, Undo, Waits, Work
 from trivium.buffers.slot_machine import Rows, Slots
 from trivium.buffers.slots import Row
-from trivium.buffers.sql.database import Database, SqlTable, located, pause
+from trivium.buffers.sql.database import Database, SqlTable, Statement, located, pause
 from trivium.buffers.sql.media_rows import MediaRows
 from trivium.buffers.sql.slot_rows import SqlRows, forget
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, RUNS, TABLES
@@ -40,8 +40,10 @@ from trivium.types import TRAINER, Capabilities, Group, Lease
 # Made once: building a statement takes SQLAlchemy longer than running it takes SQLite.
 _THIS = BUFFERS.c.name == sa.bindparam("this_name")
 _HEAD = sa.select(BUFFERS).where(_THIS)
-_LOCKED_HEAD = _HEAD.with_for_update()
-_SAVE_HEAD = sa.update(BUFFERS).where(_THIS)
+_HEADS = {False: Statement(_HEAD), True: Statement(_HEAD.with_for_update())}
+"""By whether the row is locked."""
+_HEAD_COLUMNS = tuple(column.name for column in BUFFERS.columns)
+_SAVE_HEAD = Statement(sa.update(BUFFERS).where(_THIS), _HEAD_COLUMNS)
 
 
 _MANY_CALLS = 64
@@ -114,6 +116,7 @@ class SqlBuffer(SlotBuffer):
         self._rollouts, self._name, self._overwrite = rollouts, name, config.overwrite
         self._database = Database(config.url, patience_s=config.patience_s)
         self._database.create(TABLES)
+        self._save_calls = Statement(self._database.insert(CALLS, replace=True))
         self._media = MediaRows(self._database, name)
         self._session: str | None = None
         """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
@@ -343,7 +346,7 @@ class SqlBuffer(SlotBuffer):
                 values = {"caller": call.caller, "buffer": self._name, "token": call.token, "answer": call.answer}
                 records.append(values)
         if rows is not None and records:
-            connection.execute(self._database.insert(CALLS, replace=True), records)
+            self._save_calls.for_each(connection, records)
             self._save(connection, rows)
 
     def _slots(self, connection: sa.Connection, *, joins: bool = False, dry: bool = False) -> Slots | None:
@@ -368,12 +371,12 @@ class SqlBuffer(SlotBuffer):
 
     def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""
-        row = connection.execute(_LOCKED_HEAD if lock else _HEAD, {"this_name": self._name}).one_or_none()
-        return None if row is None else row._asdict()
+        rows = _HEADS[lock](connection, {"this_name": self._name})
+        return dict(zip(_HEAD_COLUMNS, rows[0], strict=True)) if rows else None
 
     def _save(self, connection: sa.Connection, rows: Rows) -> None:
         head = {**rows.head, "change": rows.head["change"] + 1, "this_name": self._name}
-        connection.execute(_SAVE_HEAD, head)
+        _SAVE_HEAD(connection, head)
 
 
 def _answered(connection: sa.Connection, caller: str, token: str) -> str | None:

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from trivium.buffers.journal import read_stored
 from trivium.buffers.slot_machine import Predicate
 from trivium.buffers.slots import COUNTERS, OPEN, Row, SlotState
+from trivium.buffers.sql.database import Statement
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, EXPLORERS, FAILED, GROUPS, MEDIA, SLOTS
 from trivium.errors import DataError
 from trivium.types import Group, Lease
@@ -31,20 +32,21 @@ _THIS = (_MINE, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam
 """One row, by its primary key: the one index that PostgreSQL then considers."""
 _SELECT = sa.select(*(_s[name] for name in _COLUMNS))
 _SELECT_BRIEF = sa.select(*(_s[name] for name in (*_WITHOUT_GROUP, "arrival")))
-_FIND = _SELECT_BRIEF.where(*_THIS)
-_LOWEST = _SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_state")).order_by(_s.slot).limit(1)
+_FIND = Statement(_SELECT_BRIEF.where(*_THIS))
+_LOWEST = Statement(_SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_state")).order_by(_s.slot).limit(1))
 _FINISHED = _SELECT_BRIEF.where(_MINE, _s.state == SlotState.FINISHED).limit(sa.bindparam("count"))
 _FINISHED_SINCE = _FINISHED.where(_s.arrival >= sa.bindparam("begin")).order_by(_s.arrival)
 _FINISHED_WITHIN = _FINISHED.where(_s.slot >= sa.bindparam("begin"), _s.slot < sa.bindparam("end")).order_by(_s.slot)
-_INSERT, _STORE = sa.insert(SLOTS), sa.insert(GROUPS)
+_INSERT, _STORE = sa.insert(SLOTS), Statement(sa.insert(GROUPS))
+_INSERT_BRIEF = Statement(_INSERT, ("buffer", *_WITHOUT_GROUP))
 _RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
     _g.buffer == sa.bindparam("this_buffer"), _g.slot.in_(sa.bindparam("slots", expanding=True))
 )
 _EXPLORER = (EXPLORERS.c.buffer == sa.bindparam("this_buffer"), EXPLORERS.c.owner == sa.bindparam("this_owner"))
-_LOADED = sa.select(EXPLORERS.c.loaded).where(*_EXPLORER)
-_NUM_EXPLORERS = sa.select(sa.func.count()).where(_EXPLORER[0])
-_NUM_LEASES = sa.select(sa.func.count()).where(
-    _MINE, _s.state == SlotState.LEASED, _s.owner == sa.bindparam("this_owner")
+_LOADED = Statement(sa.select(EXPLORERS.c.loaded).where(*_EXPLORER))
+_NUM_EXPLORERS = Statement(sa.select(sa.func.count()).where(_EXPLORER[0]))
+_NUM_LEASES = Statement(
+    sa.select(sa.func.count()).where(_MINE, _s.state == SlotState.LEASED, _s.owner == sa.bindparam("this_owner"))
 )
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
@@ -65,14 +67,14 @@ class SqlRows:
 
     def loaded(self, owner: str) -> int | None:
         this = {"this_buffer": self._name, "this_owner": owner}
-        return self._connection.execute(_LOADED, this).scalar_one_or_none()
+        return next((loaded for (loaded,) in _LOADED(self._connection, this)), None)
 
     def num_explorers(self) -> int:
-        return self._connection.execute(_NUM_EXPLORERS, {"this_buffer": self._name}).scalar_one()
+        return _NUM_EXPLORERS(self._connection, {"this_buffer": self._name})[0][0]
 
     def num_leases(self, owner: str) -> int:
         this = {"this_buffer": self._name, "this_owner": owner}
-        return self._connection.execute(_NUM_LEASES, this).scalar_one()
+        return _NUM_LEASES(self._connection, this)[0][0]
 
     def load(self, owner: str, version: int | None) -> None:
         explorer = self._explorer(owner)
@@ -121,15 +123,19 @@ class SqlRows:
     # ------------------------------------------------------------------ writing
 
     def insert(self, rows: Sequence[Row]) -> None:
-        columns = _WITHOUT_GROUP if all(row.arrival is None for row in rows) else _COLUMNS
+        brief = all(row.arrival is None for row in rows)
+        columns = _WITHOUT_GROUP if brief else _COLUMNS
         values = [{"buffer": self._name, **{name: getattr(row, name) for name in columns}} for row in rows]
         for part in _parts(values):
-            self._connection.execute(_INSERT, part)
+            if brief:
+                _INSERT_BRIEF.for_each(self._connection, part)
+            else:
+                self._connection.execute(_INSERT, part)
 
     def update(self, rows: Sequence[Row], values: Mapping[str, Any]) -> None:
         shared = {"this_buffer": self._name, **{f"new_{name}": value for name, value in values.items()}}
         for part in _parts([{**shared, "this_slot": row.slot, "this_attempt": row.attempt} for row in rows]):
-            self._connection.execute(_update_of(tuple(values)), part)
+            _update_of(tuple(values)).for_each(self._connection, part)
 
     # ------------------------------------------------------------------ groups
 
@@ -138,7 +144,7 @@ class SqlRows:
         if row.arrival is not None:  # its rewards were computed again
             self._delete_groups([row])
         stored = {"buffer": self._name, "slot": row.slot, "attempt": row.attempt, "payload": record}
-        self._connection.execute(_STORE, stored)
+        _STORE(self._connection, stored)
 
     def discard(self, rows: Sequence[Row], version: int) -> None:
         del version  # there is no group without a row
@@ -215,8 +221,11 @@ class SqlRows:
         untold = (_s.buffer == self._name, _s.state == SlotState.CANCELLED)
         self._run(sa.update(SLOTS).where(*untold).values(state=SlotState.CANCELLED_TOLD))
 
-    def _rows(self, query: sa.Select[Any], **values: Any) -> list[Row]:
-        rows: Any = self._connection.execute(query, {"this_buffer": self._name, **values})
+    def _rows(self, query: Statement | sa.Select[Any], **values: Any) -> list[Row]:
+        this = {"this_buffer": self._name, **values}
+        rows: Any = (
+            query(self._connection, this) if isinstance(query, Statement) else self._connection.execute(query, this)
+        )
         return [Row(slot, attempt, SlotState(state), *rest) for slot, attempt, state, *rest in rows]
 
     def _run(self, statement: sa.Executable) -> sa.CursorResult:
@@ -224,9 +233,9 @@ class SqlRows:
 
 
 @lru_cache
-def _update_of(names: tuple[str, ...]) -> sa.Update:
+def _update_of(names: tuple[str, ...]) -> Statement:
     """Sets these columns of one row to the parameters `new_...`."""
-    return sa.update(SLOTS).where(*_THIS).values({name: sa.bindparam(f"new_{name}") for name in names})
+    return Statement(sa.update(SLOTS).where(*_THIS).values({name: sa.bindparam(f"new_{name}") for name in names}))
 
 
 def forget(connection: sa.Connection, run: str) -> None:
