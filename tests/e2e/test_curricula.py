@@ -51,7 +51,7 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize("overrides", [("train.own_process=true",), AHEAD], ids=["own process", "ahead"])
+@pytest.mark.parametrize("overrides", [("stages.1.train.own_process=true",), AHEAD], ids=["own process", "ahead"])
 def test_a_killed_run_of_several_sources_ends_with_the_same_bytes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*overrides, f"stages.1.tasks.train={json.dumps(SOURCES)}")
     assert launches(TINY, tmp_path / "whole", overrides=overrides) == ["finished"]
@@ -68,7 +68,7 @@ def test_a_killed_run_of_several_sources_ends_with_the_same_bytes(overrides: tup
         assert row["source/rows/train/loss/policy"] > 0
     assert rows[-1]["source/sums/curriculum/seen"] > rows[0]["source/sums/curriculum/seen"]
     kills = [("put: half a record", 7), ("update: step taken, no version", 3), ("adopt: half the tensors", 1)]
-    if "train.own_process=true" in overrides:
+    if "stages.1.train.own_process=true" in overrides:
         kills = [("put: half a record", 7), ("log: half a row", 3), ("adopt: half the tensors", 1)]
     assert launches(TINY, tmp_path / "killed", kills, overrides)[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path / "killed") == expected
