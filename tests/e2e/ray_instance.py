@@ -12,7 +12,8 @@ import socket
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,33 +25,46 @@ START = Path(__file__).with_name("ray_worker.py")
 def instance(test: Connection) -> None:
     """Sends the instance's address to the test; the instance ends when the test closes the connection, or dies. The
     preloaded process forks this one."""
-    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        os.environ["TRIVIUM_RAY_WORKERS"] = f"{directory}/socket"
-        listening.bind(os.environ["TRIVIUM_RAY_WORKERS"])
+    with tempfile.TemporaryDirectory() as directory, forked_workers(f"{directory}/socket"):
+        import ray
+
+        context = ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR")
+        test.send(context.address_info["address"])
+        with suppress(EOFError):
+            test.recv()
+        ray.shutdown()
+
+
+def node(socket_path: str, *arguments: str) -> None:
+    """`ray start`, as one of the nodes of an instance."""
+    with forked_workers(socket_path):
+        from ray.scripts.scripts import main
+
+        sys.argv = ["ray", "start", *arguments]
+        main()
+
+
+@contextmanager
+def forked_workers(socket_path: str) -> Generator[None]:
+    """The Ray node that this process starts asks a fork of this process for its workers, at the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        os.environ["TRIVIUM_RAY_WORKERS"] = socket_path
+        listening.bind(socket_path)
         listening.listen(64)
         server = os.fork()
         if server == 0:
             serve(listening)
+        from ray._private import ray_constants
+        from ray._private.node import Node
+
+        ray_constants.SETUP_WORKER_FILENAME = str(START)
+        # It reads all logs all the time. What a role logs is in its run directory.
+        Node.start_log_monitor = lambda self: None
         try:
-            host(test)
+            yield
         finally:
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
-
-
-def host(test: Connection) -> None:
-    import ray
-    from ray._private import ray_constants
-    from ray._private.node import Node
-
-    ray_constants.SETUP_WORKER_FILENAME = str(START)
-    # It reads all logs all the time. What a role logs is in its run directory.
-    Node.start_log_monitor = lambda self: None
-    context = ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR")
-    test.send(context.address_info["address"])
-    with suppress(EOFError):
-        test.recv()
-    ray.shutdown()
 
 
 def serve(listening: socket.socket) -> None:
