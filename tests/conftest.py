@@ -27,17 +27,27 @@ settings.load_profile("trivium")
 LONG = (
     "e2e/test_verl_door.py",
     "e2e/test_ray.py",
-    "e2e/test_shells.py",
+    "simulation/test_worlds.py",
     "oracle/test_ranks.py",
+    "e2e/test_environments.py",
+    "e2e/test_train_process.py",
+    "oracle/test_split_hybrids.py",
+    "oracle/test_split_layers.py",
+    "e2e/test_torchrun.py",
+    "e2e/test_learning.py",
+    "e2e/test_two_nodes.py",
+    "e2e/test_curricula.py",
+    "e2e/test_shells.py",
     "e2e/test_kill.py",
-    "unit/engines/test_engine_torch.py",
+    "unit/training/test_emulated_gpu.py",
+    "e2e/test_run_ends.py",
     "e2e/test_first_hour.py",
     "e2e/test_recipes.py",
+    "unit/engines/test_engine_torch.py",
     "unit/engines/test_vision_engines.py",
-    "e2e/test_torchrun.py",
     "unit/training/test_saving.py",
 )
-"""The longest first: 15 to 60 CPU seconds each, the first two 100 with what uses the same Ray instance."""
+"""The longest first: 20 to 150 CPU seconds each, the first two with what uses the same Ray instance."""
 
 
 TOGETHER = {
