@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ _ADOPTION_S = 60.0
 """Longest wait for the last published version after the training, in seconds."""
 _GOODBYE_S = 1.0
 """How long the gateway still answers calls before the server closes, in seconds."""
+_STOPPED = "the run is being stopped"
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,20 @@ class Gateway:
         """Serves until the stage is over. Raises the errors that end the run."""
         groups, options = self._groups, self.options
         async with asyncio.TaskGroup() as tasks:
-            groups.start(tasks)
+
+            def create_task(role: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                task = tasks.create_task(role)
+                task.add_done_callback(self._close_if_failed)  # the group takes no more tasks from then on
+                return task
+
+            groups.start(create_task)
             roles = (self._watch(), groups.cancel_stale(), groups.expire(options.idle, options.deadline_s))
-            helpers = [tasks.create_task(role) for role in roles]
+            helpers = [create_task(role) for role in roles]
             try:
                 await self._admit()
                 self.close("the training is over")
             finally:
-                self.close("the run is being stopped")
+                self.close(_STOPPED)
             for helper in (*helpers, *groups.submitting.values()):  # no step trains on the groups in progress
                 helper.cancel()
 
@@ -128,6 +135,10 @@ class Gateway:
         """Refuses all calls from now on, those in progress as well."""
         self.closed = self.closed or reason
         self._groups.close(reason)
+
+    def _close_if_failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.close(_STOPPED)
 
     async def say_goodbye(self) -> None:
         """Serves the final policy for `linger_s`, once it is loaded. Then refuses calls for a moment before the server

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from trivium.explorer import Explorer
@@ -69,7 +69,7 @@ class OpenGroups:
         """The members of rows that were submitted in this stage, without those that are not trained on."""
         self._num_evaluations = 0
         """Evaluation sessions that have begun. Numbers those without a label."""
-        self._tasks: asyncio.TaskGroup | None = None
+        self._create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -79,9 +79,9 @@ class OpenGroups:
         """Groups without a slot."""
         return len(self._waiting)
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        """From now on, groups are submitted in tasks of this task group."""
-        self._tasks = tasks
+    def start(self, create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """From now on, groups are submitted in tasks that `create_task` creates."""
+        self._create_task = create_task
 
     # ------------------------------------------------------------------ how sessions begin
 
@@ -313,10 +313,10 @@ class OpenGroups:
 
     def submit(self, group: OpenGroup) -> asyncio.Task[None]:
         """Computes the rewards of the group and puts it, in a task of its own."""
-        assert self._tasks is not None
+        assert self._create_task is not None
         del self._open[group]
         lease = group.slot.result().lease
-        task = self.submitting[lease] = self._tasks.create_task(self._put(group))
+        task = self.submitting[lease] = self._create_task(self._put(group))
         if group.members:
             self._submitted[group.key] = self._submitted.get(group.key, ()) + group.members
 

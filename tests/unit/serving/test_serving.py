@@ -21,7 +21,9 @@ from tests.serving import NAME, Served, served
 from trivium.config import RewardConfig
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
+from trivium.serving.bodies import RequestError
 from trivium.serving.connections import ListenError, serve_app
+from trivium.serving.requests import read_feedback
 from trivium.serving.server import ChatServer
 from trivium.tasks.drawings import png
 from trivium.text.renderer import ChatRenderer, renderer_of
@@ -594,6 +596,30 @@ async def test_a_broken_engine_ends_the_run_with_its_cause(tmp_path: Path) -> No
             here.running.result()
         assert raised.group_contains(EngineFailure)
         await here.chat("z", expect=503)
+
+
+async def test_feedback_is_refused_as_soon_as_a_submission_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[int] = []
+    async with served(tmp_path, group_size=1, broken=True) as here:
+        ids = {task: (await here.chat("x", task_id=task))["choices"][0]["id"] for task in "ab"}
+
+        def end_the_other() -> None:
+            try:
+                here.gateway.feedback(read_feedback({"ids": [ids["b"]], "reward": 1}, {}))
+            except RequestError as error:
+                refusals.append(error.status)
+
+        async def put(*_: object) -> None:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, end_the_other)  # after the end of this task, before its task group ends
+            raise OSError("no space left")
+
+        monkeypatch.setattr(here.buffer, "put", put)
+        await here.feedback(ids=[ids["a"]], reward=1)
+        await asyncio.wait([here.running], timeout=60)
+    assert refusals == [503]
 
 
 async def test_the_end_of_the_training_answers_who_still_waits(tmp_path: Path) -> None:
