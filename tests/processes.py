@@ -63,7 +63,7 @@ class Forked:
         assert code is not None, f"{self.name} still runs after {seconds:.0f} s:\n{self.text}"
         return code
 
-    def ended(self, code: int = 0, seconds: float = 120) -> Self:
+    def ended(self, code: int = 0, seconds: float = 240) -> Self:
         """The process, once it has ended with this exit code."""
         assert self.wait(seconds) == code, self.text
         return self

@@ -73,7 +73,7 @@ def test_processes_share_statuses_weights_and_exchanges(start: Start, directory:
     assert synchronizer.get_latest_model_version() == 5
     assert synchronizer.get_trainer_status() is RUNNING
     assert end() == -9
-    eventually(lambda: counts(synchronizer) == {STOPPED: 1}, 60, lambda: str(counts(synchronizer)))
+    eventually(lambda: counts(synchronizer) == {STOPPED: 1}, 120, lambda: str(counts(synchronizer)))
     assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 6)) is None  # its only explorer is gone
     assert synchronizer.get_latest_model_version() == 5  # and nothing was delivered
     forget(str(directory))
@@ -114,7 +114,7 @@ def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path) -> 
     ray.get(synchronizer.set_trainer_status.remote(RUNNING))
     exploring = ray.remote(num_cpus=0)(as_users_of_ray_do).remote(str(directory))
     eventually(
-        lambda: ray.get(synchronizer.get_explorer_status_counts.remote())[REQUIRE] == 1, 60, lambda: "none requires"
+        lambda: ray.get(synchronizer.get_explorer_status_counts.remote())[REQUIRE] == 1, 120, lambda: "none requires"
     )
 
     async def publish() -> None:
