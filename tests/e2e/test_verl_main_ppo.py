@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 
 SCRIPT = Path(__file__).with_name("verl_main_ppo.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"
-STEPS = 40
+STEPS = 25
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.strip() == ground_truth)
