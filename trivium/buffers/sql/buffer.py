@@ -10,7 +10,7 @@ import socket
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -161,8 +161,13 @@ class SqlBuffer(SlotBuffer):
             raise DataError(
                 "a task id without NUL characters", repr(group.task.task_id), "have the task source leave them out"
             )
-        record = await asyncio.to_thread(stored_record, group, self._name, self._media)
-        await self._change(lambda slots: slots.put(owner, group, record), joins=True)
+        record = b""
+
+        def encode() -> None:
+            nonlocal record
+            record = stored_record(group, self._name, self._media)
+
+        await self._change(lambda slots: slots.put(owner, group, record), joins=True, prepare=encode)
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return await self._groups(await self._look(lambda machine: _rows(machine).taken(slots)))
@@ -210,10 +215,22 @@ class SqlBuffer(SlotBuffer):
 
     # ------------------------------------------------------------------ transactions
 
-    async def _change(self, work: Work, *, undo: Undo | None = None, joins: bool = False) -> Any:
+    async def _change(
+        self,
+        work: Work,
+        *,
+        undo: Undo | None = None,
+        joins: bool = False,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> Any:
         """The answer of `work`, which takes effect once even if the connection drops; None if the buffer is not open
-        yet."""
-        running = asyncio.ensure_future(asyncio.to_thread(self._once, work, joins))
+        yet. Calls `prepare` before, outside of the transaction, in the same thread."""
+
+        def run() -> Any:
+            prepare()
+            return self._once(work, joins)
+
+        running = asyncio.ensure_future(asyncio.to_thread(run))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
