@@ -129,7 +129,9 @@ class Vllm:
         from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
         self.params = SamplingParams
-        self.llm = LLM(str(model_dir), dtype=args.dtype, max_num_seqs=args.max_rows, skip_tokenizer_init=True)
+        # By default vLLM reserves 92 % of the machine's memory, and fails if other processes use more than the rest.
+        limits = {"max_num_seqs": args.max_rows, "gpu_memory_utilization": 0.3}
+        self.llm = LLM(str(model_dir), dtype=args.dtype, skip_tokenizer_init=True, **limits)
 
     def __call__(self, prompts: list[IntArray], limits: list[int]) -> int:
         outputs = self.llm.generate(
