@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from failing import refused
-from rank_parts_of_loading import BUCKET, engine_of, on_rank
+from rank_parts_of_loading import engine_of, on_rank
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from training_parts import MODELS, VOCABULARY, make_batch, write_model
