@@ -122,8 +122,8 @@ class CheckpointStore:
                 discard(self._path(step))
 
     def recover(self) -> Checkpoint | None:
-        """The newest checkpoint, verified, or None. Removes what a killed process left: directories that are
-        half-written or half-removed, and checkpoints that its last save did not remove any more."""
+        """Returns the newest checkpoint, verified, or None. Removes what a killed process left: half-written and
+        half-removed directories, and the checkpoints that its last save had not removed yet."""
         discard_incomplete(self.directory, CHECKPOINT)
         latest = self.latest()
         if latest is not None:
