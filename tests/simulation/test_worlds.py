@@ -56,7 +56,7 @@ def test_a_seed_alone_decides_about_its_world(shared: bool, model: Path) -> None
     assert replace(alone, spec=after_others.spec) == after_others
 
 
-@pytest.mark.parametrize("seed", [143, 517, 1532, 1731])
+@pytest.mark.parametrize("seed", [143, 517, 1532, 1731, 4864, 9266])
 def test_worlds_that_found_a_defect_keep_their_promises(seed: int, model: Path) -> None:
     assert not run_spec(Spec.of(seed), model).problems
 

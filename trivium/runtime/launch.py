@@ -279,6 +279,8 @@ def explore(config: RunConfig) -> dict[str, Any]:
     board = open_board(config)
     waiting = build_synchronizer(config, board, fingerprint(config))
     with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # an explorer has no monitor
+        # An explorer that was killed while it wrote its address writes it again only if a stage remains.
+        (run_dir / f".serve-{name}.json.writing").unlink(missing_ok=True)
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number: int | None = -1
         explored = 0
