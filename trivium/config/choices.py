@@ -121,7 +121,8 @@ def choices(
         )
         chosen["decode steps"] = Choice(
             f"{rows} threads, each its own rows" if rows > 1 else f"all rows together, {threads} thread(s)",
-            f"{_limit(size, DECODE_BYTES, 'weights')}, {DECODE_ROWS} rows or more for each thread",
+            f"{_limit(size, DECODE_BYTES, 'weights')}, {DECODE_ROWS} rows or more for each thread; fewer rows: "
+            "one thread or all in each operation, whichever took less time lately",
             "decode.py",
         )
     max_tokens = getattr(stage.train, "max_tokens_per_micro_batch", None)

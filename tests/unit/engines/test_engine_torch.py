@@ -1,7 +1,7 @@
 """The torch engine against transformers, against itself in other company, and against callers who misbehave."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from trivium.engines.torch import layers
 from trivium.engines.torch.batch import bucket
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.torch.sampling import RowSampling, sample
 from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import ConfigError, RolloutError, SyncError, TriviumError
+from trivium.models.cpu.worker_threads import with_threads
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling, StopReason
@@ -55,6 +57,13 @@ MODELS = {
     "gemma2": lambda: build("gemma2", sliding_window=12),
     "mistral": lambda: build("mistral", sliding_window=9, num_key_value_heads=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +315,56 @@ def test_steps_of_few_operations_change_no_bit(
             decoder.place(prefixes, range(3))
             logits.append(torch.stack([decoder.step(np.array([7, 8, 9]), lengths + i) for i in range(40)]))
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "mistral"])
+def test_several_threads_in_each_operation_of_few_rows_change_no_bit(kind: str, tmp_path: Path) -> None:
+    """Products and sums that are large enough for two threads; sampled with and without truncation."""
+    torch.manual_seed(5)
+    build(kind, 12007, hidden_size=256, intermediate_size=2048, max_position_embeddings=1024).save_pretrained(tmp_path)
+    torch.set_num_threads(2)
+    decoder = Decoder(tmp_path, dtype=torch.float32, device="cpu", exact=True)
+    assert decoder.workers is not None
+    rng = np.random.default_rng(0)
+    with torch.inference_mode():
+        check_decoder(decoder, 1024)
+        assert decoder.few.fixed is None
+        for length in (20, 330, 700):
+            prefix = decoder.read([rng.integers(3, 12007, length).astype(np.int32)])[0]
+            for rows in (2, 4, 8, 12, 20, 28):
+                decoder.place([prefix] * rows, range(rows), length + 1)
+                tokens, random = rng.integers(3, 12007, rows), rng.random(rows)
+                truncation = np.where(np.arange(rows) % 2, 0.8, 1).astype(np.float32)
+                how = RowSampling(
+                    np.full(rows, 0.7, np.float32),
+                    truncation,
+                    np.where(np.arange(rows) % 3, 0, 50),
+                    np.zeros(rows, np.float32),
+                    np.zeros(rows, np.bool_),
+                    torch.tensor([1]),
+                )
+                found = list[list[torch.Tensor]]()
+                for decoder.few.fixed in (1, 2):
+                    logits = decoder.step(tokens, np.full(rows, length))
+                    with with_threads(decoder.few.fixed):
+                        found.append([logits.clone(), *sample(logits, random, how)])
+                assert all(map(torch.equal, *found)), (length, rows)
+
+
+def test_steps_of_few_rows_use_one_thread_if_more_would_change_bits(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(2)
+    product = layers.invariant_linear
+
+    def inexact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return product(x, weight, bias) * (1 + 1e-6 * torch.get_num_threads())
+
+    monkeypatch.setattr(layers, "invariant_linear", inexact)
+    decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
+    with torch.inference_mode():
+        check_decoder(decoder, 256)
+    assert decoder.few.fixed == 1
 
 
 def test_packed_weights_follow_what_is_loaded_and_change_no_bit(

@@ -30,7 +30,7 @@ from trivium.models.backbone.load import calls_attention, load_lm, max_positions
 from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
 from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
-from trivium.models.cpu.worker_threads import WorkerThreads, size_of
+from trivium.models.cpu.worker_threads import FasterThreads, WorkerThreads, size_of
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.heads.trained_models import logit_scale
 from trivium.models.placement import sent
@@ -134,7 +134,9 @@ class Decoder:
         threads = decoding_threads(size_of(model), torch.get_num_threads())
         side_by_side = self.layers is not None and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
-        """Threads that compute the rows of a step in parallel; None: one thread."""
+        """Threads that compute the rows of a step in parallel; None: every operation uses all threads."""
+        self.few = FasterThreads(threads)
+        """Runs a step of too few rows for `workers`."""
         graphs = cuda_graphs and not self.recurrent  # a capture computes the step twice
         self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if graphs else None
         """Runs decode steps as CUDA graphs; None: without."""
@@ -279,6 +281,8 @@ class Decoder:
         def step(part: slice) -> Result:
             return use(self._step(ids[part], embedded[part], rows.part(part), width), part)
 
+        if len(parts) == 1:
+            return [self.few(len(ids), step, parts[0])]
         return [*self.workers.map(step, parts)]
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.config.choices import DECODE_ROWS
 from trivium.engines.torch.attention import registered
 from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError
@@ -33,12 +35,28 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
         error = _difference(decoder, max_context)
     if error is not None:
         raise error
+    if decoder.workers is not None and not _same_with_threads(decoder, max_context):
+        decoder.few.fixed = 1
+
+
+def _same_with_threads(decoder: Decoder, max_context: int) -> bool:
+    """Whether steps of few rows have the same bits on one thread and with several threads in each operation."""
+    length = min(20, max_context - 1)
+    for rows in (2, 2 * DECODE_ROWS - 4):  # the fewest and the most that one thread may compute
+        probes = np.resize(_probes(decoder, length), (rows, length))
+        outputs = list[Tensor]()
+        for threads in (1, decoder.few.threads):
+            decoder.few.fixed = threads
+            outputs.append(_teach(decoder, probes, max(1, length - 2)))
+        if not torch.equal(*outputs):
+            return False
+    decoder.few.fixed = None
+    return True
 
 
 def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
     length = min(20, max_context - 1)  # at least two rows: the engine never runs a step with one
-    tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
-    probes = tokens.reshape(4, length)
+    probes = _probes(decoder, length)
     half = max(1, length // 2)
     alone, together = _teach(decoder, probes[[0, 0]], half), _teach(decoder, probes, half)
     name = type(decoder.model).__name__
@@ -60,6 +78,12 @@ def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
         f"rounding in {str(decoder.dtype).removeprefix('torch.')} explains",
         "this architecture keeps state that the engine does not support; use another model or engine",
     )
+
+
+def _probes(decoder: Decoder, length: int) -> npt.NDArray[np.int64]:
+    """Four sequences of random tokens."""
+    numbers = uniforms(stream("engine", "probe"), np.arange(4 * length))
+    return (numbers * decoder.vocab_size).astype(np.int64).reshape(4, length)
 
 
 def _teach(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
