@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,19 @@ def groups_of(run_dir: Path) -> list[Group]:
     return sorted(groups, key=lambda group: group.slot)
 
 
+@contextmanager
+def mcp_server() -> Generator[int]:
+    """An MCP server at a port of loopback; rollouts wait until it listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, guessing.__file__, str(port)], env=env) as process:
+        try:
+            yield port
+        finally:
+            process.kill()
+
+
 async def play(url: str, task: str, index: int) -> None:
     """An agent that plays one rollout with Anthropic's client."""
     labels = {"task_id": task, "session": f"rollout {index}"}
@@ -172,15 +187,20 @@ def test_calls_and_results_are_shown(undisturbed: tuple[dict[str, bytes], list[T
 def test_one_game_behind_every_door_gives_equal_tokens_rewards_and_weights(
     door: str, undisturbed: tuple[dict[str, bytes], list[Trajectory]], tmp_path: Path
 ) -> None:
-    with nullcontext(0) if door != "openenv" else server() as port:
+    with {"gymnasium": partial(nullcontext, 0), "openenv": server, "mcp": mcp_server}[door]() as port:
         fields: dict[str, Any] = openenv(port, max_environments=2)  # rollouts that wait sample the same tokens
         if door == "gymnasium":
             agent_game.register()
             fields = {**fields, "kind": door, "id": "Guess-v0", "act": f"{GAME}:act"}
             del fields["url"]
         if door == "mcp":
-            command, env = [sys.executable, guessing.__file__], {"PYTHONPATH": os.pathsep.join(sys.path)}
-            fields = {"kind": door, "command": command, "env": env, "start_tool": "begin", "reward_tool": "score"}
+            # One server for all rollouts; tests/unit/workflows/test_workflows_adapters.py starts one for each.
+            fields = {
+                "kind": door,
+                "url": f"http://127.0.0.1:{port}/mcp",
+                "start_tool": "begin",
+                "reward_tool": "score",
+            }
             fields |= {"max_calls": 11, "rows": False}
         weights, rollouts = outcome(tmp_path / "run", **fields)
     assert contents(rollouts) == contents(undisturbed[1])
