@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,10 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
+
+from tests.ahead import Ahead
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,9 +81,16 @@ class Forked:
 
 
 def trivium(*arguments: str) -> None:
-    """The command `trivium`, as its console script calls it."""
+    """The command `trivium`, as its console script calls it. With `train.own_process=true` among its arguments, its
+    first train processes are forked as well."""
     from trivium.cli import main
 
+    if any("own_process=true" in argument for argument in arguments):
+        from trivium.training.distributed import train_process
+
+        start = Ahead(2).start
+        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+        train_process.subprocess = SimpleNamespace(Popen=start, **names)  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = ["trivium", *arguments]
     main()
 

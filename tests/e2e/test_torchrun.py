@@ -8,60 +8,59 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from tests.ahead import Ahead, children
 from tests.e2e.test_kill import outcome_of
-from tests.processes import Forked, eventually, trivium
+from tests.processes import Forked, alive, eventually, survivors, trivium
 
 HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.slow
 
 
-def start(run_dir: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--max-restarts={restarts}",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "trivium",
-        "run",
-        str(HERE / "ray.yaml"),
-        f"run.dir={run_dir}",
-        *arguments,
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@contextmanager
+def torchrun(output: Path, *arguments: str) -> Generator[Forked]:
+    """torchrun, which is forked, as are up to four ranks that it starts."""
+    agent = Forked("torchrun", output, as_agent, *arguments)
+    try:
+        yield agent
+    finally:
+        if agent.poll() is None:
+            os.kill(agent.pid, signal.SIGTERM)  # and its ranks with it
+            agent.wait(120)
+            agent.kill()
+
+
+def as_agent(*arguments: str) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.run import main
+
+    ahead = Ahead(4)
+
+    def popen(self: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Any:
+        return ahead.start(command, env=env, start_new_session=True)
+
+    SubprocessHandler._popen = popen
+    main(arguments)
+
+
+def start(run_dir: Path, *arguments: str, restarts: int = 0) -> AbstractContextManager[Forked]:
+    how = ("--standalone", f"--max-restarts={restarts}", "--nproc-per-node", "2", "-m", "trivium")
+    return torchrun(run_dir.with_suffix(".out"), *how, "run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments)
 
 
 def steps(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.is_file() else []
     return max((json.loads(row)["step"] for row in rows[:-1]), default=0)
-
-
-def pids(run_dir: Path) -> dict[int, int]:
-    """The ranks of a run that live, and their processes."""
-    found: dict[int, int] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            said = dict(row.partition("=")[::2] for row in (process / "environ").read_text().split("\0"))
-            if f"run.dir={run_dir}" in (process / "cmdline").read_text() and "RANK" in said:
-                found[int(said["RANK"])] = int(process.name)
-        except (OSError, UnicodeDecodeError):
-            continue  # it has ended, or is somebody else's
-    return found
 
 
 @contextmanager
@@ -103,15 +102,16 @@ def as_rank_that_exits_late(environment: dict[str, object], *arguments: str) -> 
     as_rank(environment, *arguments)
 
 
-def kill_rank_1(process: subprocess.Popen[str], run_dir: Path, at_step: int) -> float:
+def kill_rank_1(agent: Forked, run_dir: Path, at_step: int) -> float:
     """SIGKILL once the run has come so far; when that was."""
-    end = time.monotonic() + 240
-    while steps(run_dir) < at_step or 1 not in pids(run_dir):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.kill(pids(run_dir)[1], signal.SIGKILL)
+    eventually(lambda: steps(run_dir) >= at_step and rank_1(agent) != [], 240, lambda: agent.text, agent)
+    (rank,) = rank_1(agent)
+    os.kill(rank, signal.SIGKILL)
     return time.monotonic()
+
+
+def rank_1(agent: Forked) -> list[int]:
+    return [pid for pid in children(agent.pid, "rank 1") if alive(pid)]
 
 
 @pytest.mark.timeout(900)
@@ -121,43 +121,39 @@ def test_torchrun_starts_ranks_again_then_names_the_one_that_died_and_the_same_c
     run_dir, arguments = tmp_path / "killed", ("workflow.pause_s=0.2", "schedule.steps=16")
     with start(run_dir, *arguments, restarts=1) as process:
         kill_rank_1(process, run_dir, 3)
+        eventually(lambda: steps(run_dir) >= 7, 240, lambda: process.text, process)
+        ranks = [*children(process.pid, "rank 0"), *rank_1(process)]
         killed = kill_rank_1(process, run_dir, 8)
-        said = process.communicate()[0]
+        assert process.wait(120) != 0
         assert time.monotonic() - killed < 120
-    assert process.returncode != 0
     assert (run_dir / "log.txt").read_text().count("continuing from step-") == 1
-    root_cause = said.partition("Root Cause")[2]
+    root_cause = process.text.partition("Root Cause")[2]
     assert "rank      : 1 " in root_cause
     assert "SIGKILL" in root_cause
-    assert not pids(run_dir)
+    assert len(ranks) == 2
+    assert not survivors(ranks)
     for _ in range(2):  # the second time there is nothing left to do
         assert_ranks_end(0, run_dir, *arguments)
     sampled = re.findall(r"this rank sampled (\d+) completions", (run_dir / "log-rank-1.txt").read_text())
     assert sum(map(int, sampled)) > 0  # not the first rank alone
     assert (run_dir / "log.txt").read_text().count("continuing from step-") > 1
     with start(tmp_path / "whole", "workflow.pause_s=0", "schedule.steps=16") as process:
-        said = process.communicate()[0]
-    assert process.returncode == 0, said
+        process.ended(0)
     assert outcome_of(run_dir) == outcome_of(tmp_path / "whole")
 
 
-def test_ranks_of_two_agents_meet_again_if_one_agent_counts_a_restart_and_the_other_none(tmp_path: Path) -> None:
+def test_ranks_of_two_agents_meet_again_if_one_agent_counts_a_restart_and_the_other_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--local-addr=127.0.0.1"]
-    command += [str(HERE / "second_round.py"), str(tmp_path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    how = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    how += ("--rdzv-id=two", "--local-addr=127.0.0.1", str(HERE / "second_round.py"), str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with ExitStack() as stack:
-        agents = list[subprocess.Popen[str]]()
-        for _ in range(2):
-            agent = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-            )
-            agents.append(stack.enter_context(agent))
-            stack.callback(agent.terminate)  # and its rank with it
-        said = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+        agents = [stack.enter_context(torchrun(tmp_path / f"agent-{number}.out", *how)) for number in range(2)]
+        for agent in agents:
+            agent.ended(0, seconds=120)
     assert [(tmp_path / f"second-{rank}").read_text() for rank in range(2)] == ["2 0", "2 1"]
 
 

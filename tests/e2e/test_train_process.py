@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.ahead import children
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
 from tests.processes import Forked, commands, eventually, survivors
@@ -48,8 +49,7 @@ def has_trained(run_dir: Path, step: int) -> bool:
 
 def trainers_of(command: Forked) -> list[int]:
     """The train processes that a command started."""
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
-    return [int(pid) for pid in children if "train_process_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return children(command.pid, "train_process_main")
 
 
 @pytest.fixture(scope="module")
