@@ -11,6 +11,9 @@ from pathlib import Path
 
 gc.disable()  # imports leave few cycles behind
 
+import numpy.ma
+import peft
+import pytest
 import torch
 import torch.distributed.fsdp
 import transformers.models.auto.modeling_auto
@@ -22,12 +25,16 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import trivium.buffers.memory
 import trivium.buffers.sql.buffer
 import trivium.cli
+import trivium.engines.process_pool
 import trivium.engines.torch.engine
+import trivium.inspection.report
 import trivium.models.weights.stream
 import trivium.monitors.jsonl
 import trivium.runtime.launch
+import trivium.runtime.train_process_main
 import trivium.sync.memory
 import trivium.text.tiny
+import trivium.training.distributed.torchrun
 import trivium.training.engine
 from trivium.concurrency import usable_cores
 from trivium.config import load_config
