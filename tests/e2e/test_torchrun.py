@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def torchrun(output: Path, *arguments: str) -> Generator[Forked]:
-    """torchrun, which is forked, as are up to four ranks that it starts."""
-    agent = Forked("torchrun", output, as_agent, *arguments)
+def torchrun(output: Path, *arguments: str, forked: int = 4) -> Generator[Forked]:
+    """torchrun, which is forked, as are the first `forked` ranks that it starts."""
+    agent = Forked("torchrun", output, as_agent, forked, *arguments)
     try:
         yield agent
     finally:
@@ -39,11 +39,11 @@ def torchrun(output: Path, *arguments: str) -> Generator[Forked]:
             agent.kill()
 
 
-def as_agent(*arguments: str) -> None:
+def as_agent(forked: int, *arguments: str) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.run import main
 
-    ahead = Ahead(4)
+    ahead = Ahead(forked)
 
     def popen(self: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Any:
         return ahead.start(command, env=env, start_new_session=True)
@@ -52,9 +52,10 @@ def as_agent(*arguments: str) -> None:
     main(arguments)
 
 
-def start(run_dir: Path, *arguments: str, restarts: int = 0) -> AbstractContextManager[Forked]:
+def start(run_dir: Path, *arguments: str, restarts: int = 0, forked: int = 4) -> AbstractContextManager[Forked]:
     how = ("--standalone", f"--max-restarts={restarts}", "--nproc-per-node", "2", "-m", "trivium")
-    return torchrun(run_dir.with_suffix(".out"), *how, "run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments)
+    command = (*how, "run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments)
+    return torchrun(run_dir.with_suffix(".out"), *command, forked=forked)
 
 
 def steps(run_dir: Path) -> int:
@@ -137,7 +138,7 @@ def test_torchrun_starts_ranks_again_then_names_the_one_that_died_and_the_same_c
     sampled = re.findall(r"this rank sampled (\d+) completions", (run_dir / "log-rank-1.txt").read_text())
     assert sum(map(int, sampled)) > 0  # not the first rank alone
     assert (run_dir / "log.txt").read_text().count("continuing from step-") > 1
-    with start(tmp_path / "whole", "workflow.pause_s=0", "schedule.steps=16") as process:
+    with start(tmp_path / "whole", "workflow.pause_s=0", "schedule.steps=16", forked=1) as process:
         process.ended(0)
     assert outcome_of(run_dir) == outcome_of(tmp_path / "whole")
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -20,7 +19,7 @@ import pytest
 from tests.e2e import ray_instance
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import outcome_of
-from tests.e2e.test_torchrun import as_rank, assert_ranks_end, steps
+from tests.e2e.test_torchrun import as_agent, as_rank, assert_ranks_end, steps
 from tests.processes import Forked, trivium
 
 CONFIG = Path(__file__).parent / "ray.yaml"
@@ -66,7 +65,7 @@ class Node:
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
-        self.processes: list[subprocess.Popen[str] | Forked] = []
+        self.processes: list[Forked] = []
 
     def fork(self, output: Path, work: Callable[..., None], *arguments: object) -> Forked:
         """Calls `work` in a forked process of this node."""
@@ -79,21 +78,7 @@ class Node:
         environment = {"MASTER_ADDR": head, "MASTER_PORT": PORT, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": 0}
         return self.fork(output, as_rank, environment, "run", PLAIN, *arguments)
 
-    def start(self, output: Path, *command: str) -> subprocess.Popen[str]:
-        """Starts a command on this node; it leads a group of its own."""
-        with output.open("a") as file:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, sys.executable, "-m", *command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-                env=own_environment(),
-            )
-        self.processes.append(process)
-        return process
-
-    def torchrun(self, output: Path, head: str, rank: int, *arguments: str) -> subprocess.Popen[str]:
+    def torchrun(self, output: Path, head: str, rank: int, *arguments: str) -> Forked:
         how = [
             "--nnodes=2",
             "--nproc-per-node=1",
@@ -101,7 +86,7 @@ class Node:
             f"--master-addr={head}",
             f"--master-port={PORT}",
         ]
-        return self.start(output, "torch.distributed.run", *how, "-m", "trivium", "run", PLAIN, *arguments)
+        return self.fork(output, as_agent, 1, *how, "-m", "trivium", "run", PLAIN, *arguments)
 
     def dies(self) -> None:
         """Kills every process of this node at once."""
@@ -148,7 +133,7 @@ def sockets() -> Generator[str]:
         yield directory
 
 
-def until(happened: object, output: Path, *running: subprocess.Popen[str] | Forked) -> None:
+def until(happened: object, output: Path, *running: Forked) -> None:
     assert callable(happened)
     end = time.monotonic() + 300
     while not happened():
@@ -157,7 +142,7 @@ def until(happened: object, output: Path, *running: subprocess.Popen[str] | Fork
         time.sleep(0.05)
 
 
-def assert_ends_well(output: Path, *processes: subprocess.Popen[str] | Forked) -> None:
+def assert_ends_well(output: Path, *processes: Forked) -> None:
     for process in processes:
         assert process.wait(300) == 0, output.read_text()
 
