@@ -466,7 +466,7 @@ def test_the_python_example_of_the_readme_learns(tmp_path: Path) -> None:
         command = Forked("script", tmp_path / "out", runpy.run_path, "go.py", {}, "__main__")
     assert command.wait(280) == 0, command.text
     lines = command.text.splitlines()
-    assert "runs/from_python: 100 steps" in lines
+    assert "runs/from_python: 50 steps" in lines
     before, after, run_dir = lines[-1].split()
     assert (float(before) < 0.1, float(after) > 0.3) == (True, True)
     assert (tmp_path / run_dir / "summary.json").is_file()
