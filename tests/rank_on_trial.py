@@ -6,9 +6,7 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from trivium.concurrency import ProcessLife, end_with
 from trivium.errors import DataError
@@ -16,14 +14,21 @@ from trivium.models.weights.stream import described
 from trivium.protocols import WeightChannel
 from trivium.training.distributed.train_process import serve_driver
 
-WEIGHTS = [
-    ("wide", torch.arange(6.0).reshape(2, 3).T),
-    ("narrow", torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
-    ("empty", torch.empty(0, 4)),
-    ("number", torch.tensor(7)),
-    ("large", torch.arange(5_000_000, dtype=torch.int32)),
-    ("last", torch.tensor([True])),
-]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def weights() -> list[tuple[str, Tensor]]:
+    import torch  # most of the processes offer none, and start without it
+
+    return [
+        ("wide", torch.arange(6.0).reshape(2, 3).T),
+        ("narrow", torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
+        ("empty", torch.empty(0, 4)),
+        ("number", torch.tensor(7)),
+        ("large", torch.arange(5_000_000, dtype=torch.int32)),
+        ("last", torch.tensor([True])),
+    ]
 
 
 class Rank:
@@ -55,7 +60,7 @@ class Rank:
         return 1 / number
 
     def offer(self, version: int) -> tuple[bool, str]:
-        delivered = self._channel.offer(version, described(WEIGHTS))
+        delivered = self._channel.offer(version, described(weights()))
         return delivered, cast(Any, self._channel).offered
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from failing import refused
 
-from tests.rank_on_trial import WEIGHTS
+from tests.rank_on_trial import weights
 from trivium.concurrency import ProcessLife
 from trivium.errors import DataError, ProcessDied, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
@@ -72,8 +72,8 @@ def test_errors_are_raised_here_and_end_nothing(process: TrainProcess) -> None:
 def test_weights_go_through_the_channel_of_this_process(process: TrainProcess) -> None:
     assert process.run_on_all_ranks("offer", 3) == (True, CHANNEL.offered)
     collected = CHANNEL.to.collect(3)
-    assert [each.name for each in collected.tensors] == [name for name, _ in WEIGHTS]
-    for (name, tensor), (expected_name, expected) in zip(collected, WEIGHTS, strict=True):
+    assert [each.name for each in collected.tensors] == [name for name, _ in weights()]
+    for (name, tensor), (expected_name, expected) in zip(collected, weights(), strict=True):
         assert name == expected_name
         assert tensor.dtype == expected.dtype
         assert torch.equal(tensor, expected)
