@@ -60,6 +60,9 @@ def forked_workers(socket_path: str) -> Generator[None]:
         ray_constants.SETUP_WORKER_FILENAME = str(START)
         # It reads all logs all the time. What a role logs is in its run directory.
         Node.start_log_monitor = lambda self: None
+        # Nothing asks for more nodes or for the dashboard, which are a process each.
+        Node.start_monitor = lambda self: None
+        Node.start_api_server = lambda self, **_: None
         try:
             yield
         finally:
