@@ -5,7 +5,7 @@ Per-row state is in numpy arrays, so the Python overhead of a step does not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.config.choices import DRAFTED_ROWS
 from trivium.engines.stopping import StopScan
 from trivium.engines.torch.decoder import Decoder, Prefix
+from trivium.engines.torch.drafts import Drafts, Follower
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.sampling import Kept, RowSampling, on_host, sample
 from trivium.errors import DataError
@@ -50,12 +52,24 @@ class Ticket:
     kept_count: list[int] = field(default_factory=list[int], repr=False)
     prompt_log_prob: AnyArray | None = field(default=None, repr=False)
     """The log-probabilities of the prompt's tokens, if requested."""
+    follower: Follower | None = field(default=None, repr=False)
+    """What its drafts come from, once any were looked for."""
     on_tokens: Any = None
     """What the caller's event loop calls with each token, if the caller asks for a stream."""
 
     def asks(self, what: str) -> bool:
         """Whether the request asks for this quantity to be recorded."""
         return what in self.request.sampling.extra
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """The task, whose earlier completions may be repeated."""
+        return self.request.key.taskset, self.request.key.task_id
+
+
+_LONGEST_WAIT = 3
+"""The most steps between two searches for drafts."""
+_Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[Kept]]
 
 
 def bucket(rows: int) -> int:
@@ -68,9 +82,14 @@ class Batch:
     """Up to `max_rows` completions in progress. Rows of finished ones are free until a request takes them."""
 
     def __init__(
-        self, decoder: Decoder, max_rows: int, eos: frozenset[int], decode: Callable[[Sequence[int]], str]
+        self,
+        decoder: Decoder,
+        max_rows: int,
+        eos: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        drafts: Drafts | None = None,
     ) -> None:
-        self._decoder, self._decode = decoder, decode
+        self._decoder, self._decode, self._drafts = decoder, decode, drafts
         self._is_eos = np.zeros(decoder.vocab_size, np.bool_)
         self._is_eos[sorted(eos)] = True
         self._id_type = np.uint16 if decoder.vocab_size <= 2**16 else np.int32
@@ -96,6 +115,9 @@ class Batch:
         self._top_k = np.zeros(padded, np.int64)
         self._min_p = np.zeros(padded, np.float32)
         self._min_new = np.zeros(padded, np.int64)
+        self._due = np.zeros(padded, np.int64)
+        self._wait = self._failed = 0
+        """Steps until drafts are looked for again, and how many searches in a row gave none that pay."""
         self._tokens = np.zeros((padded, 64), np.int32)
         self._log_prob = np.zeros((padded, 64), np.float32)
         self._version = np.zeros((padded, 64), np.int32)
@@ -124,12 +146,21 @@ class Batch:
         longest = (self._position + self._limit - self._count)[self._occupied].max()
         self._decoder.place(prefixes, rows.tolist(), int(longest))
         sampled, log_prob, kept = self._drawn(torch.stack([prefix.logits for prefix in prefixes]), self._sampling(rows))
-        self._keep(rows, kept)
+        self._keep(rows, _kept_by_row(kept))
         return self._append(rows, sampled, log_prob, version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
-        """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
+        """Samples one more token for every row, and further ones where drafts are right. Returns (ticket, completion)
+        of finished ones."""
         self._compact()
+        if self._drafts is not None and self._live <= DRAFTED_ROWS and self._decoder.recorder is None:
+            self._wait -= 1
+            drafts = self._chosen(self._drafts) if self._wait < 0 else None
+            if drafts is not None:
+                self._failed = 0
+                return self._verify(drafts, self._drafts, version)
+            if self._wait < 0:
+                self._wait = self._failed = min(self._failed + 1, _LONGEST_WAIT)
         size = bucket(self._span)
         ahead = self._ahead[:size] if self._ahead[:size].any() else None
         how = self._sampling(slice(0, size))  # includes free rows: cheaper than selecting the others
@@ -139,14 +170,82 @@ class Batch:
             ahead,
             lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
-        sampled = np.concatenate([part[0] for part in parts])
-        log_prob = np.concatenate([part[1] for part in parts])
+        sampled, log_prob, kept = self._joined(parts)
         rows = np.flatnonzero(self._occupied)
-        self._keep(np.arange(size), [each for part in parts for each in part[2]])
+        self._keep(np.arange(size), kept)
         if self._decoder.recorder is not None:
             self._record(rows, self._decoder.recorder.take(size, 1))
         self._position[rows] += 1
         return self._append(rows, sampled[rows], log_prob[rows], version)
+
+    def _chosen(self, drafts: Drafts) -> dict[int, list[int]] | None:
+        """The drafts of rows that have any; None if a step without them is better."""
+        rows = np.flatnonzero(self._occupied & (self._count >= self._due)).tolist()
+        followers = dict[int, Follower]()
+        for row in rows:
+            ticket = self.tickets[row]
+            assert ticket is not None
+            follower = ticket.follower
+            if follower is None:
+                follower = ticket.follower = drafts.follower(ticket.task, ticket.request.prompt_tokens)
+            drafts.advance(follower, self._tokens[row, follower.count : self._count[row]].tolist())
+            self._due[row] = follower.due
+            if follower.follows:
+                followers[row] = follower
+        if not followers:
+            return None
+        rows = [*followers]
+        remaining = (self._limit[rows] - self._count[rows] - 1).tolist()
+        chosen = drafts.choose([*followers.values()], remaining, self._live, bucket)
+        return None if chosen is None else dict(zip(rows, chosen, strict=True))
+
+    def _verify(self, drafted: Mapping[int, Sequence[int]], counts: Drafts, version: int) -> list[tuple[Ticket, Any]]:
+        """Samples the next tokens of all rows as several steps would, as long as the drafts are what is sampled.
+
+        A draft is one more row of the step, at the next position. The keys and values of a wrong one stay in the cache
+        until the token of that position replaces them, before any row sees them.
+        """
+        rows = np.flatnonzero(self._occupied)
+        drafts = [drafted.get(row, ()) for row in rows.tolist()]
+        lengths = np.array([1 + len(each) for each in drafts])
+        first = np.cumsum(lengths) - lengths
+        number = int(lengths.sum())
+        # The step is padded with copies of its last row.
+        which = np.minimum(np.arange(bucket(number)), number - 1)
+        own = np.repeat(rows, lengths)[which]
+        depth = (np.arange(number) - np.repeat(first, lengths))[which]
+        tokens = np.empty(number, np.int64)
+        for start, row, draft in zip(first.tolist(), rows.tolist(), drafts, strict=True):
+            tokens[start] = self._next[row]
+            tokens[start + 1 : start + 1 + len(draft)] = draft
+        how = self._sampling(own, depth)
+        sampled, log_prob, kept = self._joined(
+            self._decoder.step_parts(
+                tokens[which],
+                self._position[own] + depth,
+                self._ahead[own] if self._ahead[own].any() else None,
+                lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
+                own,
+            )
+        )
+        right = sampled[: number - 1] == tokens[1:]
+        sure = [
+            1 + (int(wrong[0]) if len(wrong := np.flatnonzero(~right[start : start + length - 1])) else length - 1)
+            for start, length in zip(first.tolist(), lengths.tolist(), strict=True)
+        ]
+        counts.drafted += number - len(rows)
+        tickets = [self.tickets[row] for row in rows.tolist()]
+        done = []
+        for place in range(max(sure)):
+            going = [i for i, row in enumerate(rows.tolist()) if place < sure[i] and self.tickets[row] is tickets[i]]
+            if not going:
+                break
+            counts.accepted += len(going) if place else 0
+            chosen = first[going] + place
+            self._keep(rows[going], [kept[each] for each in chosen.tolist()] if kept else [])
+            self._position[rows[going]] += 1
+            done += self._append(rows[going], sampled[chosen], log_prob[chosen], version)
+        return done
 
     def take_streamed(self) -> list[tuple[Ticket, int, float]]:
         """The tokens that rows with `on_tokens` were given since the last call, with their log-probabilities."""
@@ -169,26 +268,33 @@ class Batch:
         self._occupied[row], self._scanned[row] = True, bool(sampling.stop)
         self._keeps[row], self._streams[row] = ticket.asks("kept"), ticket.on_tokens is not None
         self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
-        self._count[row], self._limit[row] = 0, ticket.limit
+        self._count[row], self._limit[row], self._due[row] = 0, ticket.limit, 0
         self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
         self._top_p[row], self._top_k[row], self._min_p[row] = sampling.top_p, sampling.top_k, sampling.min_p
         self._min_new[row] = sampling.min_new_tokens
         ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
 
-    def _sampling(self, rows: npt.NDArray[np.int64] | slice) -> tuple[npt.NDArray[np.float64], RowSampling]:
-        """The random number of each row's next token, and how it is sampled."""
-        count = self._count[rows]
+    def _sampling(
+        self, rows: npt.NDArray[np.int64] | slice, later: npt.NDArray[np.int64] | int = 0
+    ) -> tuple[npt.NDArray[np.float64], RowSampling]:
+        """The random number of each row's next token, or of one that comes so much `later`, and how it is sampled."""
+        count = self._count[rows] + later
         kept = (self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows])
         how = RowSampling(*kept, count < self._min_new[rows], self._eos)
         return uniforms(self._digest[rows], count), how
 
-    def _drawn(
-        self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[Kept]]:
+    def _drawn(self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]) -> _Drawn:
         """Tokens and log-probabilities of some rows, and the tokens they were sampled among if any row requests it."""
         kept: list[Kept] | None = [] if self._keeps.any() else None
         sampled, log_prob = on_host(*sample(logits, *how, kept))
         return sampled, log_prob, kept or []
+
+    def _joined(
+        self, parts: Sequence[_Drawn]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[tuple[int, npt.NDArray[np.int64]]]]:
+        """What the parts of a step drew: tokens, log-probabilities, and the kept tokens of each row if requested."""
+        sampled, log_prob, kept = zip(*parts, strict=True)
+        return np.concatenate(sampled), np.concatenate(log_prob), [pair for part in kept for pair in _kept_by_row(part)]
 
     def _append(
         self,
@@ -222,10 +328,9 @@ class Batch:
             if ticket is not None and ticket.routing:
                 ticket.routing.append(routing[row])
 
-    def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[Kept]) -> None:
+    def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
         """Records the tokens that each row was just sampled among, if requested."""
-        drawn = [pair for part in kept for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
-        for row, (count, ids) in zip(rows.tolist(), drawn, strict=False):
+        for row, (count, ids) in zip(rows.tolist(), kept, strict=False):
             ticket = self.tickets[row] if self._keeps[row] else None
             if ticket is not None:
                 ticket.kept.append(ids.astype(self._id_type))
@@ -258,6 +363,8 @@ class Batch:
             reason,
             extra=_extra(ticket, count),
         )
+        if self._drafts is not None and reason is not StopReason.ABORT:
+            self._drafts.keep(ticket.task, ticket.request.prompt_tokens, completion.tokens, completion.log_prob)
         self._free(row)
         return ticket, completion
 
@@ -306,6 +413,7 @@ class Batch:
             self._top_k,
             self._min_p,
             self._min_new,
+            self._due,
             self._tokens,
             self._log_prob,
             self._version,
@@ -315,6 +423,10 @@ class Batch:
         more = ((0, 0), (0, width - self._tokens.shape[1]))
         self._tokens, self._log_prob = np.pad(self._tokens, more), np.pad(self._log_prob, more)
         self._version = np.pad(self._version, more)
+
+
+def _kept_by_row(kept: Sequence[Kept]) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    return [pair for part in kept for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
 
 
 def _extra(ticket: Ticket, count: int) -> dict[str, AnyArray]:

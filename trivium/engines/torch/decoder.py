@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -248,10 +249,12 @@ class Decoder:
         tokens: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None = None,
+        own: npt.NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is added to
-        the rotary position (`Prefix.ahead`); None adds nothing."""
-        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits))
+        the rotary position (`Prefix.ahead`); None adds nothing. `own`: the row of the cache of each token, in ascending
+        order; several tokens of one row are at positions that follow one another."""
+        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits, own))
 
     def step_parts(
         self,
@@ -259,6 +262,7 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None,
         use: Callable[[Tensor, slice], Result],
+        own: npt.NDArray[np.int64] | None = None,
     ) -> list[Result]:
         """As `step`, in parts: the results of `use(logits, rows)` for consecutive slices of the rows. `use` may be
         called from several threads at once."""
@@ -268,21 +272,24 @@ class Decoder:
         ids = sent(tokens, self.device)
         if self.graphs is not None:
             return [use(self.graphs(ids, where, embedded, graph_width(width)), slice(0, len(ids)))]
-        rows = self.rows.begin(where, width)
+        rows = self.rows.begin(where, width, None if own is None else torch.from_numpy(own))
         if self.layers is not None:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:
             return [use(self._step(ids, embedded, rows, width), slice(0, len(ids)))]
         workers = max(1, min(self.workers.number, len(ids) // DECODE_ROWS))
         size = -(-len(ids) // workers)
-        parts = [slice(first, min(first + size, len(ids))) for first in range(0, len(ids), size)]
+        cuts = range(size, len(ids), size)
+        parts = [
+            slice(first, end) for first, end in pairwise([0, *(cuts if own is None else _between(own, cuts)), len(ids)])
+        ]
 
         @torch.inference_mode()
         def step(part: slice) -> Result:
             return use(self._step(ids[part], embedded[part], rows.part(part), width), part)
 
         if len(parts) == 1:
-            return [self.few(len(ids), step, parts[0])]
+            return [self.few((len(ids), own is None), step, parts[0])]
         return [*self.workers.map(step, parts)]
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:
@@ -376,6 +383,15 @@ class Decoder:
         if self._hidden is not None:
             self._hidden.append(hidden)
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
+
+
+def _between(own: npt.NDArray[np.int64], cuts: Iterable[int]) -> list[int]:
+    """The cuts, moved so that all tokens of a row of the cache are computed by the thread that writes what they see.
+    No part has a single token, whose bits differ."""
+    changes = np.flatnonzero(np.diff(own)) + 1
+    changes = changes[(changes > 1) & (changes < len(own) - 1)]
+    near = {int(changes[np.abs(changes - cut).argmin()]) for cut in cuts} if len(changes) else set[int]()
+    return [cut for before, cut in pairwise([0, *sorted(near)]) if cut - before > 1]
 
 
 class Unread(Exception):

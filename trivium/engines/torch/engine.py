@@ -23,9 +23,10 @@ from trivium.engines.reporting import call_on
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import SCORED, Batch, Ticket
 from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
+from trivium.engines.torch.drafts import Drafts
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
-from trivium.engines.torch.selfcheck import check_decoder
+from trivium.engines.torch.selfcheck import check_decoder, verifies_drafts
 from trivium.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
 from trivium.models.heads.trained_models import logit_scale
@@ -120,7 +121,9 @@ class TorchEngine(DescribedTorchEngine):
         self._admitting: list[Ticket] = []
         self._done: list[tuple[_Item, Any]] = []
         """Items with their results or errors, until `_deliver`."""
-        self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("prompts_read", "prompt_tokens_read", "steps", "tokens_sampled", "tokens_drafted", "drafts_accepted"), 0
+        )
         """Counts of the work done so far, for measurements."""
         started: ThreadFuture[tuple[int, int]] = ThreadFuture()
         self._thread = threading.Thread(
@@ -257,7 +260,9 @@ class TorchEngine(DescribedTorchEngine):
             max_context = resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)
-                self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode)
+                drafted = self.config.speculation and verifies_drafts(self._decoder, max_context)
+                self._drafts = Drafts() if drafted else None
+                self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode, self._drafts)
         except BaseException as error:  # raised in the constructor
             started.set_exception(error)
             return
@@ -279,6 +284,9 @@ class TorchEngine(DescribedTorchEngine):
             if self._batch.live:
                 self._finish(self._batch.step(self._version))
                 self.counters["steps"] += 1
+                if self._drafts is not None:
+                    self.counters["tokens_drafted"] = self._drafts.drafted
+                    self.counters["drafts_accepted"] = self._drafts.accepted
             self._deliver()
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
         self._finish(self._batch.abort())

@@ -127,11 +127,12 @@ class RowCache:
             for tensor in kept:
                 tensor[row, :, :length] = tensor[source, :, :length]
 
-    def begin(self, positions: Tensor, width: int) -> StepRows:
-        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
+    def begin(self, positions: Tensor, width: int, own: Tensor | None = None) -> StepRows:
+        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages. `own`: several
+        rows of the step, at positions that follow one another, write to and see row own[r] of the cache."""
         self._used = 0, 0
-        self.reserve(len(positions), width)
-        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
+        self.reserve(len(positions) if own is None else int(own.max()) + 1, width)
+        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width, own)
 
     def _sent(self, numbers: Sequence[int]) -> Tensor:
         return sent(np.array(numbers), self._device)
@@ -165,10 +166,13 @@ class StepRows:
         rows: slice,
         positions: Tensor,
         width: int,
+        own: Tensor | None = None,
     ) -> None:
         """Selects `rows` of `layers`, keys and values [all rows, K, S, D], and of the flattened `slots` [all rows * K *
-        S, D]. The rows write at `positions` and see the first `width` positions."""
+        S, D]; with `own`, those rows instead, which are copied. The rows write at `positions` and see the first `width`
+        positions."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
+        self._own = own
         self._index: dict[int, Tensor] = {}
         self._bags: Bags | None = None
         self._masks: dict[int, Tensor] = {}
@@ -177,14 +181,16 @@ class StepRows:
         """A slice of these rows."""
         first = self._rows.start
         whole = slice(first + rows.start, first + rows.stop)
-        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width)
+        own = None if self._own is None else self._own[rows]
+        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width, own)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; returns all that the rows attend to, [R, K, S,
         D]."""
         self._write(keys, values, layer)
         kept_keys, kept_values = self._layers[layer]
-        return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
+        rows = self._rows if self._own is None else self._own
+        return kept_keys[rows, :, : self._width], kept_values[rows, :, : self._width]
 
     def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As `update` for keys and values [R, K, D], in few operations: returns the keys [R * K, D, width], and the
@@ -193,19 +199,23 @@ class StepRows:
         kept, (_, table) = self._layers[layer][0], self._slots[layer]
         _, heads, length, size = kept.shape
         number, first = len(self.positions) * heads, self._rows.start * heads * length * size
-        return kept.as_strided((number, size, self._width), (length * size, 1, size), first), table
+        if self._own is None:
+            return kept.as_strided((number, size, self._width), (length * size, 1, size), first), table
+        every = kept.as_strided((len(kept) * heads, self._width * size), (length * size, 1))
+        seen = every.index_select(0, (self._number[:, None] * heads + torch.arange(heads)).view(-1))
+        return seen.view(number, self._width, size).transpose(1, 2), table
 
     def bags(self, heads: int) -> Bags:
         """The values that the query heads of each row attend to, in the table of `append`. Masked positions have the
         place of position 0, which is read anyway. Computed once per step."""
         if self._bags is None:
-            _, key_heads, length, _ = self._layers[0][0].shape
-            kind = torch.int32 if self._rows.stop * key_heads * length < 2**31 else torch.int64
+            kept = self._layers[0][0]
+            _, key_heads, length, size = kept.shape
+            kind = torch.int32 if kept.numel() // size < 2**31 else torch.int64
             seen = torch.arange(self._width, dtype=kind)
             seen = seen.masked_fill(seen > self.positions[:, None], 0)
             head = torch.arange(heads, dtype=kind) // (heads // key_heads)
-            row = torch.arange(self._rows.start, self._rows.stop, dtype=kind)
-            first = (row[:, None] * key_heads + head) * length
+            first = (self._number[:, None].to(kind) * key_heads + head) * length
             self._bags = Bags.of(first[..., None] + seen[:, None])
         return self._bags
 
@@ -221,6 +231,13 @@ class StepRows:
             self._masks[window] = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self._masks[window]
 
+    @property
+    def _number(self) -> Tensor:
+        """The row of the cache that each row writes to."""
+        if self._own is not None:
+            return self._own
+        return torch.arange(self._rows.start, self._rows.stop, device=self.positions.device)
+
     def _write(self, keys: Tensor, values: Tensor, layer: int) -> None:
         """Writes one new position per row."""
         for slots, new in zip(self._slots[layer], (keys, values), strict=True):
@@ -234,9 +251,8 @@ class StepRows:
         """Index in the flattened cache that each (row, head) writes to; computed once per step."""
         if heads not in self._index:
             device = self.positions.device
-            row = torch.arange(self._rows.start, self._rows.stop, device=device)
             length = self._layers[0][0].shape[2]
-            slots = (row[:, None] * heads + torch.arange(heads, device=device)) * length
+            slots = (self._number[:, None] * heads + torch.arange(heads, device=device)) * length
             self._index[heads] = (slots + self.positions[:, None]).flatten()
         return self._index[heads]
 

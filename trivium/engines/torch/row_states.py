@@ -100,7 +100,8 @@ class StatefulRowCache(RowCache):
         for state in self.states.values():
             state[row] = state[source]
 
-    def begin(self, positions: Tensor, width: int) -> StatefulStepRows:
+    def begin(self, positions: Tensor, width: int, own: Tensor | None = None) -> StatefulStepRows:
+        assert own is None, "a state that several tokens changed cannot be taken back"
         super().begin(positions, width)
         rows = slice(0, len(positions))
         step = StatefulStepRows(self.layers, self._slots, rows, positions, width)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,29 +34,55 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
         error = _difference(decoder, max_context)
     if error is not None:
         raise error
-    if decoder.workers is not None and not _same_with_threads(decoder, max_context):
-        decoder.few.fixed = 1
+    if decoder.workers is not None:
+        decoder.few.fixed = None if _same_with_threads(decoder, max_context) else 1
 
 
 def _same_with_threads(decoder: Decoder, max_context: int) -> bool:
     """Whether steps of few rows have the same bits on one thread and with several threads in each operation."""
-    length = min(20, max_context - 1)
+    probes, half = _probes(decoder, max_context)
     for rows in (2, 2 * DECODE_ROWS - 4):  # the fewest and the most that one thread may compute
-        probes = np.resize(_probes(decoder, length), (rows, length))
         outputs = list[Tensor]()
         for threads in (1, decoder.few.threads):
             decoder.few.fixed = threads
-            outputs.append(_teach(decoder, probes, max(1, length - 2)))
+            outputs.append(_teach(decoder, np.resize(probes[:, : half + 2], (rows, half + 2)), half))
         if not torch.equal(*outputs):
             return False
-    decoder.few.fixed = None
     return True
 
 
-def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
+def verifies_drafts(decoder: Decoder, max_context: int) -> bool:
+    """Whether several tokens of a row may be computed in one step, with the log-probabilities of as many steps: to the
+    bit for a batch-invariant decoder. Only in float32 on the CPU, and without recurrent states, which cannot be taken
+    back. Logs a warning if the log-probabilities differ."""
+    if decoder.device.type != "cpu" or decoder.dtype != torch.float32 or decoder.recurrent:
+        return False
+    probes, half = _probes(decoder, max_context)
+    probes = probes[:, : half + 5]
+    count, length = probes.shape
+    after = _teach(decoder, probes, half)[:, 1:]
+    decoder.place(decoder.read(list(probes[:, :half].astype(np.int32))), range(count))
+    drafted = length - 1 - half
+    if not drafted:
+        return False
+    positions, own = np.tile(np.arange(half, length - 1), count), np.repeat(np.arange(count), drafted)
+    at_once = decoder.step(probes[:, half : length - 1].reshape(-1), positions, own=own).log_softmax(-1)
+    at_once = at_once.view(after.shape)
+    if torch.equal(at_once, after) or (not decoder.exact and float((at_once - after).abs().max()) < _TOLERANCE):
+        return True
+    _log.warning("engine.speculation is off: a step with several tokens of a row has other log-probabilities")
+    return False
+
+
+def _probes(decoder: Decoder, max_context: int) -> tuple[np.ndarray, int]:
+    """Tokens [4, L], and how many of them are a prompt."""
     length = min(20, max_context - 1)  # at least two rows: the engine never runs a step with one
-    probes = _probes(decoder, length)
-    half = max(1, length // 2)
+    tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
+    return tokens.reshape(4, length), max(1, length // 2)
+
+
+def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
+    probes, half = _probes(decoder, max_context)
     alone, together = _teach(decoder, probes[[0, 0]], half), _teach(decoder, probes, half)
     name = type(decoder.model).__name__
     if decoder.exact and not torch.equal(alone[0], together[0]):
@@ -78,12 +103,6 @@ def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
         f"rounding in {str(decoder.dtype).removeprefix('torch.')} explains",
         "this architecture keeps state that the engine does not support; use another model or engine",
     )
-
-
-def _probes(decoder: Decoder, length: int) -> npt.NDArray[np.int64]:
-    """Four sequences of random tokens."""
-    numbers = uniforms(stream("engine", "probe"), np.arange(4 * length))
-    return (numbers * decoder.vocab_size).astype(np.int64).reshape(4, length)
 
 
 def _teach(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -108,9 +108,9 @@ class FasterThreads:
         self.threads, self._clock = threads, clock
         self.fixed: int | None = 1 if threads == 1 else None
         """The number of threads of all calls; None: the faster one."""
-        self._kinds: dict[int, _Comparison] = {}
+        self._kinds: dict[Hashable, _Comparison] = {}
 
-    def __call__(self, kind: int, function: Callable[[Item], Result], item: Item) -> Result:
+    def __call__(self, kind: Hashable, function: Callable[[Item], Result], item: Item) -> Result:
         state = self._kinds.setdefault(kind, _Comparison())
         compared = self.fixed is None and state.until == 0
         with with_threads(self.fixed or (self._other(state.threads) if compared else state.threads)):
