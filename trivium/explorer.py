@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from trivium.concurrency import Turns, gather_or_cancel, left_behind, wait_for
 from trivium.errors import (
@@ -239,15 +239,16 @@ class Explorer:
         # One deadline covers rollouts and rewards: the comparison gets the time that the longest rollout left.
         left_s = self.deadline_s - max(seconds for _, seconds in rollouts)
         trajectories = [trajectory for trajectory, _ in rollouts]
-        members, baseline = await gather_or_cancel(
-            self._compared(task, part, left_s) for part in (trajectories[: len(keys)], trajectories[len(keys) :])
-        )
-        return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
+        parts = (trajectories,) if greedy is None else (trajectories[:-1], trajectories[-1:])
+        members, *baseline = await gather_or_cancel(self._compared(task, part, left_s) for part in parts)
+        greedy_one = baseline[0][0] if baseline else None
+        return Group(slot, task, tuple(members), epoch, attempt, version, greedy=greedy_one)
 
     async def judge_rollouts(self, task: Task, rollouts: Sequence[Trajectory]) -> list[Trajectory]:
         """Scores trajectories that were rolled out elsewhere. `deadline_s` applies to all of them together."""
         started = time.monotonic()
-        scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
+        judged = await gather_or_cancel(self._judged(task, trajectory, self.deadline_s) for trajectory in rollouts)
+        scored = [replace(trajectory, **changes) for trajectory, changes in zip(rollouts, judged, strict=True)]
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
     def _can_judge_again(self, group: Group, task: Task) -> bool:
@@ -275,10 +276,10 @@ class Explorer:
             with self._generating:
                 trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
         rolled_out = time.monotonic()
-        trajectory = await self._scored(task, trajectory, started + self.deadline_s - rolled_out)
+        judged = await self._judged(task, trajectory, started + self.deadline_s - rolled_out)
         ended = time.monotonic()
         seconds = {ROLLOUT_S: rolled_out - started, REWARD_S: ended - rolled_out}
-        return replace(trajectory, metrics={**trajectory.metrics, **seconds}), ended - started
+        return replace(trajectory, metrics={**trajectory.metrics, **seconds}, **judged), ended - started
 
     async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         """The first attempt in which the workflow does not fail, or the last one; all use the same random numbers."""
@@ -305,10 +306,10 @@ class Explorer:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: failures become data
             return Trajectory(key.index, policy.turns, failure=self._failure(error))
 
-    async def _scored(self, task: Task, trajectory: Trajectory, left_s: float) -> Trajectory:
-        """The trajectory with the rewards of `Judge.score`."""
+    async def _judged(self, task: Task, trajectory: Trajectory, left_s: float) -> dict[str, Any]:
+        """What `Judge.score` changes in the trajectory."""
         if trajectory.failure is not None:
-            return trajectory
+            return {}
         return self._rewarded(trajectory, await self._verdict(task, self.judge.score(task, trajectory), left_s))
 
     async def _compared(self, task: Task, rollouts: Sequence[Trajectory], left_s: float) -> list[Trajectory]:
@@ -316,7 +317,8 @@ class Explorer:
         successful = [t for t in rollouts if t.failure is None]
         result = await self._verdict(task, self.judge.compare(task, successful), left_s) if successful else ()
         scores = [result] * len(successful) if isinstance(result, RolloutError) else result
-        by_index = {t.index: self._rewarded(t, score) for t, score in zip(successful, scores, strict=True)}
+        judged = ((t, self._rewarded(t, score)) for t, score in zip(successful, scores, strict=True))
+        by_index = {t.index: replace(t, **changes) for t, changes in judged if changes}
         return [self._fail_unjudged(by_index.get(t.index, t)) for t in rollouts]
 
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
@@ -336,19 +338,19 @@ class Explorer:
         except RolloutError as error:  # no thread is free for the reward function
             return RewardError(error.asked, error.found, error.do)
 
-    def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
-        """The trajectory with the rewards of a score. An error, or a name that occurs twice, fails it."""
+    def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> dict[str, Any]:
+        """What a score changes in the trajectory. An error, or a name that occurs twice, fails it."""
         if isinstance(score, RolloutError):
-            return replace(trajectory, failure=self._failure(score))
+            return {"failure": self._failure(score)}
         if not score:
-            return trajectory
+            return {}
         rewards = {**trajectory.rewards, **score}
         if len(rewards) < len(trajectory.rewards) + len(score):
             error = RewardError(
                 "rewards of different names", f"both the workflow and a reward gave {sorted(score)}", "rename one"
             )
-            return replace(trajectory, failure=self._failure(error))
-        return replace(trajectory, rewards=rewards)
+            return {"failure": self._failure(error)}
+        return {"rewards": rewards}
 
     def _fail_unjudged(self, trajectory: Trajectory) -> Trajectory:
         """With `must_judge`, the failed trajectory if neither the workflow nor the judge gave a reward."""

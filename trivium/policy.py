@@ -282,6 +282,8 @@ class Policy:
     def turns(self) -> tuple[Turn, ...]:
         """Every turn so far, in the order of the call path (not of completion)."""
         record = self._rollout.turns
+        if len(record) < 2:
+            return tuple(record.values())
         # A path mixes numbers of calls with names of forks. Zero-padded texts compare, and numbers keep their order.
         return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
 
