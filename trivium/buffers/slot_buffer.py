@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trivium.buffers.slot_machine import Slots
@@ -47,9 +48,7 @@ class SlotBuffer(ABC):
     # ------------------------------------------------------------------ explorers
 
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        def lease(slots: Slots) -> Row | None:
-            return slots.lease(owner)
-
+        lease = partial(Slots.lease, owner=owner)
         if wait:
             row = await self._when(lease, lambda slots: slots.explorer_waits(owner), undo=Slots.return_lease)
         else:

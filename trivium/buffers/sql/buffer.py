@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +26,9 @@ from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slot_buffer import SlotBuffer, Undo, Waits, Work
 from trivium.buffers.slot_machine import Rows, Slots
 from trivium.buffers.slots import Row
-from trivium.buffers.sql.database import Database, SqlTable, Statement, located, pause
+from trivium.buffers.sql.database import Database, Read, SqlTable, Statement, located, pause
 from trivium.buffers.sql.media_rows import MediaRows
-from trivium.buffers.sql.slot_rows import SqlRows, forget
+from trivium.buffers.sql.slot_rows import SqlRows, first_reads, forget
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, RUNS, TABLES
 from trivium.checkpoint.atomic import atomic_write, fsync, writing
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
@@ -116,7 +117,7 @@ class SqlBuffer(SlotBuffer):
         self._rollouts, self._name, self._overwrite = rollouts, name, config.overwrite
         self._database = Database(config.url, patience_s=config.patience_s)
         self._database.create(TABLES)
-        self._save_calls = Statement(self._database.insert(CALLS, replace=True))
+        self._save_call = Statement(self._database.insert(CALLS, replace=True))
         self._media = MediaRows(self._database, name)
         self._session: str | None = None
         """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
@@ -161,13 +162,12 @@ class SqlBuffer(SlotBuffer):
             raise DataError(
                 "a task id without NUL characters", repr(group.task.task_id), "have the task source leave them out"
             )
-        record = b""
+        put = partial(Slots.put, owner=owner, group=group)
 
-        def encode() -> None:
-            nonlocal record
-            record = stored_record(group, self._name, self._media)
+        def encode() -> Work:
+            return partial(put, record=stored_record(group, self._name, self._media))
 
-        await self._change(lambda slots: slots.put(owner, group, record), joins=True, prepare=encode)
+        await self._change(put, joins=True, prepare=encode)
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return await self._groups(await self._look(lambda machine: _rows(machine).taken(slots)))
@@ -221,14 +221,13 @@ class SqlBuffer(SlotBuffer):
         *,
         undo: Undo | None = None,
         joins: bool = False,
-        prepare: Callable[[], object] = lambda: None,
+        prepare: Callable[[], Work] | None = None,
     ) -> Any:
         """The answer of `work`, which takes effect once even if the connection drops; None if the buffer is not open
-        yet. Calls `prepare` before, outside of the transaction, in the same thread."""
+        yet. `prepare` completes `work`, before the transaction in the same thread."""
 
         def run() -> Any:
-            prepare()
-            return self._once(work, joins)
+            return self._once(work if prepare is None else prepare(), joins)
 
         running = asyncio.ensure_future(asyncio.to_thread(run))
         try:
@@ -344,8 +343,9 @@ class SqlBuffer(SlotBuffer):
             self._transact([call])
 
     def _run(self, connection: sa.Connection, calls: Sequence[_Call]) -> None:
-        mine, head, rows = self._session, self._head(connection, lock=True), None
-        records: list[dict[str, Any]] = []
+        mine, ahead, rows = self._session, first_reads(self._name, calls[0].work), None
+        head = self._head(connection, lock=True, ahead=ahead)
+        changed = False
         for call in calls:
             call.answer = "null"
             if not self._is_open(head, mine, joins=call.joins):
@@ -361,9 +361,9 @@ class SqlBuffer(SlotBuffer):
             call.answer = json.dumps(call.context.run(call.work, slots), default=_row_columns)
             if slots.changed:
                 values = {"caller": call.caller, "buffer": self._name, "token": call.token, "answer": call.answer}
-                records.append(values)
-        if rows is not None and records:
-            self._save_calls.for_each(connection, records)
+                self._save_call(connection, values)
+                changed = True
+        if rows is not None and changed:
             self._save(connection, rows)
 
     def _slots(self, connection: sa.Connection, *, joins: bool = False, dry: bool = False) -> Slots | None:
@@ -386,9 +386,9 @@ class SqlBuffer(SlotBuffer):
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         return True
 
-    def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
+    def _head(self, connection: sa.Connection, *, lock: bool, ahead: Sequence[Read] = ()) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""
-        rows = _HEADS[lock](connection, {"this_name": self._name})
+        rows = _HEADS[lock](connection, {"this_name": self._name}, ahead)
         return dict(zip(_HEAD_COLUMNS, rows[0], strict=True)) if rows else None
 
     def _save(self, connection: sa.Connection, rows: Rows) -> None:

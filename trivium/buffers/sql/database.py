@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import socket
 import sqlite3
@@ -17,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from trivium.errors import ConfigError, MissingPackage, RoleFailed
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
+_log = logging.getLogger("trivium")
 
 _CONNECT_TIMEOUT_S = 4
 _BUSY_S = 5
@@ -44,13 +46,19 @@ _GRACE_S = 1.0
 """How long to wait, after the statement timeout, for the server to report the timeout."""
 _LOCK = 0x747269
 """The key of PostgreSQL's advisory lock that is held while tables are created."""
+_CHANNEL = "trivium"
+"""Where a server notifies of commits."""
 _TOO_SLOW = ("55P03", "57014", "25P03")
 """SQLSTATE codes of PostgreSQL: lock timeout, statement timeout, idle transaction timeout."""
-_READS = {
-    "sqlite": {"reads": True},
-    # All statements of a transaction see one snapshot, as in SQLite.
-    "postgresql": {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True},
+_BEGINS = {
+    # Writers lock at the beginning: two transactions that read first and then write would fail.
+    "sqlite": {True: "BEGIN", False: "BEGIN IMMEDIATE"},
+    # All statements of a transaction that reads see one snapshot, as in SQLite.
+    "postgresql": {True: "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", False: "BEGIN"},
 }
+"""By dialect: how a transaction begins, by whether it only reads."""
+_MOST_HELD = 32
+"""Most statements that are sent to a server together."""
 
 
 class Database:
@@ -71,9 +79,13 @@ class Database:
         self._engine = _open(self._url, self._limit_s)
         self._watches = _Watches(self._limit_s + _GRACE_S)
         weakref.finalize(self, self._watches.end)
-        self._counter: sqlite3.Connection | None = None
-        """SQLite counts the commits of other connections: this one commits nothing."""
-        self._counting = threading.Lock()
+        self.notified_late = self._engine.dialect.name != "sqlite"
+        """Whether `commits` may still be the value before a commit after it."""
+        self._counter: Any = None
+        """A connection that commits nothing: SQLite counts the commits of others, a server notifies it of them."""
+        self._notified = 0
+        """The notifications, and the connections that waited for them."""
+        self._counting, self._connecting = threading.Lock(), threading.Lock()
         # The garbage collector warns about open connections.
         weakref.finalize(self, self._engine.dispose)
 
@@ -93,22 +105,54 @@ class Database:
 
     def read(self, work: Work[T]) -> T:
         """The result of `work`, which only reads, from one snapshot, without locks."""
-        return self._retried(work, reads=True)
+        result = self._retried(work, reads=True)
+        if self._counter is None and self.notified_late and self._connecting.acquire(blocking=False):
+            try:
+                self._listen()
+            except DBAPIError as error:  # the next read tries it again, and raises what lasts
+                _log.debug("no notifications of commits: %s", _cause(error))
+            finally:
+                self._connecting.release()
+        return result
 
-    def commits(self) -> int | None:
-        """A number that differs after every commit of any connection. Costs microseconds, where `read` costs hundreds:
-        a wait reads the tables only after a change. None if unknown: for a server, or if the file cannot be read."""
-        if self._engine.dialect.name != "sqlite":
-            return None
-        try:
-            with self._counting:
-                if self._counter is None:
+    def commits(self) -> object:
+        """A value that differs after every commit of any connection. Costs microseconds, where `read` costs hundreds: a
+        wait reads the tables only after a change. None if unknown: if the file cannot be read, or before a `read` from
+        a server. On a server it differs every second, too, since a notification may be lost with its connection."""
+        sqlite = not self.notified_late
+        with self._counting:
+            try:
+                if sqlite and self._counter is None:
                     file = str(self._url.database)
                     self._counter = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
                     weakref.finalize(self, self._counter.close)
-                return self._counter.execute("PRAGMA data_version").fetchone()[0]
-        except sqlite3.Error:
-            return None
+                if sqlite:
+                    return self._counter.execute("PRAGMA data_version").fetchone()[0]
+                if self._counter is None:
+                    return None
+                self._counter.pgconn.consume_input()
+                while self._counter.pgconn.notifies() is not None:
+                    self._notified += 1
+                return self._notified, int(time.monotonic())
+            except self._engine.dialect.loaded_dbapi.Error:
+                if not sqlite:
+                    self._counter = None
+                return None
+
+    def _listen(self) -> None:
+        """Connects to a server that notifies of commits."""
+        connection = self._engine.connect().execution_options(reads=True)
+        try:
+            with self._watches.watched(connection), connection.begin():
+                connection.exec_driver_sql(f"LISTEN {_CHANNEL}")
+        except DBAPIError:
+            connection.close()
+            raise
+        counter: Any = connection.connection.driver_connection
+        connection.detach()  # no transaction uses it
+        weakref.finalize(self, counter.close)
+        with self._counting:
+            self._counter, self._notified = counter, self._notified + 1
 
     def insert(self, table: sa.Table, *, replace: bool = False) -> sa.Insert:
         """The statement that inserts the row that it is executed with. Keeps an existing row of its primary key, or
@@ -136,38 +180,43 @@ class Database:
 
     def _once(self, work: Work[T], reads: bool) -> T:
         with self._engine.connect() as connection:
-            if reads:
-                connection.execution_options(**_READS[connection.dialect.name])
+            connection.execution_options(reads=reads)
             with self._watches.watched(connection), connection.begin():
                 return work(connection)
 
 
 class Statement:
     """A statement that runs for every group. Without SQLAlchemy's preparation of a statement and its result, which take
-    longer than the statement does in SQLite.
+    longer than the statement does in SQLite. A server gets one without rows together with the next one that has rows,
+    or with the commit: a round trip takes longer than most statements.
 
     The rows contain the values of the driver: on SQLite, 0 and 1 for booleans.
     """
 
-    def __init__(self, statement: sa.Executable, columns: Sequence[str] | None = None) -> None:
-        """`columns` are those that an insert or update sets; None: all, or those that the statement names."""
+    def __init__(self, statement: sa.Executable, columns: Sequence[str] | None = None, *, bulky: bool = False) -> None:
+        """`columns` are those that an insert or update sets; None: all, or those that the statement names. `bulky`: its
+        values are large."""
         self._statement: Any = statement
+        self._bulky = bulky
         self._columns = columns
         self._compiled: dict[str, tuple[str, Mapping[str, Any], Sequence[str] | None]] = {}
         """By dialect: the text, the values of its constants, and its parameters in order if it has no names."""
 
-    def __call__(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """The rows for these values of the parameters."""
+    def __call__(
+        self, connection: sa.Connection, values: Mapping[str, Any], ahead: Sequence[Read] = ()
+    ) -> list[tuple[Any, ...]]:
+        """The rows for these values of the parameters. A server also gets the reads of `ahead`, whose rows are known if
+        they are executed next."""
+        asked, *then = [self._bound(connection, values), *(read._bound(connection, given) for read, given in ahead)]
+        if self._statement.is_select:
+            return _executed(connection, asked, then)
+        return _executed(connection, asked, waits=not self._bulky, alone=self._bulky)
+
+    def _bound(self, connection: sa.Connection, values: Mapping[str, Any]) -> tuple[str, Any]:
+        """(the text, the parameters) for the driver."""
         text, constants, names = self._compiled.get(connection.dialect.name) or self._compile(connection.dialect)
         given = {**constants, **values}
-        return _executed(connection, text, given if names is None else tuple(given[name] for name in names))
-
-    def for_each(self, connection: sa.Connection, values: Sequence[Mapping[str, Any]]) -> None:
-        """Executes it with each of these values."""
-        if len(values) == 1:
-            self(connection, values[0])
-        elif values:
-            connection.execute(self._statement, values)
+        return text, given if names is None else tuple(given[name] for name in names)
 
     def _compile(self, dialect: sa.Dialect) -> tuple[str, Mapping[str, Any], Sequence[str] | None]:
         compiled = self._statement.compile(dialect=dialect, column_keys=self._columns)
@@ -175,24 +224,67 @@ class Statement:
         return self._compiled[dialect.name]
 
 
-def _executed(connection: sa.Connection, text: str, parameters: Any) -> list[tuple[Any, ...]]:
-    """Executes a statement with the driver. Returns its rows, and raises its errors as SQLAlchemy does."""
+Read = tuple[Statement, Mapping[str, Any]]
+"""A statement that reads, and the values of its parameters."""
+
+
+def _executed(
+    connection: sa.Connection,
+    asked: tuple[str, Any],
+    ahead: Sequence[tuple[str, Any]] = (),
+    *,
+    waits: bool = False,
+    alone: bool = False,
+) -> list[tuple[Any, ...]]:
+    """The rows of a statement. A server gets one that `waits`, since it has no rows, with the next that does not, and
+    one `alone` on its own."""
+    watch: _Watch | None = connection.get_execution_options().get("watch")
+    if watch is None:
+        return _sent(connection, [asked])[0]
+    for read, rows in watch.ahead:
+        if read == asked:
+            return rows
+    watch.ahead = []
+    if alone:
+        _asks(connection)
+    watch.held.append(asked)
+    if waits and len(watch.held) < _MOST_HELD:
+        return []
+    statements, watch.held = [*watch.held, *ahead], []
+    results = _sent(connection, statements)
+    first = len(statements) - len(ahead)
+    watch.ahead = [*zip(ahead, results[first:], strict=True)]
+    return results[first - 1]
+
+
+def _sent(connection: sa.Connection, statements: Sequence[tuple[str, Any]]) -> list[list[tuple[Any, ...]]]:
+    """The rows of each statement. Executes them with the driver, on a server in one round trip, and raises its errors
+    as SQLAlchemy does."""
     dialect, driver = connection.dialect, connection.connection
     cursor: Any = None
     try:
         cursor = driver.cursor()
-        for listener in connection.dispatch.before_cursor_execute:
-            listener(connection, cursor, text, parameters, None, False)
-        cursor.execute(text, parameters)
-        rows = cursor.fetchall() if cursor.description else []
+        for text, parameters in statements:
+            for listener in connection.dispatch.before_cursor_execute:
+                listener(connection, cursor, text, parameters, None, False)
+        if len(statements) == 1:
+            cursor.execute(*statements[0])
+        else:
+            # One text with all values: psycopg's pipelines take almost twice its processor time.
+            cursor = dialect.loaded_dbapi.ClientCursor(driver.driver_connection)
+            cursor.execute("; ".join(cursor.mogrify(*statement) for statement in statements))
+        results = [cursor.fetchall() if cursor.description else []]
+        while len(results) < len(statements) and cursor.nextset():
+            results.append(cursor.fetchall() if cursor.description else [])
         cursor.close()
-        return rows
+        return results
     except dialect.loaded_dbapi.Error as error:
         dropped = dialect.is_disconnect(error, driver.driver_connection, cursor)
         if dropped:
             connection.invalidate(error)
-        kind = dialect.loaded_dbapi.Error
-        raise DBAPIError.instance(text, parameters, error, kind, connection_invalidated=dropped) from error
+        kind, texts = dialect.loaded_dbapi.Error, "; ".join(text for text, _ in statements)
+        values = [parameters for _, parameters in statements]
+        raise DBAPIError.instance(texts, values, error, kind, connection_invalidated=dropped) from error
 
 
 @lru_cache
@@ -240,7 +332,7 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         made_directory(Path(url.database or "").parent, "buffer.url")
         engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
         event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "begin", _begin)
         return engine
     limits = ("statement_timeout", "idle_in_transaction_session_timeout")  # a statement includes its waits for locks
     options = [f"-c {name}={max(1, round(limit_s * 1000))}" for name in limits]
@@ -248,6 +340,7 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         "options": " ".join([*options, str(url.query.get("options", ""))]),
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "application_name": "trivium",
+        "autocommit": True,  # the driver must not begin transactions
         # No prepared statements: a plan for a small table must not be reused for a large one.
         "prepare_threshold": None,
         # Detects an unresponsive machine within seconds.
@@ -260,8 +353,9 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         engine = sa.create_engine(url, connect_args=settings)
     except ImportError as error:
         raise MissingPackage("psycopg", "postgres", f"reach {url.render_as_string()}") from error
+    event.listen(engine, "begin", _begin)
     event.listen(engine, "before_cursor_execute", lambda connection, *_: _asks(connection))
-    event.listen(engine, "commit", _asks)
+    event.listen(engine, "commit", _commit)
     return engine
 
 
@@ -273,10 +367,15 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
-def _begin_sqlite(connection: sa.Connection) -> None:
-    # Writers lock at the beginning: two transactions that read first and then write would fail.
+def _begin(connection: sa.Connection) -> None:
     reads = connection.get_execution_options().get("reads", False)
-    _executed(connection, "BEGIN" if reads else "BEGIN IMMEDIATE", ())
+    _executed(connection, (_BEGINS[connection.dialect.name][reads], ()), waits=True)
+
+
+def _commit(connection: sa.Connection) -> None:
+    if not connection.get_execution_options().get("reads", False):
+        _executed(connection, (f"NOTIFY {_CHANNEL}", ()), waits=True)
+    _executed(connection, ("COMMIT", ()))
 
 
 @dataclass(slots=True, eq=False)
@@ -288,6 +387,10 @@ class _Watch:
     """When its last statement was sent."""
     cut: bool = False
     """Whether its connection was closed."""
+    held: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    """Statements, with their parameters, that the server gets together with the next one."""
+    ahead: list[tuple[tuple[str, Any], list[tuple[Any, ...]]]] = field(default_factory=list[Any])
+    """Reads, with their rows, of which the rows are known until another statement is executed."""
 
 
 class _Watches:
@@ -347,9 +450,13 @@ class _Watches:
 
 
 def _asks(connection: sa.Connection) -> None:
-    """Restarts the watch before a statement is sent."""
-    watch = connection.get_execution_options().get("watch")
+    """Before a statement of SQLAlchemy: sends those that are held back. Before any statement: restarts the watch."""
+    watch: _Watch | None = connection.get_execution_options().get("watch")
     if watch is not None:
+        watch.ahead = []
+        if watch.held:
+            statements, watch.held = watch.held, []
+            _sent(connection, statements)
         watch.started_at = time.monotonic()
 
 
@@ -402,7 +509,7 @@ class SqlTable:
         self._database, self._name = database, name
         self._query = sa.select(_boards.c.revision, _boards.c.board).where(_boards.c.name == name)
         self._row: tuple[int, Values] = (0, {})
-        self._commits: int | None = None
+        self._commits: object = None
         """The database's number of commits before the row was read. All waits of this process share the row."""
         self._loading = threading.Lock()
         database.create(_BOARDS)
@@ -410,15 +517,18 @@ class SqlTable:
     def load(self) -> tuple[int, Values]:
         """(revision, values); revision 0 and no values if nothing has been written yet."""
         with self._loading:
-            if not self._is_current():
+            if not self._is_current(waiting=False):
                 commits = self._database.commits()  # before the row is read, which may change in between
                 row = self._database.read(lambda connection: connection.execute(self._query).one_or_none())
                 self._row = (0, {}) if row is None else (row.revision, json.loads(row.board))
                 self._commits = commits
             return self._row
 
-    def _is_current(self) -> bool:
-        """Whether nothing was committed since the row was read."""
+    def _is_current(self, *, waiting: bool) -> bool:
+        """Whether nothing was committed since the row was read. A notification comes after its commit: only a wait that
+        has read the row before may rely on it."""
+        if self._database.notified_late and not waiting:
+            return False
         return self._commits is not None and self._commits == self._database.commits()
 
     def swap(self, revision: int, values: Values) -> bool:
@@ -443,7 +553,7 @@ class SqlTable:
         """Waits until the row is newer than `revision`, for at most `patience_s`. Returns (revision, values)."""
         end = time.monotonic() + patience_s
         for poll in itertools.count():
-            row = self._row if self._is_current() else await asyncio.to_thread(self.load)
+            row = self._row if self._is_current(waiting=poll > 0) else await asyncio.to_thread(self.load)
             left = end - time.monotonic()
             if row[0] > revision or left <= 0:
                 return row
