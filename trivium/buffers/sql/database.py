@@ -207,10 +207,10 @@ class Statement:
     ) -> list[tuple[Any, ...]]:
         """The rows for these values of the parameters. A server also gets the reads of `ahead`, whose rows are known if
         they are executed next."""
-        asked, *then = [self._bound(connection, values), *(read._bound(connection, given) for read, given in ahead)]
+        bound = self._bound(connection, values)
         if self._statement.is_select:
-            return _executed(connection, asked, then)
-        return _executed(connection, asked, waits=not self._bulky, alone=self._bulky)
+            return _executed(connection, bound, [read._bound(connection, given) for read, given in ahead])
+        return _executed(connection, bound, waits=not self._bulky, alone=self._bulky)
 
     def _bound(self, connection: sa.Connection, values: Mapping[str, Any]) -> tuple[str, Any]:
         """(the text, the parameters) for the driver."""
@@ -230,7 +230,7 @@ Read = tuple[Statement, Mapping[str, Any]]
 
 def _executed(
     connection: sa.Connection,
-    asked: tuple[str, Any],
+    bound: tuple[str, Any],
     ahead: Sequence[tuple[str, Any]] = (),
     *,
     waits: bool = False,
@@ -240,14 +240,14 @@ def _executed(
     one `alone` on its own."""
     watch: _Watch | None = connection.get_execution_options().get("watch")
     if watch is None:
-        return _sent(connection, [asked])[0]
+        return _sent(connection, [bound])[0]
     for read, rows in watch.ahead:
-        if read == asked:
+        if read == bound:
             return rows
     watch.ahead = []
     if alone:
         _asks(connection)
-    watch.held.append(asked)
+    watch.held.append(bound)
     if waits and len(watch.held) < _MOST_HELD:
         return []
     statements, watch.held = [*watch.held, *ahead], []
