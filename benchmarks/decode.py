@@ -50,6 +50,8 @@ class Ours:
     """The torch engine, called as workflows call it: one coroutine for each completion."""
 
     def __init__(self, model_dir: Path, *, invariant: bool, args: argparse.Namespace) -> None:
+        self.calls = 0
+        """A part of the keys: completions that repeat those of the call before would be drafted (`speculation.py`)."""
         self.engine = TorchEngine(
             TorchEngine.Config(batch_invariant=invariant, max_rows=args.max_rows, dtype=args.dtype),
             model_dir=model_dir,
@@ -59,12 +61,16 @@ class Ours:
         )
 
     def __call__(self, prompts: list[IntArray], limits: list[int]) -> int:
+        self.calls += 1
+
         async def complete() -> int:
             completions = await asyncio.gather(
                 *(
                     self.engine.generate(
                         Request(
-                            prompt, Sampling(limit, min_new_tokens=limit), SampleKey(0, "bench", "decode", str(row))
+                            prompt,
+                            Sampling(limit, min_new_tokens=limit),
+                            SampleKey(0, "bench", "decode", str(row), self.calls),
                         )
                     )
                     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
