@@ -37,7 +37,8 @@ _ROLE_OF = {
 }
 _FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
 _KNOBS = {
-    "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
+    "activations": "lower train.max_tokens_per_micro_batch, set train.gradient_checkpointing, or train adapters in the "
+    "last layers only (train.lora.layers)",
     "optimizer": f"use {_FEWER_WEIGHTS}",
     "gradients": f"use {_FEWER_WEIGHTS}",
     "weights": f"use {_FEWER_WEIGHTS}",
@@ -300,6 +301,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         dtype=dtype,
         gradient_checkpointing=train.gradient_checkpointing,
         adapter_rank=0 if train.lora is None else train.lora.rank,
+        adapted_layers=None if train.lora is None else train.lora.adapted(shape.layers),
         shards=train.shard or batch.ranks,
         tensor=split_over(config).tensor,
         expert=split_over(config).expert,

@@ -30,6 +30,7 @@ def memory_plan(
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     adapter_rank: int = 0,
+    adapted_layers: int | None = None,
     shards: int = 1,
     tensor: int = 1,
     expert: int = 1,
@@ -43,7 +44,8 @@ def memory_plan(
     One pass computes `tokens`; each of `shards` ranks holds a part. `tensor` ranks split each layer, and `expert`
     ranks the experts (`train.parallel`). Weights, gradients and the two moments of the optimizer are float32, or
     float64 for that dtype. `bfloat16` halves what layers other than norms keep for the backward pass. With
-    `adapter_rank` the policy trains low-rank adapters only. Frozen weights are kept in `frozen_dtype`, and their head
+    `adapter_rank` the policy trains low-rank adapters only, in its last `adapted_layers` (None: all): the layers below
+    keep nothing for the backward pass. Frozen weights are kept in `frozen_dtype`, and their head
     is computed in float32; those of `averaged` roles are kept as the policy's. `image_tokens` are those among the
     tokens that stand for images, and `vision_tower` names the trained parts of the vision side. `gpu` is the memory of
     the rank's GPU, 0 without one.
@@ -58,7 +60,7 @@ def memory_plan(
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
         own += copied
         frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
-        moving = shape.adapter(adapter_rank) if adapted else own - frozen_vision
+        moving = shape.adapter(adapter_rank, adapted_layers) if adapted else own - frozen_vision
         held = shape.num_bytes(kept, few) + moving * wide if adapted else own * wide
         items[f"{role} weights"] = held // shards
         items[f"{role} gradients"] = moving * wide // shards
@@ -82,7 +84,14 @@ def memory_plan(
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
         items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
     items["activations"] = activations(
-        shape, tokens, dtype, gradient_checkpointing, gpu, tensor=tensor, exchanges=expert > 1
+        shape,
+        tokens,
+        dtype,
+        gradient_checkpointing,
+        gpu,
+        tensor=tensor,
+        exchanges=expert > 1,
+        learning=adapted_layers if adapts and [*trained] == ["policy"] else None,
     )
     if shape.vision is not None:
         learns = vision_tower in (None, "trained") and not adapter_rank
@@ -109,9 +118,11 @@ def activations(
     *,
     tensor: int = 1,
     exchanges: bool = False,
+    learning: int | None = None,
 ) -> int:
     """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
     layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs.
+    The last `learning` layers (None: all) keep what the backward pass needs.
 
     Attention, recurrent layers and experts that the plan of the model does not split are not divided."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
@@ -123,8 +134,9 @@ def activations(
     through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
     through += (4 if shape.gated else 3) * shape.shared // tensor
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
-    layers = layer * (3 if gradient_checkpointing else shape.layers + 1)  # one more for the gradients of a layer
-    kept = shape.layers * shape.hidden * wide * gradient_checkpointing
+    learning = shape.layers if learning is None else learning
+    layers = layer * (3 if gradient_checkpointing else learning + 1)  # one more for the gradients of a layer
+    kept = learning * shape.hidden * wide * gradient_checkpointing
     row = shape.vocabulary * wide // tensor
     logits = min(logits_rows(row, gpu), tokens) * row
     return tokens * (layers + kept + 3 * shape.hidden * wide) + 3 * logits

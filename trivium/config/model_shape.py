@@ -155,33 +155,37 @@ class ModelShape:
         unknown expert (`types.EXTRAS`)."""
         return self.layers * self.active_experts * (1 if self.experts <= 255 else 2)
 
-    def adapter(self, rank: int) -> int:
-        """Parameters of low-rank adapters of that rank at every linear layer but the head."""
+    def adapter(self, rank: int, layers: int | None = None) -> int:
+        """Parameters of low-rank adapters of that rank at every linear layer of so many blocks (unset: all)."""
         # A matrix of m inputs and n outputs gets rank * (m + n): q and o, k and v, then the feed-forward matrices.
         ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
         ends += self._matrices * (
             self.experts * (self.hidden + self.mlp) + bool(self.shared) * (self.hidden + self.shared)
         )
-        return self.layers * rank * ends
+        return (self.layers if layers is None else layers) * rank * ends
 
     def num_bytes(self, width: int, few: FewBits | None = None) -> int:
         """Bytes of the weights, with `width` bytes for a number. With `few`, the linear layers are in that format."""
         linear = self.layers * self.linear if few else 0
         return (self.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)
 
-    def flops(self, tokens: int, squares: int, head_tokens: int, *, backward: bool, adapter: bool = False) -> float:
+    def flops(self, tokens: int, squares: int, head_tokens: int, *, backward: bool, adapted: int = 0) -> float:
         """Floating-point operations of one pass of the decoder over sequences with `tokens` tokens in total. `squares`
         is the sum of the squared lengths of the sequences. The head is applied to `head_tokens` of the tokens.
 
         The forward pass takes two operations per token and multiplied weight: embedding lookups take none, and of the
         experts only the active ones count. Causal attention takes 2 * heads * head_dim * length^2 per layer, half of
         the full square; recurrent states are neglected. The backward pass takes twice as many as the forward pass, for
-        the gradients of activations and of weights. If only an `adapter` is trained, it takes as many as the forward
-        pass, since frozen weights get no gradient; the arithmetic of the adapter is neglected.
+        the gradients of activations and of weights. If only adapters in the last `adapted` layers are trained, it takes
+        as many as the forward pass through these and the head, since frozen weights get no gradient; the arithmetic of
+        the adapters is neglected.
         """
-        forward = 2.0 * (self.multiplied * tokens + self.embedding * head_tokens)
-        forward += 2.0 * (self.layers - self.recurrent.without_keys) * self.query * squares
-        return forward * ((2 if adapter else 3) if backward else 1)
+        head = 2.0 * self.embedding * head_tokens
+        layers = 2.0 * self.multiplied * tokens
+        layers += 2.0 * (self.layers - self.recurrent.without_keys) * self.query * squares
+        if not backward:
+            return layers + head
+        return layers * (1 + adapted / self.layers) + 2 * head if adapted else 3 * (layers + head)
 
 
 def read_shape(directory: str | Path) -> ModelShape:

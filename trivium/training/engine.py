@@ -200,12 +200,13 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else model_dtype(self.config)
         peak = self.config.peak_flops or measured_peak(self._models.device, dtype, self._models.threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
+        lora = self.config.lora
         return utilisation(
             self._work.part_of(phases, self.ranks),
             self._shapes,
             role_of,
             peak * self.ranks.size,
-            adapter=self.config.lora is not None,
+            adapted=0 if lora is None else lora.adapted(self._shapes["policy"].layers),
             vision_tower=self.config.vision_tower,
         )
 

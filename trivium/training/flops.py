@@ -83,13 +83,14 @@ def utilisation(
     role_of: Mapping[str, str],
     peak: float,
     *,
-    adapter: bool = False,
+    adapted: int = 0,
     vision_tower: str | None = None,
 ) -> Metrics:
     """`perf/` metrics of a step: arithmetic of its scoring passes and updates over the time they took.
 
     `models` has the shapes by role, and `role_of` the role that computes a score. Phases of other models do not count.
-    `peak` is the peak of all ranks together, in operations per second. `vision_tower` names the trained parts of the
+    `peak` is the peak of all ranks together, in operations per second. If the policy trains adapters only, `adapted` is
+    the number of layers that have one. `vision_tower` names the trained parts of the
     vision side.
     """
     flops = {"score": 0.0, "update": 0.0}
@@ -99,11 +100,11 @@ def utilisation(
         role = role_of.get(what, what) if kind == "score" else what
         if kind not in flops or role not in models:
             continue
-        shape, backward, adapted = models[role], kind == "update", adapter and role == "policy"
+        shape, backward, with_adapter = models[role], kind == "update", adapted if role == "policy" else 0
         head_tokens = each.trained_tokens if role in ("policy", "reference", "teacher") else 0
-        flops[kind] += shape.flops(each.tokens, each.squares, head_tokens, backward=backward, adapter=adapted)
+        flops[kind] += shape.flops(each.tokens, each.squares, head_tokens, backward=backward, adapted=with_adapter)
         if shape.vision is not None:
-            learns = backward and vision_tower in (None, "trained") and not adapted
+            learns = backward and vision_tower in (None, "trained") and not with_adapter
             flops[kind] += shape.vision.flops(each.image_tokens, each.image_squares) * (3 if learns else 1)
         seconds[kind] += each.seconds
     if not sum(seconds.values()):

@@ -166,7 +166,8 @@ class TorchTrainConfig(TrainConfig):
             yield from shape_problems(shape, self.parallel, self.sequence_parallel)
         yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
         if self.lora is not None:
-            yield from self.lora.own_problems(f"{where}.lora")
+            shape = shape_in(run)
+            yield from self.lora.own_problems(f"{where}.lora", None if shape is None else shape.layers)
             adopts = capabilities_of(describe("engines", run.engine.kind)).adopts_adapters
             if self.lora.push == "adapter" and not adopts:
                 yield Problem(

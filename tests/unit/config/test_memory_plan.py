@@ -240,6 +240,11 @@ class TestEstimate:
         full, adapted = (memory_plan(shape, tokens=1024, adapter_rank=rank) for rank in (0, 16))
         assert adapted["policy optimizer"] == 8 * shape.adapter(16) < full["policy optimizer"] / 50
         assert adapted["policy weights"] - full["policy weights"] == 4 * shape.adapter(16)
+        upper = memory_plan(shape, tokens=1024, adapter_rank=16, adapted_layers=7)
+        assert upper["policy optimizer"] * 4 == adapted["policy optimizer"]
+        assert 0.25 < upper["activations"] / adapted["activations"] < 0.4
+        beside = memory_plan(shape, tokens=1024, adapter_rank=16, adapted_layers=7, trained=("policy", "critic"))
+        assert beside["activations"] == adapted["activations"]
 
     def test_a_base_in_bfloat16_takes_half(self) -> None:
         shape = shape_of(QWEN_1B5)

@@ -4,6 +4,7 @@ what it would hold if it had been sent everything."""
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,15 @@ from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, SyncError, TriviumError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import adapter_off, adapter_state, attach, merged_state, pushed_adapter, save_adapter
+from trivium.models.weights.lora import (
+    adapter_off,
+    adapter_parameters,
+    adapter_state,
+    attach,
+    merged_state,
+    pushed_adapter,
+    save_adapter,
+)
 from trivium.models.weights.section import LoraConfig
 from trivium.protocols import EngineSettings, WeightChannel
 from trivium.training.batching import count
@@ -161,10 +170,10 @@ def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: P
     directory, adapter = write_model(tmp_path / "model"), tmp_path / "adapter"
     module = attach(load(directory), LoraConfig(rank=2), seed=0)
     section = LoraConfig(path=str(adapter), rank=4)
-    assert [problem.found for problem in section.own_problems("train.lora")][1] == "no such directory"
+    assert [problem.found for problem in section.own_problems("train.lora", 2)][1] == "no such directory"
     save_adapter(module, adapter)
-    assert [problem.where for problem in section.own_problems("train.lora")] == ["train.lora.rank"]
-    assert not list(LoraConfig(path=str(adapter)).own_problems("train.lora"))
+    assert [problem.where for problem in section.own_problems("train.lora", 2)] == ["train.lora.rank"]
+    assert not list(LoraConfig(path=str(adapter)).own_problems("train.lora", 2))
     wider = write_model(tmp_path / "wider", hidden_size=32)
     with refused(TriviumError, adapter, "lora_A.weight"):
         attach(load(wider), LoraConfig(path=str(adapter)), seed=0)
@@ -172,6 +181,75 @@ def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: P
     (adapter / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
     with refused(TriviumError, adapter, "use_dora", "True"):
         attach(load(directory), LoraConfig(path=str(adapter)), seed=0)
+
+
+def numbered_layers(module: PreTrainedModel) -> set[int]:
+    return {int(next(part for part in name.split(".") if part.isdecimal())) for name, _ in adapter_state(module)}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_only_the_last_layers_get_an_adapter_which_peft_reads_too(name: str, tmp_path: Path) -> None:
+    import peft
+
+    directory = write_model(tmp_path / "model", name)
+    upper = attach(load(directory), LoraConfig(rank=2, layers=1), seed=0)
+    assert numbered_layers(upper) == {1}
+    change(upper)
+    save_adapter(upper, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["layers_to_transform"] == [1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        theirs = peft.PeftModel.from_pretrained(load(directory), str(tmp_path / "adapter"))
+    assert torch.equal(logits(theirs), logits(upper))
+    again = attach(load(directory), LoraConfig(path=str(tmp_path / "adapter")), seed=5)
+    assert torch.equal(logits(again), logits(upper))
+    with refused(TriviumError, "train.lora.layers", "3 layers", "the model has 2"):
+        attach(load(directory), LoraConfig(layers=3), seed=0)
+    problems = LoraConfig(layers=3, path=str(tmp_path / "adapter")).own_problems("train.lora", 2)
+    assert [problem.where for problem in problems] == ["train.lora.layers", "train.lora.layers"]
+
+
+def test_the_last_layers_have_the_gradient_of_a_full_adapter_and_no_pass_goes_below_them(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    upper = attach(load(directory, torch.float64), LoraConfig(rank=2, layers=1), seed=0)
+    full = attach(load(directory, torch.float64), LoraConfig(rank=2), seed=0)
+    change(upper)
+    same = dict(adapter_parameters(full))
+    with torch.no_grad():
+        for name, tensor in adapter_state(upper):
+            same[name].copy_(tensor)
+    for module in (upper, full):
+        module(input_ids=TOKENS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    gradients = {name: tensor.grad for name, tensor in adapter_parameters(upper).items()}
+    assert len(gradients) == 2 * 7
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients.values())
+    assert all(torch.equal(gradient, cast(torch.Tensor, same[name].grad)) for name, gradient in gradients.items())
+    assert any(".layers.0." in name and tensor.grad is not None for name, tensor in same.items())
+
+
+def test_the_layers_below_an_adapter_keep_nothing(tmp_path: Path) -> None:
+    """Their outputs have no graph, and an update keeps fewer tensors for the backward pass."""
+    directory = write_model(tmp_path)
+
+    def kept(lora: dict[str, Any]) -> tuple[list[bool], int]:
+        engine = make_engine(directory, NEEDS_REFERENCE, lora=lora)
+        differentiable, sizes = list[bool](), list[int]()
+        for layer in cast(Any, engine._policy.module).model.layers:
+            layer.register_forward_hook(lambda _, __, output: differentiable.append(output.requires_grad))
+
+        def packed(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
+            take(engine, 1)
+        return differentiable, sum(sizes)
+
+    below, upper = kept({"rank": 2, "layers": 1})
+    both, full = kept({"rank": 2})
+    assert below[:2] == [False, True]
+    assert both[:2] == [True, True]
+    assert upper < 0.75 * full
 
 
 # --------------------------------------------------------------------------- engines

@@ -49,10 +49,13 @@ def test_a_pass_counts_what_torch_counts() -> None:
 def test_an_adapter_s_backward_pass_skips_the_weights_it_does_not_train() -> None:
     shape = shape_of(LLAMA.to_dict())
     forward, adapter, whole = (
-        shape.flops(100, 5000, 40, backward=backward, adapter=adapter)
-        for backward, adapter in ((False, True), (True, True), (True, False))
+        shape.flops(100, 5000, 40, backward=backward, adapted=adapted)
+        for backward, adapted in ((False, shape.layers), (True, shape.layers), (True, 0))
     )
     assert (adapter, whole) == (2 * forward, 3 * forward)
+    head = shape.flops(0, 0, 40, backward=False)
+    upper = shape.flops(100, 5000, 40, backward=True, adapted=1)
+    assert upper == pytest.approx(forward + head + (forward - head) / shape.layers)
 
 
 def test_only_active_experts_and_the_head_s_own_tokens_count() -> None:

@@ -80,10 +80,15 @@ def inject(
             raise TriviumError(*trouble)
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
     else:
-        targets = _targets(module, section.targets)
+        layers = None if section.layers is None else _last_layers(module, section.layers)
+        targets = _targets(module, section.targets, layers)
         exclude = [*section.exclude] if isinstance(section.exclude, tuple) else section.exclude
         config = peft.LoraConfig(
-            r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets, exclude_modules=exclude
+            r=section.rank,
+            lora_alpha=cast(int, section.alpha),
+            target_modules=targets,
+            exclude_modules=exclude,
+            layers_to_transform=None if isinstance(targets, str) else layers,
         )
     config.inference_mode, config.task_type = False, peft.TaskType.CAUSAL_LM
     config.base_model_name_or_path = module.config.name_or_path
@@ -286,13 +291,28 @@ def _layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
-def _targets(module: PreTrainedModel, named: tuple[str, ...] | None) -> list[str] | str:
-    """The layers that get an adapter, in the form of peft's `target_modules`: last parts of names, or a pattern."""
+def _last_layers(module: PreTrainedModel, number: int) -> list[int]:
+    """The numbers of the last layers of a model's decoder. Raises TriviumError if it has fewer."""
+    total = int(module.config.get_text_config().num_hidden_layers)
+    if number > total:
+        raise TriviumError(
+            f"adapters in {number} layers of {type(module).__name__}",
+            f"the model has {total}",
+            f"set train.lora.layers to at most {total}",
+        )
+    return [*range(total - number, total)]
+
+
+def _targets(module: PreTrainedModel, named: tuple[str, ...] | None, layers: list[int] | None) -> list[str] | str:
+    """The linear layers that get an adapter, in the form of peft's `target_modules`: last parts of names, or a pattern,
+    which includes the numbers of the decoder's `layers` (peft takes them separately, but not with a pattern)."""
     vision = vision_of(module)
     if vision is None:
         return _linear_layers(module, module) if named is None else [*named]
     inside = next(name for name, part in module.named_modules() if part is vision.decoder)
     last = _linear_layers(vision.decoder, module) if named is None else named
+    if layers is not None:
+        inside += rf"\.\w+\.({'|'.join(map(str, layers))})"
     patterns = (rf".*\b{re.escape(name)}" if "." in name else rf"{inside}\.(.*\.)?{re.escape(name)}" for name in last)
     return "|".join(patterns)
 

@@ -46,17 +46,28 @@ class LoraConfig(Config):
     part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
     exclude: tuple[str, ...] | str | None = None
     """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
+    layers: int | None = Field(default=None, ge=1)
+    """Only this number of the last layers of the language part get an adapter. The backward pass ends at the first of
+    them, and the layers below keep no activations. Unset: all layers."""
     path: ModelPath | None = None
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
     Unset: a new adapter, which does not change outputs at first."""
     push: Literal["merged", "adapter"] = "merged"
     """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
 
-    def own_problems(self, where: str) -> Iterator[Problem]:
-        """The problems of the section by itself."""
+    def adapted(self, layers: int) -> int:
+        """The number of layers with an adapter in a model of so many. The layers of `path` are not known here: it
+        counts as an adapter of all."""
+        return layers if self.layers is None else min(self.layers, layers)
+
+    def own_problems(self, where: str, layers: int | None) -> Iterator[Problem]:
+        """The problems of the section for a model of so many layers, if that is known."""
+        if layers is not None and self.layers is not None and self.layers > layers:
+            found = f"the model has {layers}"
+            yield Problem(f"{where}.layers", f"adapters in {self.layers} layers", found, f"set at most {layers}")
         if self.path is None:
             return
-        changed = sorted({"rank", "alpha", "targets", "exclude"} & self.model_fields_set)
+        changed = sorted({"rank", "alpha", "targets", "exclude", "layers"} & self.model_fields_set)
         if changed:
             yield Problem(
                 f"{where}.{changed[0]}",
