@@ -173,11 +173,11 @@ class FileTable:
 
 
 @contextmanager
-def locked(path: Path) -> Generator[None]:
+def locked(path: Path, patience_s: float = _LOCKED_S) -> Generator[None]:
     """Excludes other processes and threads from the same block for the same path. Raises SyncError if one of them holds
-    it for `_LOCKED_S`."""
+    it for `patience_s`."""
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + _LOCKED_S
+    end = time.monotonic() + patience_s
     try:
         while True:
             try:
@@ -187,7 +187,7 @@ def locked(path: Path) -> Generator[None]:
                 if time.monotonic() > end:
                     raise SyncError(
                         f"lock {path}",
-                        f"another process has held it for {_LOCKED_S:.0f} s",
+                        f"another process has held it for {patience_s:.0f} s",
                         "check whether a process that uses this directory is stopped; end it or continue it",
                     ) from error
                 time.sleep(_LOOK_S / 10)

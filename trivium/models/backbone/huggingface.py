@@ -14,7 +14,9 @@ from pydantic import AfterValidator, Field
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path, plugin_path
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.errors import ConfigError, DataError, Problem
+from trivium.config.schema import NestedError
+from trivium.errors import ConfigError, DataError, Problem, TriviumError
+from trivium.models.weights.gguf import SUFFIX, converted
 from trivium.registry import resolve
 
 PLAIN_TEMPLATE = (
@@ -23,6 +25,16 @@ PLAIN_TEMPLATE = (
 )
 """The chat template of a base model: the texts one after another, no roles, completions end with end of sequence."""
 _TEMPLATE_FILE = "chat_template.jinja"
+
+
+def _readable(path: str) -> str:
+    """The directory that holds the model, which for a GGUF file is its conversion."""
+    if not path.endswith(SUFFIX):
+        return path
+    try:
+        return str(converted(Path(path)))
+    except TriviumError as error:
+        raise NestedError(error) from error
 
 
 def _template_path(template: str) -> str:
@@ -34,9 +46,10 @@ class HuggingFaceModel:
 
     class Config(Plugin):
         kind: str = "hf"
-        path: ModelPath
+        path: Annotated[ModelPath, AfterValidator(_readable)]
         """Directory with config.json, weights and tokenizer; or a Hugging Face id that `hf download` has put into the
-        local cache: it becomes the directory of the version found there."""
+        local cache: it becomes the directory of the version found there; or a `.gguf` file, which becomes the directory
+        of its conversion to float32, made once in `~/.cache/trivium/models` (`pip install 'trivium[gguf]'`)."""
         chat_template: Annotated[str, AfterValidator(_template_path)] | None = None
         """How conversations become text, instead of the tokenizer's own template: `plain` (the texts one after another,
         for base models), a `.jinja` file relative to the config, or Jinja text. Exported models have it."""

@@ -1,0 +1,93 @@
+"""Models in GGUF files, whose weights are in few bits: converted once into plain Hugging Face directories.
+
+transformers reads such a file only whole, and refuses to save what it read as a model. A directory with its weights in
+float32 is what every other part of the system reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from trivium.board import locked
+from trivium.checkpoint.atomic import MANIFEST, commit, make_directories, staging_directory, writing
+from trivium.errors import DataError, MissingPackage
+
+_log = logging.getLogger("trivium")
+
+SUFFIX = ".gguf"
+_CONVERTED_S = 1800.0
+"""How long another process may take to convert a file."""
+
+
+def converted(file: Path) -> Path:
+    """The Hugging Face directory of the model in a GGUF file: float32 weights, the tokenizer with its chat template,
+    and both configs. It is in the user's cache directory, under the name and a hash of the file, and is written by the
+    first call.
+
+    Raises MissingPackage without the packages that read the file, DataError for a file that transformers cannot read.
+    """
+    if not file.is_file():
+        raise DataError(f"the model {file}", "no such file", "correct the path")
+    with open(file, "rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    directory = _cache() / f"{file.stem}-{digest[:12]}"
+    if (directory / MANIFEST).is_file():
+        return directory
+    make_directories(directory.parent)
+    with writing(directory), locked(directory, _CONVERTED_S):  # ranks read the same config at the same time
+        if not (directory / MANIFEST).is_file():
+            _log.warning("converting %s once, into %s", file.name, directory)
+            staging = staging_directory(directory)
+            _convert(file, staging)
+            commit(staging, directory, step=0)
+    return directory
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "trivium" / "models"
+
+
+def _convert(file: Path, directory: Path) -> None:
+    """Writes the model and the tokenizer of `file` to `directory`."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackage(package, "gguf", f"read a model from {file}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    reader: Any = modeling_gguf_pytorch_utils
+    shown, reader.tqdm = reader.tqdm, _without_progress
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    except (NotImplementedError, ValueError, KeyError) as error:  # what transformers and gguf raise for unknown formats
+        raise DataError(
+            f"the model in {file}",
+            f"transformers cannot read it: {type(error).__name__}: {error}",
+            "give a file with another quantization (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16), or a Hugging Face directory",
+        ) from error
+    finally:
+        reader.tqdm = shown
+    # The weights are plain numbers now, but save_pretrained refuses a model whose config names a quantization.
+    config: Any = read.config
+    del config.quantization_config
+    plain = type(read)(config)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = read.generation_config
+    plain.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _without_progress(items: Any, **_: object) -> Any:
+    """In place of tqdm, which transformers calls here whatever its own setting for progress bars."""
+    return items
