@@ -444,13 +444,16 @@ def doctor(
             metavar="[RUN]", help="Run directory; without one, this machine is examined.", show_default=False
         ),
     ] = None,
+    engine: Annotated[bool, typer.Option("--engine", help="Check every layer of RUN's engine instead.")] = False,
     debug: Debug = False,
 ) -> None:
     """Says what is wrong with RUN, or with this machine, and what to change; exits with 1 where something is."""
     with Outcome(debug):
-        from trivium.inspection.doctor import diagnose, examine_machine
+        from trivium.inspection.doctor import diagnose, examine_engine, examine_machine
 
-        report = examine_machine(Path.cwd()) if run is None else diagnose(run)
+        if run is None and engine:
+            raise ConfigError("doctor --engine", "no run", "name the directory of a run")
+        report = examine_machine(Path.cwd()) if run is None else examine_engine(run) if engine else diagnose(run)
         print("\n".join([*report.facts, *map(str, report.findings)]))
         if report.findings:
             raise typer.Exit(1)

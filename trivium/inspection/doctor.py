@@ -16,7 +16,7 @@ import numpy as np
 
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
-from trivium.errors import Problem, RunDirError
+from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
 from trivium.inspection.run import RecordedRun, bound
@@ -102,6 +102,30 @@ def _decoder(run_dir: Path) -> Callable[[int], str]:
 
 
 # --------------------------------------------------------------------------- the machine
+
+
+def examine_engine(run_dir: Path) -> Report:
+    """Compares the engine of a run with transformers, in every layer of the model that the run began with. A start
+    compares the first layers alone."""
+    from trivium.engines.torch.engine import check_every_layer
+    from trivium.engines.torch.section import DescribedTorchEngine
+
+    run = RecordedRun(run_dir)
+    engine = run.config.stage_configs()[-1].engine
+    if not isinstance(engine, DescribedTorchEngine.Config):
+        raise ConfigError("doctor --engine", f"engine.kind is {engine.kind}", "use it for runs with engine.kind torch")
+    model_dir = run.base_model()
+    try:
+        optimized = check_every_layer(engine, model_dir)
+    except ConfigError as error:
+        return Report([], [Problem("engine", error.asked, error.found, error.do)])
+    slower = Problem(
+        "engine",
+        "",
+        "its optimized layers differ from those of transformers, which it uses instead",
+        "report this model",
+    )
+    return Report([f"engine: compared with transformers in every layer of {model_dir}"], [] if optimized else [slower])
 
 
 def examine_machine(directory: Path) -> Report:

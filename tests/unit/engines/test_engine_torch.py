@@ -1,6 +1,7 @@
 """The torch engine against transformers, against itself in other company, and against callers who misbehave."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trivium.engines.torch import layers
 from trivium.engines.torch.batch import bucket
 from trivium.engines.torch.decoder import Decoder
-from trivium.engines.torch.engine import TorchEngine
+from trivium.engines.torch.engine import TorchEngine, check_every_layer
 from trivium.engines.torch.sampling import RowSampling, sample
-from trivium.engines.torch.selfcheck import check_decoder
+from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
 from trivium.errors import ConfigError, RolloutError, SyncError, TriviumError
 from trivium.models.cpu.worker_threads import with_threads
 from trivium.policy import EngineFailure
@@ -296,6 +297,69 @@ def test_layers_without_modules_are_used_where_they_are_the_models(
             check_decoder(decoder, 256)
         assert decoder.layers is None
         assert "slower layers" in caplog.text
+
+
+def deep(directory: Path, depth: int, **settings: Any) -> Decoder:
+    """A decoder of `depth` layers."""
+    torch.manual_seed(5)
+    build("qwen3", 97, num_hidden_layers=depth, **settings).save_pretrained(directory)
+    return Decoder(directory, dtype=torch.float32, device="cpu", exact=True)
+
+
+def test_the_checks_of_a_start_take_no_longer_for_a_deeper_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted are the layers that are computed, and the rows that a start leaves behind."""
+    computed = list[int]()
+    for depth in (2, 12):
+        decoder, after, calls = deep(tmp_path / str(depth), depth), layers._Layer.after, Counter[int]()
+
+        def counted(layer: Any, x: torch.Tensor, attended: torch.Tensor, after: Any = after, calls: Any = calls) -> Any:
+            calls[id(layer)] += 1
+            return after(layer, x, attended)
+
+        with monkeypatch.context() as patched, torch.inference_mode(), first_layers(decoder):
+            patched.setattr(layers._Layer, "after", counted)
+            check_decoder(decoder, 256)
+            assert verifies_drafts(decoder, 256)
+        computed.append(calls.total())
+        assert not decoder.rows.layers
+        with torch.inference_mode():
+            decoder.place(decoder.read([np.arange(3, 9, dtype=np.int32)]), range(1))
+        assert len(decoder.rows.layers) == depth
+    assert computed[0] == computed[1] > 0
+
+
+def test_a_start_checks_a_kind_of_layers_that_only_deep_ones_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sixth layer attends to 8 positions; an engine that does not know this differs from there on."""
+    types = ["full_attention"] * 5 + ["sliding_attention"] + ["full_attention"] * 6
+    settings = {"layer_types": types, "sliding_window": 8, "use_sliding_window": True}
+    for wrong in (False, True):
+        decoder = deep(tmp_path / str(wrong), 12, **settings)
+        assert decoder.layers is not None
+        if wrong:
+            decoder.layers._every[5].window = None
+        with torch.inference_mode(), first_layers(decoder):
+            assert len(decoder.layers._layers) == 6
+            check_decoder(decoder, 256)
+        assert (decoder.layers is None) == wrong == ("slower layers" in caplog.text)
+
+
+def test_doctor_compares_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference of the last of many equal layers, which no start looks for."""
+    deep(tmp_path, 4)
+    config = TorchEngine.Config(kind="torch", device="cpu")
+    assert check_every_layer(config, tmp_path)
+    build_layers = layers.Layers.__init__
+
+    def wrong(self: Any, *given: Any, **named: Any) -> None:
+        build_layers(self, *given, **named)
+        self._every[3].before_mlp = replace(self._every[3].before_mlp, scale=self._every[3].before_mlp.scale * 2)
+
+    monkeypatch.setattr(layers.Layers, "__init__", wrong)
+    assert not check_every_layer(config, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "mistral"])

@@ -18,7 +18,7 @@ from failing import refused
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
-from trivium.inspection.doctor import diagnose, examine_machine
+from trivium.inspection.doctor import diagnose, examine_engine, examine_machine
 from trivium.monitors.health import RULES, Row, earlier_problems, evidence_of
 from trivium.runtime.launch import run
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -178,6 +178,13 @@ def test_the_tokens_of_the_worst_mismatch_are_named() -> None:
         evidence_of(PROVOKED["engine mismatch"]), mismatched=["token 3 of task a: engine -1, trainer -9"]
     )
     assert "worst at token 3 of task a" in RULES.problems(evidence)[0].found
+
+
+def test_the_engine_of_a_run_is_compared_in_every_layer(stuck: Path, tmp_path: Path) -> None:
+    report = examine_engine(stuck)
+    assert not report.findings
+    assert str(stuck / "model") in report.facts[0]
+    assert "no run" in Forked("doctor", tmp_path / "out", trivium, "doctor", "--engine").ended(2).text
 
 
 def test_a_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

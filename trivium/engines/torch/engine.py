@@ -26,7 +26,7 @@ from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.torch.drafts import Drafts
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
-from trivium.engines.torch.selfcheck import check_decoder, verifies_drafts
+from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
 from trivium.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
 from trivium.models.heads.trained_models import logit_scale
@@ -77,6 +77,35 @@ class _Waiting:
     """The decoded images, once a worker of `_eyes` has read them; None for a prompt without images."""
     prefix: Prefix | None = None
     """The keys and values of the prompt; None until it is read."""
+
+
+def decoder_of(config: DescribedTorchEngine.Config, model_dir: Path) -> Decoder:
+    """Loads the model of an engine whose config is `on_this_machine`. Raises ConfigError for a model that the engine
+    cannot run."""
+    dtype = getattr(torch, config.dtype)
+    if config.device == "cpu" and not linear.multiplies(dtype):
+        _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
+    precision = precision_of(config.head_precision, config.device, config.dtype, "engine.head_precision")
+    set_matmul_precision(precision)
+    return Decoder(
+        model_dir,
+        dtype=dtype,
+        device=config.device,
+        head_precision=precision,
+        cuda_graphs=config.cuda_graphs and config.device == "cuda",
+        exact=resolve_invariance(config),
+    )
+
+
+def check_every_layer(config: DescribedTorchEngine.Config, model_dir: Path) -> bool:
+    """Checks decoding with all layers of the model, not only the first ones. Returns whether the optimized layers are
+    used wherever the model has them. Raises ConfigError if the outputs differ from those of transformers."""
+    config = config.on_this_machine()
+    decoder = decoder_of(config, model_dir)
+    optimized = decoder.layers is not None
+    with torch.inference_mode():
+        check_decoder(decoder, resolve_context(config.max_context, decoder.max_positions))
+    return optimized == (decoder.layers is not None)
 
 
 class TorchEngine(DescribedTorchEngine):
@@ -242,25 +271,12 @@ class TorchEngine(DescribedTorchEngine):
             torch.set_num_threads(self._threads)
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
-            dtype = getattr(torch, self.config.dtype)
-            if self.config.device == "cpu" and not linear.multiplies(dtype):
-                _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
-            key = "engine.head_precision"
-            device = self.config.device
-            precision = precision_of(self.config.head_precision, device, self.config.dtype, key)
-            set_matmul_precision(precision)
-            self._decoder = Decoder(
-                model_dir,
-                dtype=dtype,
-                device=device,
-                head_precision=precision,
-                cuda_graphs=self.config.cuda_graphs and device == "cuda",
-                exact=self.capabilities.batch_invariant,
-            )
+            self._decoder = decoder_of(self.config, model_dir)
             max_context = resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
-                check_decoder(self._decoder, max_context)
-                drafted = self.config.speculation and verifies_drafts(self._decoder, max_context)
+                with first_layers(self._decoder):
+                    check_decoder(self._decoder, max_context)
+                    drafted = self.config.speculation and verifies_drafts(self._decoder, max_context)
                 self._drafts = Drafts() if drafted else None
                 self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode, self._drafts)
         except BaseException as error:  # raised in the constructor

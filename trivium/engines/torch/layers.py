@@ -133,7 +133,7 @@ class Layers:
         """`model` is one that `supports` accepts. `fast` as in `attend`."""
         config, body = model.config, model.model
         self._fast, self._rotary, self._last = fast, body.rotary_emb, _Norm.of(body.norm)
-        self._layers = [_layer(each, config) for each in body.layers]
+        self._layers = self._every = [_layer(each, config) for each in body.layers]
         attention = body.layers[0].self_attn
         self._size = int(attention.head_dim)
         self._scale = float(attention.scaling)
@@ -154,6 +154,10 @@ class Layers:
                 counts = (layer.query_norm, self._heads), (layer.key_norm, self._key_heads)
                 layer.scales = torch.cat([norm.scale.expand(count, -1) for norm, count in counts])
         self._head.refresh(packed=self._packed)
+
+    def use(self, number: int) -> None:
+        """Computes the first `number` layers from now on."""
+        self._layers = self._every[:number]
 
     @property
     def supports_step(self) -> bool:
