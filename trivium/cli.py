@@ -147,18 +147,21 @@ def check(
         loaded = load(config, overrides or ())
         from trivium.concurrency import usable_cores
         from trivium.config.machine_file import read_machine
-        from trivium.config.plan import choices_of, plan_run, refuse_too_large
+        from trivium.config.plan import choices_of, plan_run, refuse_too_large, with_choices
         from trivium.runtime.launch import ready
+        from trivium.runtime.run_dir import as_saved
         from trivium.training.device import machine, training_ranks
 
-        here = machine() if described is None else read_machine(described)
-        for warning in ready(loaded, here).warnings:
+        here, loaded = machine() if described is None else read_machine(described), as_saved(loaded)
+        findings = ready(loaded, here)
+        for warning in findings.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         ranks = training_ranks(loaded, here)
-        print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")
+        loaded = with_choices(loaded, here, ranks, findings.tasks)
+        print(plan_run(loaded, usable_cores(), here, ranks, findings.tasks).to_yaml(), end="")
         if verbose:
-            print(choices_of(loaded, usable_cores(), here, ranks), end="")
-        refuse_too_large(loaded, here, ranks)
+            print(choices_of(loaded, usable_cores(), here, ranks, findings.tasks), end="")
+        refuse_too_large(loaded, here, ranks, findings.tasks)
 
 
 @app.command(context_settings=_CONFIGURED)

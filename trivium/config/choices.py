@@ -34,6 +34,9 @@ alone."""
 SAMPLED_TOGETHER = 2**22
 """The largest number of logits that are sampled from together."""
 
+MAX_ROWS = 512
+"""The largest number of completions in progress that Trivium chooses, and that of an engine without a plan."""
+
 # --------------------------------------------------------------------------- training on a CPU
 
 UPDATE_BYTES = 256 * MIB
@@ -41,6 +44,8 @@ UPDATE_BYTES = 256 * MIB
 size. The matrix products of larger models already use all threads."""
 UPDATE_TOKENS = 2048
 """Approximate number of tokens of a parallel micro-batch. The activations of a larger one do not stay in the cache."""
+MICRO_BATCH_TOKENS = 16384
+"""The largest number of tokens of a micro-batch that Trivium chooses, and that of a train engine without a plan."""
 MIN_SHARED = 16
 """A shared run of tokens must save at least this many tokens."""
 FOLLOWING_PER_SHARED = 64
@@ -77,6 +82,13 @@ def updating_threads(weight_bytes: int, threads: int, max_tokens: int) -> int:
     return max(1, min(threads, max_tokens // (2 * UPDATE_TOKENS), UPDATE_BYTES // max(1, weight_bytes)))
 
 
+def micro_batch_tokens(weight_bytes: int, device: str) -> int:
+    """How many tokens a micro-batch has at most if memory does not count. On a CPU, more of them make no update faster
+    (docs/memory.md), except that the threads of a small model share them."""
+    threads = max(1, UPDATE_BYTES // max(1, weight_bytes)) if device == "cpu" else MICRO_BATCH_TOKENS
+    return min(MICRO_BATCH_TOKENS, 2 * UPDATE_TOKENS * threads)
+
+
 class Choice(NamedTuple):
     """One choice of a stage."""
 
@@ -101,11 +113,13 @@ def choices(
     trainer: tuple[str, str],
     *,
     parallel: bool,
+    max_tokens: int | None,
 ) -> dict[str, Choice]:
     """The choices for a stage with a model of so many parameters.
 
     `engine` and `trainer` are (device, dtype); `engine` is None for engines that choose for themselves. `parallel` is
-    whether micro-batches may be computed at once: by one rank, for a model that reads text only.
+    whether micro-batches may be computed at once: by one rank, for a model that reads text only. `max_tokens` is the
+    budget of a micro-batch, if the train engine has one.
     """
     sampling = "" if engine is None else f"engine {engine[1]} on {engine[0]}, "
     chosen = {
@@ -136,7 +150,6 @@ def choices(
             f"a step costs as much as {DRAFT_STEP_ROWS} rows, and each row or draft one more",
             "speculation.py",
         )
-    max_tokens = getattr(stage.train, "max_tokens_per_micro_batch", None)
     if trainer[0] == "cpu" and max_tokens is not None:
         size = parameters * BYTES[trainer[1]]
         workers = updating_threads(size, threads, max_tokens) if parallel else 1

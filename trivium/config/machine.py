@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class Machine:
 
 def host_memory() -> int:
     """Bytes of memory that processes may use here: the machine's, or the limit of their control group."""
-    limits = [_meminfo()]
+    limits = [_kib("/proc/meminfo", "MemTotal:")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _text(path).strip()
         if text.isdigit():
@@ -26,8 +27,16 @@ def host_memory() -> int:
     return min((limit for limit in limits if limit), default=0)
 
 
-def _meminfo() -> int:
-    line = next((line for line in _text("/proc/meminfo").splitlines() if line.startswith("MemTotal:")), "")
+def peak_memory() -> int:
+    """Bytes of memory that this process and the largest one that it waited for held at most; 0 if that is unknown."""
+    # Not this process's ru_maxrss: it counts what a parent held that started it by vfork.
+    own = _kib("/proc/self/status", "VmHWM:")
+    return own and own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def _kib(path: str, name: str) -> int:
+    """The bytes in a line of KiB in a file of /proc; 0 without it."""
+    line = next((line for line in _text(path).splitlines() if line.startswith(name)), "")
     return int(line.split()[1]) * 1024 if line else 0
 
 

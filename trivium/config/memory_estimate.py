@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from trivium.config.choices import MIB
+from trivium.config.choices import MAX_ROWS, MIB, MICRO_BATCH_TOKENS, micro_batch_tokens
 from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
@@ -21,13 +21,20 @@ if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
 
 PROMPT_TOKENS = 1024
-"""Assumed length of a prompt, if the model's context has room for it beside `max_new_tokens`. For a model that reads
-images, all of these tokens are assumed to stand for them."""
+"""Assumed length of a prompt that is not known, if the model's context has room for it beside `max_new_tokens`. For a
+model that reads images, all tokens of a prompt are assumed to stand for them."""
+FILLED = 0.75
+"""The part of a memory that a run fills at most by the limits that Trivium chooses. The rest is for the system, its
+file cache and what a plan does not know."""
+MIN_ROWS = 8
+"""The smallest `engine.max_rows` that Trivium chooses."""
 RUNTIME = 512 * MIB
 """Bytes of a process with torch that holds no model yet."""
 VERSIONS_IN_FILES = 3
 """The versions of weights that memory must have room for if an engine writes them to files there: the one it holds, the
 next, and room to spare."""
+_TURNS = (("activations", "gradients"), ("engine prompts", "engine pass"))
+"""The items, by the ends of their names, that exist only during an update, and only during a rollout."""
 _ROLE_OF = {
     "ref": "reference",
     "teacher": "teacher",
@@ -63,6 +70,32 @@ _KNOBS = {
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """The lengths of texts of a stage, in tokens of its model."""
+
+    longest: int
+    typical: int
+    """The median."""
+    source: str
+    """How many texts were read, or why they were not."""
+
+
+@dataclass(frozen=True)
+class TaskTokens:
+    """What a stage reads, as far as it can be known before a run."""
+
+    prompts: Lengths = Lengths(PROMPT_TOKENS, PROMPT_TOKENS, "assumed: no prompt was read")
+    """The prompts of rollouts."""
+    rows: Lengths | None = None
+    """The whole sequences of a stage that learns from rows; None for one that learns from rollouts."""
+    evaluated: int = 0
+    """The rollouts of one evaluation; 0 if there is none, or if their number is unknown."""
+
+
+_UNREAD = TaskTokens()
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """What one train step is cut into. All sequences are assumed to have their full length: the numbers are bounds."""
 
@@ -77,6 +110,7 @@ class BatchPlan:
     ranks: int
     data_ranks: int
     """Groups of ranks that hold different sequences (`train.sequence_parallel`, `train.parallel.tensor`)."""
+    tasks: TaskTokens
     sequence_ranks: int
     """The ranks of a group that share each sequence; others split its layers."""
     sequences_per_data_rank: int
@@ -107,6 +141,8 @@ class MemoryPlan:
     engines: int
     together: bool
     """Whether the first rank and the engine are one process."""
+    takes_turns: bool = False
+    """Whether the engine computes only while the rank waits, in one process: what one frees, the other takes."""
     sleeps: bool = False
     """Whether the engine frees their GPU while the rank updates."""
     recorded: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -122,6 +158,16 @@ class MemoryPlan:
         if self.engine_device == "cpu":
             items |= {name: number * self.engines for name, number in self.engine.items()}
         items |= {name: number * self.engines for name, number in self.engine_host.items()}
+        if (
+            self.takes_turns
+            and self.together
+            and self.rank
+            and self.engine
+            and self.device == self.engine_device == "cpu"
+        ):
+            turns = [{name for name in items if name.endswith(ends)} for ends in _TURNS]
+            for name in min(turns, key=lambda names: sum(items[name] for name in names)):
+                del items[name]
         apart = self.engines if self.engine and not (self.together and self.processes) else 0
         return {**items, **self.recorded, "runtime": RUNTIME * (self.processes + apart)}
 
@@ -159,7 +205,49 @@ def _mib(items: Mapping[str, int]) -> dict[str, Any]:
     return {**shown, "total": round(sum(items.values()) / MIB, 1)}
 
 
-def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
+def plan_stage(
+    config: RunConfig, ranks: int, machine: Machine, tasks: TaskTokens = _UNREAD, *, is_last: bool = True
+) -> tuple[RunConfig, BatchPlan, MemoryPlan | None]:
+    """A stage with the limits that its config leaves out, the cut of a train step, and the memory.
+
+    The limits are the largest that pay, if the plan then leaves a part of each memory free (`FILLED`). Else those of
+    the item that takes more memory, activations or cache, are halved until it does; but a micro-batch holds the longest
+    sequence. They depend on the config, the tasks and the size of the machine alone.
+    """
+    shape, tokens, rows = shape_in(config), MICRO_BATCH_TOKENS, MAX_ROWS
+    if shape is not None and config.cluster.address is None:
+        device, dtype = planned(getattr(config.train, "device", "cpu"), getattr(config.train, "dtype", "auto"), machine)
+        tokens = micro_batch_tokens(shape.parameters * BYTES[dtype], device)
+    longest = _longest_part(plan_batch(config, ranks, tasks))
+    tokens = max(tokens, longest)
+    while True:
+        stage = with_limits(config, tokens, rows)
+        batch = plan_batch(stage, ranks, tasks)
+        memory = plan_memory(stage, batch, machine, is_last=is_last)
+        if memory is None or not _exceeded(memory, machine, FILLED):
+            return stage, batch, memory
+        items = {**memory.rank, **memory.engine}
+        cuttable = ["activations"] * (tokens > longest and stage.train is not config.train)
+        cuttable += ["engine cache"] * (rows > MIN_ROWS and stage.engine is not config.engine)
+        if not cuttable:
+            return stage, batch, memory
+        if max(cuttable, key=lambda name: items.get(name, 0)) == "activations":
+            tokens = max(longest, tokens // 2)
+        else:
+            rows //= 2
+
+
+def with_limits(config: RunConfig, tokens: int | None, rows: int | None) -> RunConfig:
+    """The config with `train.max_tokens_per_micro_batch` and `engine.max_rows`, where they are unset."""
+    update: dict[str, object] = {}
+    for name, key, value in (("train", "max_tokens_per_micro_batch", tokens), ("engine", "max_rows", rows)):
+        section = getattr(config, name)
+        if getattr(section, key, 0) is None:
+            update[name] = section.model_copy(update={key: value})
+    return config.model_copy(update=update) if update else config
+
+
+def plan_batch(config: RunConfig, ranks: int, tasks: TaskTokens = _UNREAD) -> BatchPlan:
     """How one train step of a stage is cut on `ranks` training ranks."""
     schedule, train = config.schedule, config.train
     algorithm = next(iter(source_configs(config).values())).algorithm  # sources share these values
@@ -169,7 +257,7 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
     data_ranks = max(1, ranks // sequence // tensor)
     sequence = max(1, ranks // data_ranks // tensor)
     share = -(-sequences // mini_batches // data_ranks)
-    tokens = sequence_tokens(config)
+    tokens = rollout_tokens(config, tasks.prompts) if tasks.rows is None else tasks.rows.longest
     budget: int | None = getattr(train, "max_tokens_per_micro_batch", None)
     micro_batches = None
     if budget is not None:
@@ -183,6 +271,7 @@ def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
         int(getattr(algorithm, "epochs", 1)),
         ranks,
         data_ranks,
+        tasks,
         sequence,
         share,
         tokens,
@@ -202,11 +291,21 @@ def split_over(config: RunConfig) -> ParallelConfig:
     return getattr(config.train, "parallel", ParallelConfig())
 
 
-def sequence_tokens(config: RunConfig) -> int:
-    """The length of the longest sequence that is expected."""
+def rollout_tokens(config: RunConfig, prompts: Lengths) -> int:
+    """The length of the longest rollout that is expected."""
     shape = shape_in(config)
     limits = [getattr(config.engine, "max_context", None), shape.max_positions if shape is not None else None]
-    return min([config.engine.sampling.max_new_tokens + PROMPT_TOKENS, *(int(limit) for limit in limits if limit)])
+    return min([config.engine.sampling.max_new_tokens + prompts.longest, *(int(limit) for limit in limits if limit)])
+
+
+def is_explored(config: RunConfig) -> bool:
+    """Whether a stage learns from rollouts of its policy."""
+    return capabilities_of(describe("buffers", config.buffer.kind)).explored
+
+
+def is_evaluated(config: RunConfig, *, is_last: bool) -> bool:
+    """Whether a stage evaluates its policy; only the last one does if `evaluation.every` is 0."""
+    return config.evaluation.taskset is not None and (is_last or config.evaluation.every > 0)
 
 
 def kept_versions(config: RunConfig) -> int:
@@ -262,9 +361,14 @@ def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: b
         yield Problem(where, f"{which!r}", found, "name layers of the tower in train.lora.targets, or leave one out")
 
 
+def _longest_part(batch: BatchPlan) -> int:
+    """A rank's tokens of the longest sequence."""
+    return min(batch.tokens_per_sequence, batch.tokens_per_sequence // batch.sequence_ranks + 1)
+
+
 def tokens_of_a_pass(batch: BatchPlan) -> int:
     """The largest number of tokens of a pass on one rank."""
-    longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence // batch.sequence_ranks + 1)
+    longest = _longest_part(batch)
     return min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch or longest))
 
 
@@ -280,7 +384,7 @@ def plan_communication(config: RunConfig, batch: BatchPlan, machine: Machine) ->
     return {"unit": "MiB of a pass", **_mib(items)}
 
 
-def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> MemoryPlan | None:
+def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine, *, is_last: bool = True) -> MemoryPlan | None:
     """The memory of a stage; None if the size of the model or of a micro-batch is unknown."""
     shape, engine, mode = shape_in(config), config.engine, config.run.mode
     train: Any = config.train
@@ -308,7 +412,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         vision_tower=train.vision_tower,
         frozen_dtype=train.frozen_dtype,
         gpu=min(machine.gpus, default=0) if device != "cpu" else 0,
-        image_tokens=seen * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
+        image_tokens=seen * min(batch.tasks.prompts.longest, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}
     if train.cpu_offload and batch.ranks > 1 and device != "cpu":
@@ -323,9 +427,10 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         kept["checkpoint copy"] += sum(held[f"{role} weights"] for role in averaged)
         if train.lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
-    if train.lora is None or train.lora.push != "adapter":
+    is_sampled = mode == "bench" or is_explored(config) or is_evaluated(config, is_last=is_last)
+    if is_sampled and (train.lora is None or train.lora.push != "adapter"):
         kept |= _travelling(config, batch, shape, BYTES[engine_dtype])
-    samples = mode in ("both", "explore", "serve", "bench") and hasattr(engine, "max_rows")
+    samples = is_sampled and mode in ("both", "explore", "serve", "bench") and hasattr(engine, "max_rows")
     trains = mode in ("both", "train", "serve")
     engines = engines_of(config, batch.ranks)
     return MemoryPlan(
@@ -337,6 +442,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         processes=batch.ranks if trains else 0,
         engines=engines,
         together=config.cluster.kind == "local",
+        takes_turns=config.max_staleness == 0 and not getattr(train, "own_process", False),
         sleeps=getattr(engine, "sleep_level", 0) > 0,
         recorded=_recorded(config, shape, batch),
         engine_host=_weight_files(config, shape.parameters * BYTES[engine_dtype], engines, machine) if samples else {},
@@ -428,18 +534,28 @@ def _held_by_gpu(engine: Any, shape: ModelShape, width: int) -> int:
 
 
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
-    """The memory of an engine with as many completions at once as training asks for. An evaluation may fill more of
-    `engine.max_rows`."""
+    """The memory of an engine with as many completions at once as training or an evaluation asks for. An evaluation
+    of unknown size may fill more of `engine.max_rows`."""
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
-    rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
-    tokens = batch.tokens_per_sequence
+    wanted = max(int(batch.sequences * ahead) * is_explored(config), batch.tasks.evaluated) or batch.sequences
+    limit = engine.max_rows or MAX_ROWS
+    rows = min(limit, config.workflow.max_concurrent, limit if config.run.mode == "bench" else wanted)
+    prompts, tokens = batch.tasks.prompts, rollout_tokens(config, batch.tasks.prompts)
     device, dtype = planned_engine(config, batch, machine)
     # Engines that sample with other numbers than ours (vLLM) divide their memory themselves.
     own = capabilities_of(describe("engines", engine.kind)).exact_sampling
     prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
-    prompt = min(PROMPT_TOKENS, tokens)
-    items = engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
+    # A pass over the longest prompts has most scores, one over typical prompts has most prompts, with logits each.
+    items = max(
+        (
+            engine_memory(
+                shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=min(prompt, tokens)
+            )
+            for prompt in (prompts.longest, prompts.typical)
+        ),
+        key=lambda each: sum(each.values()),
+    )
     if device == "cuda":
         items = {name: size // gpus_of(engine) for name, size in items.items()}
         items["engine"] = _held_by_gpu(engine, shape, BYTES[dtype])
@@ -497,15 +613,18 @@ def _averages(config: RunConfig) -> bool:
 
 def refuse_what_cannot_fit(plan: MemoryPlan, machine: Machine, where: str = "") -> None:
     """Raises ConfigError for a plan beyond the machine's memory, with the biggest item and what to change about it."""
+    for memory, items, available in _exceeded(plan, machine):
+        name, biggest = max(items.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"{sum(items.values()) / 2**30:.1f} GiB of {memory}{where}",
+            f"there are {available / 2**30:.1f} GiB; the biggest item is {name}, {biggest / 2**30:.1f} GiB",
+            _KNOBS[name.split()[-1]],
+        )
+
+
+def _exceeded(plan: MemoryPlan, machine: Machine, part: float = 1.0) -> list[tuple[str, Mapping[str, int], int]]:
+    """(memory, items in it, its size) of each memory of which the plan takes more than this part."""
     memories = [("host memory", plan.host, machine.memory)]
     if machine.gpus:
         memories.append(("the memory of a GPU", plan.gpu, min(machine.gpus)))
-    for memory, items, available in memories:
-        needed = sum(items.values())
-        if available and needed > available:
-            name, biggest = max(items.items(), key=lambda item: item[1])
-            raise ConfigError(
-                f"{needed / 2**30:.1f} GiB of {memory}{where}",
-                f"there are {available / 2**30:.1f} GiB; the biggest item is {name}, {biggest / 2**30:.1f} GiB",
-                _KNOBS[name.split()[-1]],
-            )
+    return [each for each in memories if each[2] and sum(each[1].values()) > part * each[2]]

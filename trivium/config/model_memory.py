@@ -83,12 +83,15 @@ def memory_plan(
         items["gathered"] = shape.layers * shape.linear * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
         items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
+    fused = gpu == 0 and tensor == 1 and dtype != "bfloat16" and shape.gated and shape.experts == 1
     items["activations"] = activations(
         shape,
         tokens,
         dtype,
         gradient_checkpointing,
         gpu,
+        fused=fused,
+        adapted=adapts,
         tensor=tensor,
         exchanges=expert > 1,
         learning=adapted_layers if adapts and [*trained] == ["policy"] else None,
@@ -116,26 +119,35 @@ def activations(
     gradient_checkpointing: bool,
     gpu: int = 0,
     *,
+    fused: bool = False,
+    adapted: bool = False,
     tensor: int = 1,
     exchanges: bool = False,
     learning: int | None = None,
 ) -> int:
     """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
-    layer. If ranks exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs.
-    The last `learning` layers (None: all) keep what the backward pass needs.
+    layer. `fused`: with the layers of `trivium.models.cpu.fused`, and with `adapted`, low-rank adapters at each matrix,
+    as measured for SmolLM2-135M (docs/memory.md). If ranks exchange tokens for experts, a rank gets as many as it
+    sends, and keeps both and their outputs. The last `learning` layers (None: all) keep what the backward pass needs.
 
     Attention, recurrent layers and experts that the plan of the model does not split are not divided."""
     narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
-    attention = 4 * shape.query + 8 * shape.key
-    experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
-    experts += 4 * shape.hidden * shape.active_experts * exchanges
-    whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.recurrent.without_keys
-    through = attention * (whole * tensor + shape.layers - whole) // (shape.layers * tensor)
-    through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
-    through += (4 if shape.gated else 3) * shape.shared // tensor
-    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
+    if fused:
+        # Each layer saves its inputs. With an adapter, the product inside the feed-forward layer as well, and adding
+        # its outputs leaves holes in the heap.
+        layer = ((5 if adapted else 2) * shape.mlp + 4 * shape.hidden + 3 * shape.query + 2 * shape.key) * wide
+    else:
+        attention = 4 * shape.query + 8 * shape.key
+        experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
+        experts += 4 * shape.hidden * shape.active_experts * exchanges
+        whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.recurrent.without_keys
+        through = attention * (whole * tensor + shape.layers - whole) // (shape.layers * tensor)
+        through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
+        through += (4 if shape.gated else 3) * shape.shared // tensor
+        layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
     learning = shape.layers if learning is None else learning
-    layers = layer * (3 if gradient_checkpointing else learning + 1)  # one more for the gradients of a layer
+    # One layer more than are kept: its gradients. With checkpoints a CPU's heap keeps what several of them freed.
+    layers = layer * ((5 if fused else 3) if gradient_checkpointing else learning + 1)
     kept = learning * shape.hidden * wide * gradient_checkpointing
     row = shape.vocabulary * wide // tensor
     logits = min(logits_rows(row, gpu), tokens) * row

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trivium.config.choices import choices, threads_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import (
     BatchPlan,
-    plan_batch,
+    MemoryPlan,
+    TaskTokens,
     plan_communication,
-    plan_memory,
+    plan_stage,
     planned,
     planned_engine,
     refuse_what_cannot_fit,
     shape_in,
     trajectories_per_step,
     vision_in,
+    with_limits,
 )
 from trivium.config.recording import recorded_in
 from trivium.config.saved import as_yaml
@@ -59,6 +62,12 @@ class Plan(Config):
     total_steps: int
     threads: int
 
+    @property
+    def needed(self) -> dict[str, int]:
+        """MiB of each kind of memory that the largest stage needs; empty if the size of a model is unknown."""
+        needed = [stage.memory["needed"] for stage in self.stages if stage.memory is not None]
+        return {kind: max(each.get(kind, 0) for each in needed) for each in needed for kind in each}
+
     def to_yaml(self) -> str:
         return as_yaml(self.model_dump(mode="json"), width=1000)
 
@@ -70,17 +79,37 @@ def _described(stage: RunConfig) -> dict[str, str]:
     return {f"{name} {key}".strip(): value for name, part in parts.items() for key, value in part.items()}
 
 
-def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
+def _stages(
+    config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[TaskTokens]
+) -> Iterator[tuple[RunConfig, BatchPlan, MemoryPlan | None]]:
+    """Each stage with the cut of its steps and its memory. `tasks` are those of the stages, if they were read."""
+    stages = config.stage_configs()
+    for number, stage in enumerate(stages):
+        read = tasks[number] if tasks else TaskTokens()
+        yield plan_stage(stage, ranks, machine, read, is_last=number == len(stages) - 1)
+
+
+def with_choices(config: RunConfig, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()) -> RunConfig:
+    """The config with the limits that it leaves out (`plan_stage`): the smallest of all stages. The config that is
+    saved with a run records them, and a resumed run keeps them: sums of floats may depend on them in the last bits."""
+    tokens, rows = set[int](), set[int]()
+    for stage, _, _ in _stages(config, machine, ranks, tasks):
+        tokens.add(getattr(stage.train, "max_tokens_per_micro_batch", 0))
+        rows.add(getattr(stage.engine, "max_rows", 0))
+    return with_limits(config, min(tokens), min(rows))
+
+
+def plan_run(
+    config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1, tasks: Sequence[TaskTokens] = ()
+) -> Plan:
     """The batch arithmetic and the memory of every stage, on `cores` cores and `ranks` training ranks."""
     machine = machine or Machine()
     stages: list[StagePlan] = []
     step = 0
-    for name, stage in zip(config.stage_names, config.stage_configs(), strict=True):
+    for name, (stage, batch, memory) in zip(config.stage_names, _stages(config, machine, ranks, tasks), strict=True):
         schedule = stage.schedule
         rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
         trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
-        batch = plan_batch(stage, ranks)
-        memory = plan_memory(stage, batch, machine)
         stages.append(
             StagePlan(
                 name=name,
@@ -105,29 +134,31 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
     return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
 
 
-def choices_of(config: RunConfig, cores: int, machine: Machine, ranks: int = 1) -> str:
+def choices_of(
+    config: RunConfig, cores: int, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()
+) -> str:
     """What Trivium chooses by the machine, for each stage whose model has a known size, as YAML."""
     shown: list[dict[str, str]] = []
-    for stage in config.stage_configs():
+    for stage, batch, _ in _stages(config, machine, ranks, tasks):
         shape, train = shape_in(stage), stage.train
         if shape is None or not hasattr(train, "device"):
             continue
         own = stage.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
         threads = threads_of(stage, cores, ranks, own_process=own)
         ours = getattr(stage.engine, "kind", None) == "torch"
-        engine = planned_engine(stage, plan_batch(stage, ranks), machine) if ours else None
+        engine = planned_engine(stage, batch, machine) if ours else None
         trainer = planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), machine)
-        made = choices(stage, shape.parameters, threads, engine, trainer, parallel=ranks == 1 and shape.vision is None)
+        parallel = ranks == 1 and shape.vision is None
+        budget = batch.tokens_per_micro_batch
+        made = choices(stage, shape.parameters, threads, engine, trainer, parallel=parallel, max_tokens=budget)
         shown.append({name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()})
     return as_yaml({"choices": shown}, width=1000)
 
 
-def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
+def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()) -> None:
     """Raises ConfigError for a stage that does not fit the machine. A running Ray cluster is not measured."""
     if config.cluster.address is not None:
         return
-    stages = config.stage_configs()
-    for number, stage in enumerate(stages):
-        memory = plan_memory(stage, plan_batch(stage, ranks), machine)
+    for number, (_, _, memory) in enumerate(_stages(config, machine, ranks, tasks)):
         if memory is not None:
-            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if len(stages) > 1 else "")
+            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if config.stages else "")

@@ -10,6 +10,7 @@ from typing import Any
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig, build
+from trivium.config.plan import with_choices
 from trivium.errors import ConfigError, DataError
 from trivium.explorer import Explorer
 from trivium.monitors.console import shown
@@ -19,6 +20,7 @@ from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.tasks.rows import json_value
+from trivium.training.device import machine
 from trivium.types import REFERENCE_REWARDS, Group, Metrics, Task, capabilities_of
 
 
@@ -30,6 +32,8 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     their columns, and the rewards of these rollouts as `reference_rewards` (A*-PO).
     """
     run_dir = Path(config.run.dir)
+    alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "bench"})})  # nothing is trained
+    config = config.model_copy(update={"engine": with_choices(alone, machine()).engine})
     last = config.stage_configs()[-1]
     if last.evaluation.taskset is None:
         raise ConfigError("evaluate a checkpoint", "evaluation.taskset is not set", "set evaluation.taskset")

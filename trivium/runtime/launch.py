@@ -14,8 +14,10 @@ from typing import Any
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
+from trivium.config.plan import plan_run, with_choices
 from trivium.config.resume import fingerprint
 from trivium.config.sources import algorithm_kinds, rewards_of
 from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
@@ -48,7 +50,7 @@ from trivium.runtime.stage import Stage, TrainStage, evaluates_alike
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
-from trivium.training.device import machine, training_ranks
+from trivium.training.device import machine, peaks, training_ranks
 from trivium.training.launched import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
 
@@ -86,7 +88,10 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
     session = open_session or (partial(_local_session, report) if kind == "local" else resolve("sessions", kind))
     config = as_saved(config)
     findings = ready(config)
-    with open_run_dir(config, findings.rows) as run_dir:
+    here, ranks = machine(), training_ranks(config)
+    config = with_choices(config, here, ranks, findings.tasks)
+    plan = plan_run(config, usable_cores(), here, ranks, findings.tasks)
+    with open_run_dir(config, findings.rows, plan) as run_dir:
         for note in findings.warnings:
             _log.warning("%s", note)
         claim_name(config, run_dir)
@@ -102,6 +107,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
         summary = {"steps": store.steps()[-1], **summary}
         summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
         _log.info(summary["verdict"])
+        summary["memory"] = {"planned": plan.needed, "measured": peaks(), "unit": "MiB"}
+        _log.info("peak memory in MiB: planned %(planned)s, measured %(measured)s", summary["memory"])
         atomic_write(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
 
@@ -274,6 +281,7 @@ def _remaining_stages(
 def explore(config: RunConfig) -> dict[str, Any]:
     """Explores (or serves) and evaluates, stage by stage, for a trainer in another process (`run.mode: train`)."""
     name, run_dir = explorer_name(config), Path(config.run.dir)
+    config = with_choices(config, machine())
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
     board = open_board(config)

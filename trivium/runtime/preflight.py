@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar, cast
 
 from trivium.buffers.files import FileBuffer, is_conversation
@@ -22,7 +23,15 @@ from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
-from trivium.config.memory_estimate import context_limit, gpus_of, planned, shape_in
+from trivium.config.memory_estimate import (
+    PROMPT_TOKENS,
+    Lengths,
+    TaskTokens,
+    context_limit,
+    gpus_of,
+    planned,
+    shape_in,
+)
 from trivium.config.parallel import mesh_problems
 from trivium.config.rules import Rules
 from trivium.config.schema import Config
@@ -59,8 +68,11 @@ _MESSAGE_TOKENS = 64
 not rendered."""
 _MADE_TASKS = 1000
 """Number of tasks to check of a source that generates them on access. All tasks of a source with rows are checked."""
+_MEASURED = 64
+"""Number of tasks whose tokens are counted because their texts are the longest, and as many again that are evenly
+spaced. A prompt takes about a millisecond."""
 _FIRST_ROWS = 64
-"""Number of expert completions to check in full; of further rows, only those that may be too long."""
+"""Number of expert completions to check in full, beside those whose tokens are counted or that may be too long."""
 _FIRST_IMAGES = 256
 """Number of prompts with images to render; of further ones, only the images are decoded."""
 _DECODING_S = 20.0
@@ -84,12 +96,42 @@ class Findings:
     warnings: list[Problem] = field(default_factory=list[Problem])
     rows: dict[str, str] = field(default_factory=dict[str, str])
     """The `RowTasks.digest` of each task source with rows, by its place in the config."""
+    tasks: list[TaskTokens] = field(default_factory=list[TaskTokens])
+    """What each stage reads: the plan depends on it."""
 
     def refuse(self) -> None:
         """Raises ConfigError with all problems, if there are any."""
         if self.problems:
             found = f"{len(self.problems)} problem(s)"
             raise ConfigError("a config that can run here", found, "fix them all at once:", self.problems)
+
+
+@dataclass
+class _Read:
+    """The numbers of tokens that the checks of a stage counted."""
+
+    prompts: list[int] = field(default_factory=list[int])
+    rows: list[int] = field(default_factory=list[int])
+    num_tasks: int = 0
+    """Tasks that are rolled out."""
+    num_rows: int = 0
+    evaluated: int = 0
+    unread: str = ""
+    """Why the lengths of some prompts are unknown."""
+
+    def tokens(self) -> TaskTokens:
+        """For the plan. Prompts of unknown length are assumed to be at least as long as the others."""
+        assumed = PROMPT_TOKENS if self.unread or not self.prompts else 0
+        prompts = Lengths(
+            max([assumed, *self.prompts]),
+            assumed or int(median(self.prompts)),
+            f"assumed: {self.unread or 'no prompt was read'}"
+            if assumed
+            else f"{len(self.prompts)} of {self.num_tasks} prompts",
+        )
+        rows = f"{len(self.rows)} of {self.num_rows} sequences"
+        read = Lengths(max(self.rows), int(median(self.rows)), rows) if self.rows else None
+        return TaskTokens(prompts, read, self.evaluated)
 
 
 @dataclass(frozen=True)
@@ -107,6 +149,8 @@ class _StageHere:
     """The task sources read for this or an earlier stage; None for an unreadable one."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """See `Findings.rows`; filled in while the tasks are checked."""
+    read: _Read = field(default_factory=_Read)
+    """Filled in likewise."""
 
     @cached_property
     def renderer(self) -> ChatRenderer | None:
@@ -123,6 +167,7 @@ class _Taskset:
     judge: Judge | None
     """None if no explorer rolls the tasks out, or if the rewards cannot be built."""
     renderer: ChatRenderer | None
+    read: _Read
 
     @property
     def seen(self) -> range:
@@ -148,12 +193,14 @@ def preflight(config: RunConfig, here: Machine, ranks: int, all_ranks: int = 0) 
     """Checks the files, rows and devices that the stages of a config use on this machine, on which `ranks` of
     `all_ranks` ranks train (0: all are here)."""
     problems, rows = [*_unwritable(Path(config.run.dir)), *stage_problems(config)], dict[str, str]()
+    tasks = list[TaskTokens]()
     sources: dict[str, TaskSource | None] = {}
     for number, stage_config in enumerate(config.stage_configs()):
         stage = _StageHere(stage_config, number, here, ranks, all_ranks or ranks, sources)
         own = STAGE_RULES.problems(stage)
         if all(isinstance(problem, Caution) for problem in own):
             own += _order_problems(stage)
+        tasks.append(stage.read.tokens())
         prefix = f"stages[{number}]." if config.stages else ""
         rows |= {prefix + where: digest for where, digest in stage.digests.items()}
         known = {problem[1:] for problem in problems}  # an earlier stage has reported them
@@ -162,6 +209,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int, all_ranks: int = 0) 
         problems=[problem for problem in problems if not isinstance(problem, Caution)],
         warnings=[problem for problem in problems if isinstance(problem, Caution)],
         rows=rows,
+        tasks=tasks,
     )
 
 
@@ -373,7 +421,10 @@ def _task_problems(
         if digest := digest_of(source):
             stage.digests[where or f"tasks.{name}"] = digest
         judges = judge if _is_rolled_out(config, name) else None
-        yield from TASKSET_RULES.problems(_Taskset(config, name, source, judges, renderer))
+        taskset = _Taskset(config, name, source, judges, renderer, stage.read)
+        if name == config.evaluation.taskset:
+            stage.read.evaluated = len(source) * config.evaluation.samples
+        yield from TASKSET_RULES.problems(taskset)
 
 
 @TASKSET_RULES.rule
@@ -421,17 +472,22 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     if renderer is None:
         return
     if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset.name):
+        if _is_rolled_out(config, taskset.name):
+            taskset.read.unread = f"workflow {config.workflow.kind!r} makes its prompts itself"
         yield from _image_problems(taskset)
-        return  # another workflow makes its prompts itself
+        return
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
+    counted = _counted([workflow.prompt(taskset.tasks[place]) for place in taskset.seen])
+    taskset.read.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
-    for task in (taskset.tasks[place] for place in taskset.seen):
+    for place in taskset.seen:
+        task = taskset.tasks[place]
         messages = workflow.prompt(task)
         has_images = any(message.media for message in messages)
         pictured += has_images
         # A small alphabet may lack characters of a short text: such prompts are all rendered.
-        short = limit is None or (_surely_below(limit, messages) and not small_alphabet)
+        short = place not in counted and (limit is None or (_surely_below(limit, messages) and not small_alphabet))
         if pictured > _FIRST_IMAGES if has_images else short:  # not rendered
             continue
         with warnings.catch_warnings(record=True) as caught:
@@ -441,6 +497,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
             except DataError as error:
                 refused.append(f"task {task.task_id!r}: {error.found}")
                 continue
+        taskset.read.prompts += [length] * (place in counted)
         if limit is not None and length >= limit:
             too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
         if caught:
@@ -501,6 +558,13 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
     return ChatRenderer(tokenizer, chat_template=model.template(), images=images)
 
 
+def _counted(prompts: Sequence[Iterable[Message]]) -> set[int]:
+    """The places of the prompts whose tokens are counted: those with the longest texts, and evenly spaced ones."""
+    sizes = [sum(len(message.content) for message in messages) for messages in prompts]
+    longest = sorted(range(len(sizes)), key=lambda place: -sizes[place])[:_MEASURED]
+    return {*longest, *range(0, len(sizes), max(1, len(sizes) // _MEASURED))}
+
+
 def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
     """Whether a prompt is certainly shorter than this limit: a token stands for at least one byte."""
     return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
@@ -531,24 +595,30 @@ def _order_problems_of(stage: _StageHere, config: RunConfig, where: str) -> Iter
     if name is not None and held_out is not None:
         orders[name] = replace(schedule, tasks=held_out, shuffle=False, curriculum=None), len(held_out)
     for taskset, (order, taken) in orders.items():
-        yield from _row_problems(config, taskset, order, taken, renderer)
+        yield from _row_problems(stage, config, taskset, order, taken)
 
 
 def _row_problems(
-    config: RunConfig, taskset: str, schedule: Schedule, taken: int, renderer: ChatRenderer
+    stage: _StageHere, config: RunConfig, taskset: str, schedule: Schedule, taken: int
 ) -> Iterator[Problem]:
     """Checks the completions in the first `taken` rows of a taskset, in the order of `schedule`."""
     section, folder, shape = config.buffer, Path(config.run.dir), shape_in(config)
+    renderer, read = stage.renderer, stage.read
     assert isinstance(section, FileBuffer.Config)
-    seen = _Taskset(config, taskset, schedule.tasks, None, renderer).seen
+    assert renderer is not None
+    seen = _Taskset(config, taskset, schedule.tasks, None, renderer, read).seen
     limit, total = None if shape is None else shape.max_positions, min(len(seen), taken)
+    texts = [_texts(schedule.at(slot).task) for slot in range(total)]
+    counted = _counted(texts)
     slots = [
         slot
         for slot in range(total)
-        if slot < _FIRST_ROWS or (limit and not _surely_below(limit, _texts(schedule.at(slot).task)))
+        if slot < _FIRST_ROWS or slot in counted or (limit and not _surely_below(limit, texts[slot]))
     ]
     buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
     groups = yield from attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
+    read.num_rows += total
+    read.rows += [length for group in groups or () if (length := max(_length(t) for t in group.trajectories))]
     too_long = [
         f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
         for group in groups or ()

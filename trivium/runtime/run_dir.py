@@ -23,7 +23,7 @@ from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
-from trivium.config.plan import plan_run
+from trivium.config.plan import Plan, plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
 from trivium.config.saved import from_yaml
 from trivium.errors import ConfigError, Problem, RunDirError, first_cause, one_line
@@ -50,9 +50,10 @@ _joined: dict[Path, TextIO] = {}
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Generator[Path]:
+def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None, plan: Plan | None = None) -> Generator[Path]:
     """Opens the run directory: this process and those that join it (`hold_with`) hold it while the block runs. Writes
-    config.yaml, plan.yaml and log.txt. `rows` are the digests of the task sources (`preflight`).
+    config.yaml, plan.yaml and log.txt. `rows` are the digests of the task sources (`preflight`). `plan` is that of
+    the run; None: the one that follows from the config alone.
 
     Raises RunDirError if another run holds the directory or its config is lost, ConfigError if it belongs to another
     run.
@@ -64,7 +65,7 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
         logging_to(run_dir, "log.txt"),
     ):
         _discard_unfinished(run_dir)
-        _claim(config, run_dir, rows or {})
+        _claim(config, run_dir, rows or {}, plan)
         try:
             yield run_dir
         except Exception as error:
@@ -166,9 +167,9 @@ def _write(lock: TextIO, text: str) -> None:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """Returns the config. If its directory holds a run, the defaults are those that were saved with that run."""
+    """Returns the config. If its directory holds a run with a step, the defaults are those that were saved with it."""
     path = Path(config.run.dir) / "config.yaml"
-    return as_begun(_saved_config(path), config) if path.is_file() else config
+    return as_begun(_saved_config(path), config) if path.is_file() and _has_steps(path.parent) else config
 
 
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
@@ -219,7 +220,7 @@ def _read_json(text: str, path: Path) -> Any:
         ) from error
 
 
-def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
+def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan | None) -> None:
     """Writes the config into a new run directory; in an existing one, checks that it is the same run."""
     refuse_another_run(config, run_dir, rows)
     path = run_dir / "config.yaml"
@@ -230,7 +231,8 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     atomic_write(path, to_yaml(config))
     with writing(run_dir):
         fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
-    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
+    plan = plan or plan_run(config, usable_cores(), machine(), training_ranks(config))
+    atomic_write(run_dir / "plan.yaml", plan.to_yaml())
 
 
 def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:

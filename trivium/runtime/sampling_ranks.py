@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import hosts_engine
+from trivium.config.memory_estimate import hosts_engine, with_limits
 from trivium.processes.sockets import own_address
 from trivium.protocols import RolloutEngine, TrainEngine
 from trivium.runtime.build import algorithm_of, build_engine
@@ -48,7 +48,8 @@ def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
     from trivium.training.distributed.torchrun import serve_rank, shared_key
 
     def make(announcement: dict[str, Any]) -> RankVerbs:
-        stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
+        own = with_limits(config.stage_configs()[int(announcement["number"])], *announcement.pop("limits"))
+        stage = Stage(config=own, **announcement)
         engine = cast("TorchTrainEngine", build_rank_engine(stage, algorithm_of(stage.config), None))
         hosts = samples_here(stage) and hosts_engine(stage.config, local_rank(), ranks_here())
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None

@@ -13,13 +13,12 @@ from trivium.checkpoint.store import Checkpoint
 from trivium.concurrency import ProcessLife, usable_cores
 from trivium.config import RunConfig
 from trivium.config.choices import threads_of
+from trivium.config.memory_estimate import is_evaluated, is_explored
 from trivium.config.recording import scores_observations
 from trivium.protocols import Renderer
-from trivium.registry import resolve
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
 from trivium.training.launched import launched_ranks, ranks_here
-from trivium.types import capabilities_of
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,12 @@ class Stage:
 
     @property
     def evaluated(self) -> bool:
-        evaluation = self.config.evaluation
-        return evaluation.taskset is not None and (self.is_last or evaluation.every > 0)
+        return is_evaluated(self.config, is_last=self.is_last)
 
     @property
     def num_explorers(self) -> int:
         """The number of explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
-        if capabilities_of(resolve("buffers", self.config.buffer.kind)).explored:
-            return self.config.cluster.explorers
-        return int(self.evaluated)
+        return self.config.cluster.explorers if is_explored(self.config) else int(self.evaluated)
 
     @property
     def threads(self) -> int:

@@ -41,6 +41,11 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
         return cast(Any, engine).ranks, engine
 
     announcement = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
+    # This machine chose them, by its memory.
+    announcement["limits"] = [
+        getattr(stage.config.train, "max_tokens_per_micro_batch", None),
+        getattr(stage.config.engine, "max_rows", None),
+    ]
     group = TorchrunRanks(train_device(stage.config), announcement, make)
     engine = distributed_engine(group, stage, algorithm, channel)
     engine.samplers = group.samplers

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from trivium.config import read_yaml
+from trivium.config.choices import MAX_ROWS
 from trivium.config.reading import flatten
 from trivium.config.schema import Config
 from trivium.errors import ConfigError, RunDirError
@@ -136,7 +137,7 @@ def measure(run_dirs: Sequence[Path]) -> Rates:
             if rollout.trajectory.turns and ENGINE_S in rollout.trajectory.metrics:
                 waves[path, rollout.steps[0]].append(rollout.trajectory)
         rows, spans = [*rows, *trained], [*spans, *read_spans(path)]
-        max_rows = max(max_rows, getattr(config.engine, "max_rows", 256))
+        max_rows = max(max_rows, getattr(config.engine, "max_rows", 256) or MAX_ROWS)
     if not waves:
         found = "no trained step with recorded rollouts"
         raise RunDirError(f"the rates of {', '.join(map(str, run_dirs))}", found, "name directories of finished runs")

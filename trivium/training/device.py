@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trivium.config import RunConfig
-from trivium.config.machine import Machine, host_memory
+from trivium.config.choices import MIB
+from trivium.config.machine import Machine, host_memory, peak_memory
 from trivium.models.late import torch
 from trivium.models.placement import device_of, has_gpu
 from trivium.training.launched import launched_ranks
@@ -22,6 +23,14 @@ def machine() -> Machine:
     """Describes the machine of this process, within the limits of its control group."""
     gpus = range(torch.cuda.device_count()) if has_gpu() else ()
     return Machine(host_memory(), tuple(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
+
+
+def peaks() -> dict[str, int]:
+    """MiB of host memory that this process and the largest one that it started held at most, and of its fullest GPU."""
+    held = {"host": peak_memory() // MIB}
+    if has_gpu() and torch.cuda.is_initialized():
+        held["gpu"] = max(torch.cuda.max_memory_reserved(gpu) for gpu in range(torch.cuda.device_count())) // MIB
+    return held
 
 
 def training_ranks(config: RunConfig, here: Machine | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.model_shape import read_shape
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.heads.loss import ScoreHead
@@ -284,7 +285,7 @@ class RoleModels:
     def _learner(self, role: RoleModel, *, routed: bool = False) -> Learner:
         """`routed`: tokens go through the experts that were recorded for them."""
         batching = MicroBatching(
-            self.config.max_tokens_per_micro_batch,
+            self.config.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS,
             share_prefix=self.config.share_prefix,
             threads=self.threads,
             replay_routing=routed,

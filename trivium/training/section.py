@@ -10,6 +10,7 @@ from pydantic import Field
 
 from trivium.clients.hub import ModelPath
 from trivium.config import Config, RunConfig, TrainConfig, changeable, free
+from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import shape_in, vision_problems
 from trivium.config.parallel import ParallelConfig, shape_problems
 from trivium.errors import Problem
@@ -67,11 +68,12 @@ class TorchTrainConfig(TrainConfig):
     no effect on a CPU, where results repeat bit for bit."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one."""
-    max_tokens_per_micro_batch: int = free(16384, ge=1)
+    max_tokens_per_micro_batch: int | None = free(None, before=MICRO_BATCH_TOKENS, ge=1)
     """Tokens of one forward and backward pass on one rank, context included; a longer sequence is a micro-batch of its
-    own. Each of the ranks that share sequences (`sequence_parallel`) takes this number. On a CPU, the micro-batches of
-    a small model that are computed at the same time have this number together. Affects memory and speed, never the
-    gradient."""
+    own. Unset: chosen from the model, the longest sequence and the memory of the machine, printed by `trivium check`,
+    and kept when the run is resumed. Each of the ranks that share sequences (`sequence_parallel`) takes this number. On
+    a CPU, the micro-batches of a small model that are computed at the same time have this number together. Affects
+    memory and speed, never the gradient beyond the last bits of its sums."""
     own_process: bool = free(False)
     """Runs the trained models in a separate process on the same machine. Python runs one thread of a process at a time,
     so rollouts and updates of small models overlap (`schedule.max_staleness`) only in two processes. Weights are copied

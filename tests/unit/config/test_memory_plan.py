@@ -262,7 +262,7 @@ class TestEstimate:
         shape = shape_of(QWEN_1B5)
 
         def of(tokens: int, **how: Any) -> int:
-            return memory_plan(shape, tokens=tokens, **how)["activations"]
+            return memory_plan(shape, tokens=tokens, gpu=2**36, **how)["activations"]
 
         assert 1.8 < of(16384) / of(8192) < 2.1
         assert of(16384, gradient_checkpointing=True) < of(16384) / 4
@@ -630,11 +630,13 @@ class TestAnotherMachine:
         def checked(**changes: Any) -> tuple[int, dict[str, Any], str]:
             changes["train"] = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 8192} | changes["train"]
             engine = {"max_rows": 32, "max_context": 2048, "prefill_tokens": 4096, "sampling": {"max_new_tokens": 1024}}
-            config = config_of(tmp_path, QWEN_32B, engine=engine, **changes)
+            tasks = {"train": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}}
+            config = config_of(tmp_path, QWEN_32B, engine=engine, tasks=tasks, **changes)
             file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
             done = CliRunner().invoke(app, ["check", str(file), "--machine", str(there)])
             return done.exit_code, yaml.safe_load(done.stdout)["stages"][0]["memory"], done.stderr
 
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1" * 1020, "answer": "2"}) + "\n")
         number = shape_of(QWEN_32B).parameters
         code, memory, error = checked(train={})
         assert code == 2

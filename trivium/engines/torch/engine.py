@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trivium.config.choices import MAX_ROWS
 from trivium.engines.reporting import call_on
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import SCORED, Batch, Ticket
@@ -278,7 +279,9 @@ class TorchEngine(DescribedTorchEngine):
                     check_decoder(self._decoder, max_context)
                     drafted = self.config.speculation and verifies_drafts(self._decoder, max_context)
                 self._drafts = Drafts() if drafted else None
-                self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode, self._drafts)
+                self._batch = Batch(
+                    self._decoder, self.config.max_rows or MAX_ROWS, self._eos, self._decode, self._drafts
+                )
         except BaseException as error:  # raised in the constructor
             started.set_exception(error)
             return
