@@ -36,9 +36,11 @@ from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.config.choices import MIB
 from trivium.config.machine import Machine, host_memory
 from trivium.config.machine_file import read_machine
+from trivium.config.memory_estimate import Lengths, TaskTokens
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
-from trivium.config.plan import plan_run, refuse_too_large
+from trivium.config.plan import plan_run, refuse_too_large, with_choices
+from trivium.config.resume import as_begun, to_yaml
 from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError, DataError
 from trivium.text.tiny import TinyModel, tiny_tokenizer
@@ -364,8 +366,7 @@ def config_of(tmp_path: Path, said: dict[str, Any] = QWEN_1B5, **changes: Any) -
             "tasks": {"train": {"kind": "arithmetic"}},
             "rewards": ["exact"],
             "schedule": STEP,
-            "engine": {"dtype": "bfloat16", "sampling": {"max_new_tokens": 1024}},
-            **changes,
+            **({"engine": {"dtype": "bfloat16", "sampling": {"max_new_tokens": 1024}}} | changes),
         }
     )
 
@@ -595,6 +596,71 @@ class TestPlan:
     def test_this_machine_has_memory(self) -> None:
         assert 2**28 < host_memory() < 2**50
         assert machine().memory == host_memory()
+
+
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+class TestLimits:
+    """`train.max_tokens_per_micro_batch` and `engine.max_rows`, where they are left out."""
+
+    def limits(self, tmp_path: Path, gib: int, typed: dict[str, Any] = SMOLLM2_135M, **changes: Any) -> tuple[int, int]:
+        config = config_of(tmp_path, typed, **{"engine": {}, **changes})
+        tokens = [TaskTokens(Lengths(200, 100, "200 prompts"))] * len(config.stage_configs())
+        chosen: Any = with_choices(config, Machine(gib * 2**30), 1, tokens)
+        refuse_too_large(chosen, Machine(gib * 2**30), 1, tokens)
+        return chosen.train.max_tokens_per_micro_batch, chosen.engine.max_rows
+
+    def test_they_follow_from_the_memory_of_the_machine(self, tmp_path: Path) -> None:
+        assert self.limits(tmp_path, 64) == (4096, 512)
+        tokens, rows = self.limits(tmp_path, 8)
+        assert 456 <= tokens < 4096  # the longest sequence has 200 + 256 tokens
+        assert 8 <= rows < 256
+        assert self.limits(tmp_path, 24) == self.limits(tmp_path, 24) > (tokens, rows)
+        assert self.limits(tmp_path, 64, engine={"max_rows": 3}, train={"max_tokens_per_micro_batch": 5}) == (5, 3)
+
+    def test_a_micro_batch_holds_the_longest_sequence(self, tmp_path: Path) -> None:
+        config = config_of(tmp_path, SMOLLM2_135M, engine={})
+        for gib in (64, 1):
+            tasks = [TaskTokens(Lengths(6000, 100, "one prompt"))]
+            chosen: Any = with_choices(config, Machine(gib * 2**30), 1, tasks)
+            assert chosen.train.max_tokens_per_micro_batch == 6256
+
+    def test_threads_of_a_small_model_share_a_micro_batch(self, tmp_path: Path) -> None:
+        small = {**SMOLLM2_135M, "vocab_size": 100, "num_hidden_layers": 2}
+        assert self.limits(tmp_path, 64, small)[0] == 16384
+
+    def test_a_resumed_run_keeps_them_on_another_machine(self, tmp_path: Path) -> None:
+        config = config_of(tmp_path, SMOLLM2_135M, engine={})
+        begun = with_choices(config, Machine(8 * 2**30))
+        saved = yaml.safe_load(to_yaml(begun))
+        resumed = with_choices(as_begun(saved, config), Machine(64 * 2**30))
+        assert resumed.train == begun.train
+        assert resumed.engine == begun.engine
+        assert with_choices(config, Machine(64 * 2**30)).train != begun.train
+
+    def test_a_stage_that_learns_from_rows_has_no_engine_unless_it_evaluates(self, tmp_path: Path) -> None:
+        def items(**changes: Any) -> set[str]:
+            rows = {"buffer": {"kind": "files"}, "algorithm": {"kind": "sft"}, "rewards": []}
+            schedule = {"groups_per_step": 8, "group_size": 1}
+            config = config_of(tmp_path, SMOLLM2_135M, engine={}, **{**rows, "schedule": schedule, **changes})
+            memory = plan_run(config, 1, Machine(2**36)).stages[0].memory
+            assert memory is not None
+            return {*memory["each rank"], *memory.get("each engine", {})}
+
+        assert not {"published versions", "engine"} & items()
+        evaluated = {"evaluation": {"taskset": "train"}, "rewards": ["exact"]}
+        assert {"published versions", "engine"} <= items(**evaluated)
 
 
 class TestAnotherMachine:
