@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 TINY = Path(__file__).parent / "tiny.yaml"
 DEMO = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
-CLOCK = ("seconds", "time", "verdict")
+CLOCK = ("seconds", "time", "verdict", "memory")
 """What a summary says about the clock."""
 SYNCHRONOUS: tuple[str, ...] = ()
 ASYNCHRONOUS = ("schedule.deterministic=true", "schedule.max_staleness=2")

@@ -54,12 +54,12 @@ def first_layers(decoder: Decoder) -> Generator[None]:
 def _parent_of_layers(decoder: Decoder) -> Any | None:
     """The module whose `layers` are those of the text model; None for a model that names them otherwise."""
     number = getattr(decoder.text.config.get_text_config(), "num_hidden_layers", None)
-    found = [
+    parents = [
         module
         for module in decoder.text.modules()
         if isinstance(layers := getattr(module, "layers", None), nn.ModuleList) and len(layers) == number
     ]
-    return found[0] if len(found) == 1 else None
+    return parents[0] if len(parents) == 1 else None
 
 
 def _first_of_each_kind(layers: nn.ModuleList, config: Any) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trivium.cluster.weights import Stored, store
+from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import gpus_of
 from trivium.engines.pool import EnginePool, Replica
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
@@ -276,7 +277,7 @@ class RewardModelWorker(Worker):
         device = torch.device(train_device(stage.config))
         dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
         model = load_score_model(path, dtype=dtype, device=device).requires_grad_(False)
-        max_tokens = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
+        max_tokens = getattr(stage.config.train, "max_tokens_per_micro_batch", None) or MICRO_BATCH_TOKENS
         self._learner = Learner(
             RoleModel("reward", model),
             MicroBatching(max_tokens, share_prefix=shares_prefixes(stage.config)),
