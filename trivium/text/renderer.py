@@ -18,7 +18,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, cast
@@ -220,7 +220,8 @@ class ChatRenderer:
         self._check_media(messages)
         tools, messages = split_tools(messages)
         if tools and not self._knows_tools:
-            tools, messages = [], described(tools, messages, self.tool_format.instructions())
+            instructions = self.tool_format.instructions()
+            tools, messages = [], described(tools, messages, instructions, self._default_system)
         from jinja2 import TemplateError
 
         conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
@@ -240,6 +241,24 @@ class ChatRenderer:
             ) from error
         assert isinstance(text, str)
         return text
+
+    @cached_property
+    def _default_system(self) -> str:
+        """The system message that the template writes into a conversation without one; empty if it writes none.
+
+        Raises DataError if it writes no system message at all: what is described there would not reach the policy.
+        """
+        marker, question = _unused_marker(()), Message("user", "question")
+        before, shown, after = self._text([Message("system", marker), question], generation=False).partition(marker)
+        if not shown:
+            raise DataError(
+                "tools described in the system message, since the chat template does not name them",
+                "the template drops the system message",
+                "set model.chat_template to one that writes tools or system messages",
+            )
+        text = self._text([question], generation=False)
+        is_default = text.startswith(before) and text.endswith(after)
+        return text[len(before) : len(text) - len(after)] if is_default else ""
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         """The content of a message for the template: a list of parts if the template supports it and the model reads

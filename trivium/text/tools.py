@@ -44,12 +44,15 @@ def split_tools(messages: Sequence[Message]) -> tuple[list[Any], Sequence[Messag
     return tools, messages[1:]
 
 
-def described(tools: Sequence[object], messages: Sequence[Message], instructions: str) -> list[Message]:
-    """The conversation with the tools, and how to call them, described in its system message."""
+def described(
+    tools: Sequence[object], messages: Sequence[Message], instructions: str, default_system: str
+) -> list[Message]:
+    """The conversation with the tools, and how to call them, described in its system message, after its own text or
+    that of the template (`default_system`)."""
     text = _DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools), instructions=instructions)
     if messages and messages[0].role == "system":
         return [Message("system", f"{messages[0].content}\n\n{text}", messages[0].media), *messages[1:]]
-    return [Message("system", text), *messages]
+    return [Message("system", f"{default_system}\n\n{text}" if default_system else text), *messages]
 
 
 def read_tool_calls(

@@ -53,9 +53,9 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     assert native.decode(native.render([tools, user]).tokens).startswith("weather: ")
     assert native.decode(native.render([user]).tokens).startswith("hi")
     told = RENDERER.decode(RENDERER.render([tools, user]).tokens)
-    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user], HERMES.instructions())).tokens)
+    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user], HERMES.instructions(), "")).tokens)
     assert '"city"' in told
-    system = described([TOOL], [Message("system", "Be brief."), user], "write")
+    system = described([TOOL], [Message("system", "Be brief."), user], "write", "You are helpful.")
     assert [message.role for message in system] == ["system", "user"]
     assert system[0].content.startswith("Be brief.\n\n# Tools")
     with refused(DataError, "JSON"):

@@ -32,6 +32,10 @@ MOVING = """{%- for m in messages -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 """Puts the system prompt into the last user message, wherever that is."""
 
+DEFAULT_SYSTEM = """{%- if messages[0].role != 'system' -%}<|system|>You are helpful.<|end|>{%- endif -%}
+{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endfor -%}"""
+"""Writes a system message into a conversation without one, as SmolLM2's does."""
+
 SPACED = """{%- for m in messages -%}
 {%- if m.role == 'assistant' -%}{{ m.content }}{{ ' <|end|>' }}
 {%- else -%}{{ '<|user|>[' + m.content + '] ' }}{%- endif -%}{%- endfor -%}"""
@@ -297,3 +301,29 @@ def test_variables_of_a_chat_template_without_effect_are_refused(
     if "engine" in change:
         engine = {**change["engine"], **sent}
         config_from_mapping({"model": model, "tasks": tasks, "rewards": ["exact"], "engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("template", "own", "system"),
+    [
+        (DEFAULT_SYSTEM, None, "You are helpful.\n\n# Tools"),
+        (DEFAULT_SYSTEM, "Add.", "Add.\n\n# Tools"),
+        (MOVING.replace("messages[0].content", "''"), None, None),
+        (DEFAULT_SYSTEM.replace("You are helpful.", ""), None, "# Tools"),
+        (None, None, "# Tools"),
+    ],
+    ids=["the template's", "the conversation's", "dropped", "empty", "none"],
+)
+def test_tools_are_described_after_the_system_message_that_the_policy_would_see(
+    template: str | None, own: str | None, system: str | None
+) -> None:
+    tools = Message("tools", json.dumps([{"type": "function", "function": {"name": "add"}}]))
+    conversation = [tools, *([Message("system", own)] if own else []), user("1?")]
+    if system is None:
+        with refused(DataError, "system message", "model.chat_template"):
+            renderer(template).render(conversation)
+        return
+    text = written(renderer(template).render(conversation))
+    assert text.startswith(f"<|system|>{system}")
+    assert '"name": "add"' in text
+    assert text.count("<|system|>") == 1
