@@ -7,6 +7,7 @@ number of tokens, which is asserted before a ratio is printed. Trivium runs with
 the first against the second is the price of the promise.
 
     python benchmarks/decode.py --rows 8 64 256 1024
+    python benchmarks/decode.py --rows 8 64 256 --model path/to/model    # a Hugging Face directory, not the small model
 
 The floor is what this machine needs at least: the matrix products at the speed of a large product, and each key and
 value of a row's own context read once a token, at the speed of a large copy.
@@ -183,6 +184,7 @@ def floor(model: PreTrainedModel, prompts: Sequence[IntArray], limits: Sequence[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory; unset, a model of four layers, width 256")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
     parser.add_argument("--group", type=int, default=8, help="rows of one prompt")
@@ -195,7 +197,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
         shape = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 768, "max_position": 1024}
-        model_dir = TinyModel(TinyModel.Config.model_validate(shape), seed=0).materialize(Path(directory) / "model")
+        tiny = TinyModel(TinyModel.Config.model_validate(shape), seed=0)
+        model_dir = args.model or tiny.materialize(Path(directory) / "model")
         generate = Generate(model_dir, args)
         sides: dict[str, Side] = {"generate": generate, "plain": Ours(model_dir, invariant=False, args=args)}
         if args.dtype == "float32":
