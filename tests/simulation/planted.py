@@ -91,7 +91,7 @@ PLANTED = {
         "buffers/sql/buffer.py", "if call.tried and (answered", "if not call.tried and (answered", True, 186
     ),
     "SQLite does not sync": Fault(
-        "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 46
+        "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 49
     ),
     "checkpoints are not synced": Fault(
         "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False, 28
@@ -153,7 +153,7 @@ PLANTED = {
         ".where(mine, _boards.c.revision == revision)",
         ".where(mine)",
         True,
-        17,
+        16,
     ),
     "the id of a run is not synced": Fault(
         "buffers/sql/buffer.py",
@@ -174,7 +174,7 @@ PLANTED = {
         "replaced=stopped)\n            raise\n",
         "replaced=stopped)\n",
         True,
-        104,
+        108,
     ),
     "feedback counts twice": Fault(
         "serving/gateway.py",
@@ -199,14 +199,14 @@ PLANTED = {
         "        with writing(self.path):\n            os.fsync",
         "        if True:\n            os.fsync",
         None,
-        382,
+        351,
     ),
     "a full disk at a sync of buffer.id": Fault(
         "buffers/sql/buffer.py",
         "    with writing(path):\n        for folder",
         "    if True:\n        for folder",
         True,
-        914,
+        19,
     ),
     "a new run directory is not synced": Fault(
         "checkpoint/atomic.py", "            fsync(path.parent)  # another", "            pass  # another", True, 517

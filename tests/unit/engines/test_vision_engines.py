@@ -32,7 +32,7 @@ from vision_parts import (
 from tests.rank_processes import run_ranks
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.machine import Machine
-from trivium.config.memory_estimate import plan_batch, plan_memory
+from trivium.config.memory_estimate import plan_stage
 from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError
@@ -359,11 +359,8 @@ def test_check_says_what_is_trained(tmp_path: Path) -> None:
     plans = [plan_run(stage({"vision_tower": which}), cores=1).stages[0].memory or {} for which in words]
     held = [plan["each rank"]["policy gradients"] + plan["each rank"]["policy optimizer"] for plan in plans]
     assert held[0] > held[1] > held[2]
-    shared, machine = stage({"sequence_parallel": 2}), Machine(2**40)
-    counted = [
-        plan_memory(config, plan_batch(config, ranks), machine) for config, ranks in ((stage({}), 1), (shared, 2))
-    ]
-    whole, part = (plan.rank["vision activations"] for plan in counted if plan is not None)
+    planned = (plan_stage(stage({"sequence_parallel": ranks}), ranks, Machine(2**40)) for ranks in (1, 2))
+    whole, part = (memory.rank["vision activations"] for _, _, memory in planned if memory is not None)
     assert part == pytest.approx(whole, rel=0.1)  # each of both runs the tower over all images
     for train, kind in (
         ({"vision_tower": "trained"}, "tiny"),
