@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from trivium.config import choices
+from trivium.models.heads import log_prob_head
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
+from trivium.models.precision import product
 
 N, H, V = 13, 5, 11
 
@@ -49,6 +51,22 @@ def test_values_and_gradients(temperature, bias, entropy_grad):
     expected = gradients(lambda: plain(hidden, weight, b, targets, temperature))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert found[1].requires_grad == entropy_grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_frozen_output_layer_computes_its_logits_once(temperature, bias, monkeypatch):
+    hidden, weight, b, targets = (t if t is None or t.dtype == torch.int64 else t.detach() for t in tensors(bias))
+    hidden.requires_grad_()
+    scale = torch.linspace(-2, 3, N, dtype=torch.float64)
+    rows = []
+    monkeypatch.setattr(log_prob_head, "product", lambda a, *given: rows.append(len(a)) or product(a, *given))
+    log_prob, entropy = log_prob_and_entropy(hidden, weight, b, targets, temperature=temperature)
+    found = log_prob, entropy, *torch.autograd.grad(log_prob @ scale, hidden)
+    assert sum(rows) == N
+    log_prob, entropy = plain(hidden, weight, b, targets, temperature)
+    expected = log_prob, entropy, *torch.autograd.grad(log_prob @ scale, hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_finite_differences():

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from trivium.models.cpu.fused import fuse, rms_norm, silu_product
+from trivium.models.cpu.fused import fuse, fuse_adapters, rms_norm, silu_product
 from trivium.models.cpu.linear import use_onednn
+from trivium.models.weights.lora import adapter_off, adapter_state, attach
+from trivium.models.weights.section import LoraConfig
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
@@ -61,7 +63,7 @@ def results(made: PreTrainedModel, autocast: bool = False) -> list[torch.Tensor]
         logits = made(input_ids=tokens, use_cache=False).logits
     log_probs = logits.float().log_softmax(-1) if autocast else logits.log_softmax(-1)
     loss = (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(2))).mean()
-    return [log_probs.detach(), *torch.autograd.grad(loss, list(made.parameters()))]
+    return [log_probs.detach(), *torch.autograd.grad(loss, [each for each in made.parameters() if each.requires_grad])]
 
 
 def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -117,6 +119,37 @@ def test_an_mlp_in_one_is_that_of_its_layers(dtype: torch.dtype) -> None:
     trained = [each for each in made.parameters() if each.requires_grad]
     loss = made(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False).logits.square().sum()
     assert len(torch.autograd.grad(loss, trained)) == len(trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "fused_layers"), [("llama", 14), ("qwen2", 8), ("gpt2", 0)])
+def test_adapters_have_the_values_and_gradients_of_peft(name: str, fused_layers: int, dtype: torch.dtype) -> None:
+    """Layers with a bias (queries, keys and values of Qwen2) or a weight of the shape (in, out) are left to peft."""
+    made = attach(model(CONFIGS[name][0], dtype), LoraConfig(rank=3, alpha=5), seed=0)
+    with torch.no_grad():
+        for number, tensor in enumerate(dict(adapter_state(made)).values()):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    expected = results(made)
+    use_onednn(made, CPU)
+    fuse_adapters(made, CPU)
+    tokens = torch.arange(3, 14)[None]
+    logits = made(input_ids=tokens, use_cache=False).logits
+    assert operations(logits).count("_AdaptedLinearBackward") == fused_layers
+    assert worst(results(made), expected) < (1e-12 if dtype == torch.float64 else 1e-4)
+    base = model(CONFIGS[name][0], dtype)
+    use_onednn(base, CPU)
+    with adapter_off(made):
+        assert torch.equal(made(input_ids=tokens, use_cache=False).logits, base(input_ids=tokens).logits)
+
+
+def operations(output: torch.Tensor) -> list[str]:
+    """The names of the operations that gradients of this tensor pass through."""
+    waiting, seen = [output.grad_fn], {}
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in seen:
+            seen[node] = node.name()
+            waiting += [following for following, _ in node.next_functions]
+    return [*seen.values()]
 
 
 class CentredRMSNorm(Qwen3RMSNorm):

@@ -1,13 +1,13 @@
-"""RMS norms, gated activations and rotary embeddings with gradients of their own, for models on the CPU.
+"""RMS norms, gated activations, rotary embeddings and adapters with gradients of their own, for models on the CPU.
 
 Each makes a few passes over memory, forward and backward, and saves only its inputs. Autograd makes several times as
-many passes. Linear layers that are more than their weight (a bias, an adapter, hooks) are called as modules.
+many passes. Linear layers that are more than their weight (a bias, hooks) are called as modules.
 
 A layer is replaced if it has the structure, and if a copy with random weights gives the same outputs for random inputs.
 The weights of the model are not used: they may be one rank's part, or not loaded yet, and every process must decide in
 the same way.
 
-Legend: T tokens, N width of a norm, H heads, D head size.
+Legend: T tokens, N width of a norm, H heads, D head size, M and N widths of a linear layer, R rank of its adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -190,6 +190,63 @@ def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if all(map(is_only_its_weight, linear)):
         return cast(torch.Tensor, _GatedMLP.apply(x, *(each.weight for each in linear)))
     return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
+
+
+# --------------------------------------------------------------------------- adapters
+
+
+def fuse_adapters(module: nn.Module, device: torch.device) -> None:
+    """Replaces the arithmetic of linear layers with an adapter (peft's, of one A and one B) on the CPU, in place. A
+    base with a bias or in another type than its adapter, and adapters that are switched off, are left to peft."""
+    if device.type != "cpu":
+        return
+    for layer in module.modules():
+        if hasattr(layer, "lora_A") and "forward" not in vars(layer):
+            layer.forward = partial(_adapted_forward, layer, layer.forward)
+
+
+def _adapted_forward(layer: Any, original: Arithmetic, x: torch.Tensor) -> torch.Tensor:
+    base, (down,), (up,) = layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
+    plain = all(map(is_only_its_weight, (base, down, up))) and not base.weight.requires_grad
+    if layer.disable_adapters or not plain or not x.dtype == base.weight.dtype == down.weight.dtype:
+        return original(x)
+    (scale,) = layer.scaling.values()
+    return cast(torch.Tensor, _AdaptedLinear.apply(x, base.weight, down.weight, up.weight, scale))
+
+
+class _AdaptedContext(AutogradContext, Protocol):
+    scale: float
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + scale * x A^T B^T for a frozen W (M, N), A (R, N) and B (M, R).
+
+    The second term is added in place. As an operation of its own, it makes two more (T, M) tensors, forward and
+    backward; with 2,048 tokens and M = 1,536, that takes 12 ms, and the product with W 52 ms.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _AdaptedContext, x: torch.Tensor, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        inner = product(rows, down)
+        ctx.save_for_backward(rows, weight, down, up, inner)
+        ctx.scale = scale
+        return product(rows, weight).addmm_(inner, up.T, alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: _AdaptedContext, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, down, up, inner = ctx.saved_tensors
+        grad = grad_outputs[0].reshape(-1, len(up))
+        grad_inner = product(grad, up.T).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad, weight.T).addmm_(grad_inner, down).view(*grad_outputs[0].shape[:-1], -1)
+        return grad_x, None, grad_inner.T @ rows, (grad.T @ inner).mul_(ctx.scale), None
 
 
 # --------------------------------------------------------------------------- rotary embeddings

@@ -1,7 +1,9 @@
 """Log-probabilities and entropy from hidden states in chunks of tokens. No `[tokens, vocabulary]` matrix is allocated.
 
 The forward pass saves two numbers for each token. The backward pass computes the logits of a chunk again and turns them
-into their gradient, in place. The cost is one more matrix product with the output layer.
+into their gradient, in place. The cost is one more matrix product with the output layer. It is saved where the output
+layer is frozen (an adapter is trained): the forward pass then computes the derivative of each log-probability by its
+hidden state, (N, H).
 
 Legend: N tokens, H width, V vocabulary, M targets of one token.
 """
@@ -162,6 +164,8 @@ class _HeadContext(AutogradContext, Protocol):
     kept: KeptSets | None
     precision: str
     part: VocabularyPart
+    slope: torch.Tensor | None
+    """(N, H) d log_prob / d hidden, if the forward pass computed it."""
 
 
 class _Head(torch.autograd.Function):
@@ -183,7 +187,15 @@ class _Head(torch.autograd.Function):
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
         places, own = part.own(targets, len(weight))
-        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # One derivative for each token suffices for one target without the entropy. Ranks that split the vocabulary
+        # train all weights.
+        is_linear = targets.shape[1] == 1 and not entropy_grad and own is None
+        only_hidden = wants_hidden and not (wants_weight or wants_bias)
+        slope = torch.empty_like(hidden) if is_linear and only_hidden else None
+        parts = parts_of(weight, precision)
+        transposed = tuple(each.T for each in parts)
+        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part, parts):
             norm = part.log_norm(logits)
             log_norm[rows] = norm
             logits -= norm[:, None]
@@ -191,12 +203,15 @@ class _Head(torch.autograd.Function):
             p = logits.exp()
             _zero(logits, left_out)
             entropy[rows] = -torch.linalg.vecdot(p, logits)
+            if slope is not None:  # d log_prob / d logit = [target] - p
+                grad = p.neg_().scatter_add_(1, places[rows], torch.ones_like(p[:, :1]))
+                slope[rows] = product_of(parts_of(grad, precision), transposed, precision).div_(temperature)
         if own is not None:
             log_prob.masked_fill_(~own, 0.0)
         log_prob, entropy = part.sum(log_prob), part.sum(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
-        ctx.precision, ctx.part = precision, part
+        ctx.precision, ctx.part, ctx.slope = precision, part, slope
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -207,6 +222,8 @@ class _Head(torch.autograd.Function):
         ctx: _HeadContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         grad_log_prob, grad_entropy = grad_outputs
+        if ctx.slope is not None:
+            return ctx.slope * grad_log_prob, *[None] * 8
         hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -23,7 +23,7 @@ from trivium.models.backbone.packed import Backbone, Pack, probe_pack
 from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.models.backbone.routing import Routers, routers_of
 from trivium.models.backbone.sequence_parallel import LocalStates, SequenceGroup
-from trivium.models.cpu.fused import fuse
+from trivium.models.cpu.fused import fuse, fuse_adapters
 from trivium.models.cpu.linear import use_onednn
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
@@ -212,6 +212,7 @@ class LanguageModel(FilledModel):
         start = inject(self.module, section, seed=seed, adapter=adapter)
         if not self.autocast:
             use_onednn(decoder_of(self.module), self.device)
+        fuse_adapters(self.module, self.device)
         if self._loading is not None:
             self._loading.start_adapter = start
         else:
