@@ -17,7 +17,11 @@ USERS = [
     *sorted(path for folder in ("examples", "recipes") for path in (ROOT / folder).rglob("*.[py]*")),
 ]
 NAMES = api_page.public_names()
-PUBLIC = {*NAMES, "trivium.algorithms.presets"} | {f"{module}.{name}" for module in NAMES for name in NAMES[module]}
+OF_THE_DEMO = {"trivium.runtime.demo.questions", "trivium.runtime.demo.short"}
+"""The rows and the reward of the recipe that `trivium demo` runs, from the installed package too."""
+PUBLIC = {*NAMES, "trivium.algorithms.presets", *OF_THE_DEMO} | {
+    f"{module}.{name}" for module in NAMES for name in NAMES[module]
+}
 
 
 def private_names(text: str) -> list[str]:
