@@ -522,7 +522,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 def show_demo(result: Mapping[str, Any], answers: Answers) -> None:
     """Prints the result of the demo."""
-    print("\nThe rule in the system message: Answer the question in one sentence of at most twelve words.")
+    print(f"\nThe rule in the system message: {answers.rule}")
     print("Answers to prompts that were not trained on (greedy, at most 20 tokens):\n")
     for prompt, before, after in list(zip(answers.prompts, answers.before, answers.after, strict=True))[:8]:
         print(prompt)

@@ -20,7 +20,7 @@ SUPERVISED, REINFORCED = 12, 80
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"
 
 
-def config(run_dir: Path, reward: str, model: dict[str, Any], mixture: bool) -> RunConfig:
+def config(run_dir: Path, reward: str, model: dict[str, Any], mixture: bool, seed: int = 0) -> RunConfig:
     """Sums up to 4+4: a moment of imitation, which leaves most of them wrong, then reinforcement. A mixture of experts
     is trained through those of the rollout."""
     stages: list[dict[str, Any]] = [
@@ -46,7 +46,7 @@ def config(run_dir: Path, reward: str, model: dict[str, Any], mixture: bool) -> 
     ]
     return config_from_mapping(
         {
-            "run": {"dir": str(run_dir)},
+            "run": {"dir": str(run_dir), "seed": seed},
             "cluster": {"threads": 1},
             "model": model,
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
@@ -60,13 +60,13 @@ def config(run_dir: Path, reward: str, model: dict[str, Any], mixture: bool) -> 
 
 
 def gains(
-    run_dir: Path, reward: str, model: dict[str, Any] | None = None, *, mixture: bool = False
+    run_dir: Path, reward: str, model: dict[str, Any] | None = None, *, mixture: bool = False, seed: int = 0
 ) -> tuple[float, float]:
     """What reinforcement added to the true greedy accuracy, and to the reward it was given (means of five steps)."""
     model = model or tiny_model(hidden=64, kv_heads=2, mlp=128)
-    run(config(run_dir, reward, model, mixture))
+    run(config(run_dir, reward, model, mixture, seed))
     judged = config(
-        run_dir, "exact", model, mixture
+        run_dir, "exact", model, mixture, seed
     )  # whatever the policy was told, the truth is what it is measured by
     before, after = (evaluate(judged, step)["eval/train/accuracy"] for step in (SUPERVISED, SUPERVISED + REINFORCED))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -85,10 +85,12 @@ def test_a_tiny_model_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "qwen3_moe"])
 def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> None:
     """Short convolutions, and the gated delta rule, each before a layer of attention; experts of recorded routing."""
-    model = write_tiny(kind, tmp_path / "model")
-    accuracy, reward = gains(tmp_path / "run", "exact", model, mixture=kind == "qwen3_moe")
-    # Of 25 sums: the mixture, whose bits depend on the batches, gained 4 to 13 with the seeds 0 to 4.
-    assert accuracy >= 0.1
+    model, mixture = write_tiny(kind, tmp_path / "model"), kind == "qwen3_moe"
+    # The mixture's gain on the 25 sums differs by 0.3 between seeds: the bound holds for the mean of three.
+    seeds = range(3 if mixture else 1)
+    gained = [gains(tmp_path / f"run-{seed}", "exact", model, mixture=mixture, seed=seed) for seed in seeds]
+    accuracy, reward = (sum(values) / len(gained) for values in zip(*gained, strict=True))
+    assert accuracy >= 0.2
     assert reward >= 0.2
 
 

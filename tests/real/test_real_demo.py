@@ -38,5 +38,10 @@ def test_the_demo_trains_and_shows_its_answers(gguf: Path, tmp_path: Path, capsy
 
     show_demo({**summary, "report": "report.html"}, answers)
     shown = capsys.readouterr().out
-    for text in (answers.prompts[0], repr(answers.after[7]["completion"].strip()), str(tmp_path / "run")):
+    for text in (
+        "in one sentence of at most twelve words.",
+        answers.prompts[0],
+        repr(answers.after[7]["completion"].strip()),
+        str(tmp_path / "run"),
+    ):
         assert text in shown

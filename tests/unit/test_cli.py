@@ -257,12 +257,20 @@ def test_the_demo_shows_answers_rates_and_a_curve(capsys: pytest.CaptureFixture[
     before = [{"completion": "Because of", "reward": 0.0} for _ in prompts]
     after = [{"completion": f"{number} it is.", "reward": float(number > 0)} for number in range(10)]
     result = {"steps": 3, "seconds": 61.2, "run_dir": "runs/x", "report": "runs/x/report.html"}
-    show_demo({**result, "rewards": [0.0, 0.25, 0.5]}, Answers(prompts, before, after))
+    show_demo({**result, "rewards": [0.0, 0.25, 0.5]}, Answers("Be short.", prompts, before, after))
     shown = capsys.readouterr().out
     assert "0% before, 90% after" in shown
     assert "▁▅█  0.00 to 0.50" in shown
     assert ("Why 7?" in shown, "Why 8?" in shown) == (True, False)
-    for words in ("'7 it is.'", "'Because of'", "61 s", "runs/x\n", "runs/x/report.html", "trivium view runs/x"):
+    for words in (
+        "message: Be short.\n",
+        "'7 it is.'",
+        "'Because of'",
+        "61 s",
+        "runs/x\n",
+        "runs/x/report.html",
+        "trivium view runs/x",
+    ):
         assert words in shown
 
 

@@ -24,6 +24,8 @@ _HERE = files("trivium.runtime")
 class Answers:
     """What the policy answers to the held-out prompts, before and after the run."""
 
+    rule: str
+    """The system message."""
     prompts: list[str]
     before: list[dict[str, Any]]
     """Rows of `trivium eval --save`."""
@@ -74,7 +76,8 @@ def demo(directory: Path, seed: int, model: Path, *overrides: str) -> tuple[dict
     summary["rewards"] = [row["reward/mean"] for row in rows if "reward/mean" in row]
     before = _answers(config, 0, directory / "before.jsonl")
     after = _answers(config, summary["steps"], directory / "after.jsonl")
-    return summary, Answers([row["prompt"] for row in questions(held_out=True)], before, after)
+    rule = before[0]["prompt"][0]["content"]
+    return summary, Answers(rule, [row["prompt"] for row in questions(held_out=True)], before, after)
 
 
 def tiny(directory: Path, seed: int) -> dict[str, Any]:
