@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import yaml
 from failing import refused
@@ -36,15 +33,6 @@ REWARD = """
 def parity(prompt: str, completion: str) -> float:
     return float(len(completion) % 2)
 """
-
-
-@pytest.fixture(autouse=True)
-def left_open_by_vllm() -> Generator[None]:
-    """Collects the sockets' contexts that vLLM leaves open after the death of a worker. Each warns when it is freed."""
-    yield
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Unclosed", ResourceWarning)
-        gc.collect()
 
 
 def workers_of(ancestor: int) -> list[int]:
