@@ -54,7 +54,7 @@ from trivium.models.backbone.sequence_parallel import (
     heads_together,
     local_states,
 )
-from trivium.models.cpu.linear import ROWS
+from trivium.models.cpu.linear import ROWS, padding
 from trivium.models.placement import sent
 from trivium.models.vision.encoder import PlacedImages, refuse_images, vision_of
 
@@ -304,7 +304,7 @@ class Backbone:
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
-        number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # padding rows, which are not read: see ROWS
+        number, fill = batch.num_rows, (0, padding(batch.num_rows))  # padding rows, which are not read
         filled = batch if batch.routing is None else replace(batch, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]
 

@@ -17,9 +17,15 @@ from torch.nn.functional import pad
 
 from trivium.models.weights.filling import is_sharded
 
-ROWS = 128
-"""Products over tokens are padded to multiples of this. oneDNN compiles and keeps a kernel for every shape, so shapes
-that never repeat would cost time and, over a long run, gigabytes."""
+ROWS, FEW_ROWS = 128, 32
+"""Products over tokens are padded to multiples of these: few tokens to the smaller one. oneDNN compiles and keeps a
+kernel for every shape, so shapes that never repeat would cost time and, over a long run, gigabytes."""
+
+
+def padding(rows: int) -> int:
+    """How many rows are added to a product over `rows` tokens: eight completions of a short prompt have 150 tokens or
+    so, which would be 256 in multiples of `ROWS`."""
+    return -rows % (FEW_ROWS if rows <= 4 * ROWS else ROWS)
 
 
 def available() -> bool:
@@ -52,13 +58,13 @@ def use_onednn(module: nn.Module, device: torch.device) -> None:
 
 def matmul_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (N, K) @ b (M, K).T, without gradient."""
-    if not _applies(b.dtype, b.device) or len(a) % ROWS == 0:
+    if not _applies(b.dtype, b.device) or not padding(len(a)):
         return product(a, b)
-    return product(pad(a, (0, 0, 0, -len(a) % ROWS)), b)[: len(a)]
+    return product(pad(a, (0, 0, 0, padding(len(a)))), b)[: len(a)]
 
 
 def product(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
-    """a (N, K) @ b (M, K).T + added (N, M), without gradient. N should be a multiple of `ROWS`, or rarely change."""
+    """a (N, K) @ b (M, K).T + added (N, M), without gradient. N should need no `padding`, or rarely change."""
     if not _applies(b.dtype, b.device):
         return a @ b.T if added is None else torch.addmm(added, a, b.T)
     if added is None:
@@ -84,7 +90,7 @@ def _applies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    # Needs no padding: the rows of a pack are a multiple of `ROWS` (`models.backbone.packed`).
+    # Needs no padding: `models.backbone.packed` pads the rows of a pack.
     return _Linear.apply(input, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
 
 

@@ -10,6 +10,9 @@ import hashlib
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +62,26 @@ def _convert(file: Path, directory: Path) -> None:
         if importlib.util.find_spec(package) is None:
             raise MissingPackage(package, "gguf", f"read a model from {file}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    reader: Any = modeling_gguf_pytorch_utils
-    shown, reader.tqdm = reader.tqdm, _without_progress
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+        with _parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+            read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     except (NotImplementedError, ValueError, KeyError) as error:  # what transformers and gguf raise for unknown formats
         raise DataError(
             f"the model in {file}",
             f"transformers cannot read it: {type(error).__name__}: {error}",
             "give a file with another quantization (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16), or a Hugging Face directory",
         ) from error
-    finally:
-        reader.tqdm = shown
     # The weights are plain numbers now, but save_pretrained refuses a model whose config names a quantization.
     config: Any = read.config
     del config.quantization_config
-    plain = type(read)(config)
+    with torch.device("meta"):  # no random weights, which are replaced
+        plain = type(read)(config)
     plain.load_state_dict(read.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = read.generation_config
@@ -88,6 +89,30 @@ def _convert(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Within it, transformers parses a file once, makes one table of tensor names for a model, and shows no progress.
+
+    It parses the file for the tokenizer, for the config and for the weights, and makes the table for every tensor: 18
+    of 24 s for a model of 135 million parameters.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        (modeling_gguf_pytorch_utils, "tqdm", _without_progress),  # called whatever transformers' setting for bars
+    ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    try:
+        for module, name, value in replaced:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
 def _without_progress(items: Any, **_: object) -> Any:
-    """In place of tqdm, which transformers calls here whatever its own setting for progress bars."""
     return items
