@@ -46,15 +46,16 @@ def questions(held_out: bool = False) -> Iterator[dict[str, str]]:
 def short(question: str, completion: str) -> float:
     """1 for one statement of three to twelve words on the subject of the question, else 0.
 
-    The subject is the question's longest word, of which the completion must have the first five letters. Policies find
-    what a reward leaves open: rewarded for short sentences alone, this one answers "This answer is too long." to
-    everything; rewarded for short sentences on the subject, it repeats the question.
+    The subject is the words of four letters or more after the first two ("How does", "Why do"): the completion has the
+    first four letters of one. Policies find what a reward leaves open: rewarded for short sentences alone, this one
+    answers "This answer is too long." to everything; rewarded for short sentences on the subject, it repeats the
+    question.
     """
     words = completion.split()
     ends = [word.endswith((".", "!", "?")) for word in words]
-    subject = max(question.strip("?").split(), key=len)[:5].lower()
+    subjects = [word[:4] for word in question.lower().strip("?").split()[2:] if len(word) >= 4]
     is_one = 3 <= len(words) <= 12 and ends[-1] and not any(ends[:-1])
-    return float(is_one and not completion.endswith("?") and subject in completion.lower())
+    return float(is_one and not completion.endswith("?") and any(start in completion.lower() for start in subjects))
 
 
 def model_file() -> Path | None:

@@ -18,8 +18,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_int, c_void_p
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from trivium.errors import DeadlineExceeded, TriviumError, first_cause, text_of, user_place
+from trivium.models.cpu.openmp import release_team
 
 T = TypeVar("T")
 
@@ -62,7 +63,8 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
     - Ctrl-C cancels `main` and raises KeyboardInterrupt; a second Ctrl-C ends the process at once.
     """
     loop = asyncio.new_event_loop()
-    executor = ThreadPoolExecutor(thread_name_prefix=f"loop-{id(loop):x}")
+    release_team()  # which loaded models
+    executor = _Executor(thread_name_prefix=f"loop-{id(loop):x}")
     loop.set_default_executor(executor)
     task = loop.create_task(main, name="main")
     try:
@@ -76,6 +78,20 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
     finally:
         loop.close()
     return _result(task, signals.raised)
+
+
+class _Executor(ThreadPoolExecutor):
+    """A pool whose threads keep no OpenMP threads while they wait."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        return super().submit(_with_its_team, fn, *args, **kwargs)
+
+
+def _with_its_team(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    try:
+        return function(*args, **kwargs)
+    finally:
+        release_team()
 
 
 class _InterpreterSettings:

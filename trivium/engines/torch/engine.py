@@ -30,6 +30,7 @@ from trivium.engines.torch.section import DescribedTorchEngine, resolve_context,
 from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
 from trivium.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
+from trivium.models.cpu.openmp import release_team
 from trivium.models.heads.trained_models import logit_scale
 from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.policy import EngineFailure
@@ -319,6 +320,8 @@ class TorchEngine(DescribedTorchEngine):
         """Takes the submitted items; waits for one while the engine is idle. False once it is closing."""
         with self._awake:
             idle = not (self._batch.live or self._waiting or self._backlog)
+            if idle and not self._inbox:
+                release_team()
             while idle and not self._inbox and not self._closing:
                 self._awake.wait()
             self._backlog += self._inbox
