@@ -19,10 +19,12 @@ def in_a_thread(*works: object) -> list[int]:
     numbers: list[int] = []
 
     def count() -> None:
+        before = torch.get_num_threads()
         torch.set_num_threads(2)
         for work in works:
             work() if callable(work) else None
             numbers.append(len(list(Path("/proc/self/task").iterdir())))
+        torch.set_num_threads(before)
 
     thread = threading.Thread(target=count)
     thread.start()
