@@ -42,6 +42,8 @@ class StagePlan(Config):
     slots: int
     algorithm: dict[str, str]
     """The algorithm, and its values that follow from the rest of the config."""
+    learning_rate: float | None = None
+    """The peak; None if nothing is trained with an optimizer of the config's."""
     batch: BatchPlan
     """How a train step is cut."""
     vision: str | None
@@ -123,6 +125,7 @@ def plan_run(
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * rolled_out,
                 algorithm=_described(stage),
+                learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
                 batch=batch,
                 vision=vision_in(stage),
                 recorded=recorded_in(stage),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from trivium.config.fields import changeable, free, plugin_path
 from trivium.config.merging import is_mapping, merged
@@ -220,10 +220,21 @@ class RewardConfig(Plugin):
             )
 
 
+class ModelConfig(Plugin):
+    """Base of sections `model`. `has_random_weights`: whether the run makes the model, which knows nothing then."""
+
+    has_random_weights: ClassVar[bool] = False
+
+
 class TrainConfig(Plugin):
     """Base of train engine sections."""
 
     kind: str = "torch"
+
+    def for_model(self, model: Plugin) -> TrainConfig:
+        """The section with the values that follow from the section `model` filled in, where they are unset."""
+        del model
+        return self
 
 
 class AlgorithmConfig(Plugin):
@@ -438,6 +449,13 @@ class RunConfig(Config):
     stages: tuple[dict[str, Any], ...] = ()
     """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them. A stage
     may have a `name`, by which later ones refer to the reward model that it trains."""
+
+    @model_validator(mode="after")
+    def _filled_in(self) -> Self:
+        """A stage may train another part of the model, so that a config with stages is filled in stage by stage."""
+        if not self.stages:
+            object.__setattr__(self, "train", self.train.for_model(self.model))  # frozen for everything else
+        return self
 
     def stage_configs(self) -> tuple[RunConfig, ...]:
         """One config per stage, without `stages`; the config itself if it has no stages."""

@@ -10,12 +10,12 @@ import logging
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from trivium.checkpoint.atomic import MANIFEST, commit, staging_directory, verify_files, writing
-from trivium.config import Plugin
+from trivium.config import ModelConfig
 from trivium.config.model_shape import ModelShape, shape_of
 from trivium.errors import DataError
 from trivium.randomness import stream
@@ -43,7 +43,8 @@ TEMPLATE = (
 class TinyModel:
     """A small, randomly initialised model with its own tokenizer. Needs no download."""
 
-    class Config(Plugin):
+    class Config(ModelConfig):
+        has_random_weights: ClassVar[bool] = True
         kind: str = "tiny"
         architecture: Literal["qwen3", "llama", "gpt2"] = "qwen3"
         """Which Hugging Face model class."""

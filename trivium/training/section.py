@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from trivium.clients.hub import ModelPath
-from trivium.config import Config, RunConfig, TrainConfig, changeable, free
+from trivium.config import Config, ModelConfig, Plugin, RunConfig, TrainConfig, changeable, free
 from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import shape_in, vision_problems
 from trivium.config.parallel import ParallelConfig, shape_problems
@@ -24,11 +24,17 @@ from trivium.types import Capabilities, capabilities_of
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
+ADAPTER_LR, RANDOM_LR = 1e-4, 1e-3
+"""The default learning rates for an adapter of a pretrained model, and for a model of random weights. An adapter learns
+nothing in a run of usual length with the rate of all weights: it begins as no change at all."""
+
+
 class OptimizerConfig(Config):
     """AdamW and its learning rate."""
 
     lr: float = changeable(1e-6, ge=0)
-    """Peak learning rate."""
+    """Peak learning rate. Unset: 1e-6 for all weights of a pretrained model, 1e-4 for an adapter of one (`train.lora`),
+    1e-3 for a model of random weights (`model.kind: tiny`)."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
@@ -116,6 +122,17 @@ class TorchTrainConfig(TrainConfig):
     from the vision tower to the language model, or none (`frozen`). Unset: all of it; with `lora`, none."""
     lora: LoraConfig | None = None
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
+
+    def for_model(self, model: Plugin) -> TorchTrainConfig:
+        is_random = isinstance(model, ModelConfig) and model.has_random_weights
+        if "lr" in self.optimizer.model_fields_set or not (is_random or self.lora is not None):
+            return self
+        # Built without the key, so that `exclude_unset` leaves it out: a stage with another part to train has its own.
+        optimizer = self.optimizer.model_copy()
+        object.__setattr__(optimizer, "lr", RANDOM_LR if is_random else ADAPTER_LR)
+        section = self.model_copy()
+        object.__setattr__(section, "optimizer", optimizer)
+        return section
 
     def on_this_machine(self) -> Self:
         return resolve_auto(self)

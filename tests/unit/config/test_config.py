@@ -27,6 +27,7 @@ from trivium.config.plan import plan_run
 from trivium.config.resume import as_begun, fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime.stage import Stage
+from trivium.text.tiny import TinyModel
 from trivium.types import Sampling
 
 PARTS = """
@@ -709,3 +710,26 @@ def test_evaluation_samples_as_the_engine_does_unless_set(folder: Path) -> None:
     assert sampling("{taskset: test, samples: 4}").temperature == 0.7
     own = sampling("{taskset: test, sampling: {max_new_tokens: 5, temperature: 0.3, top_p: 0.9, stop: []}}")
     assert own == Sampling(max_new_tokens=5, temperature=0.3, top_p=0.9, stop=())
+
+
+def test_an_unset_learning_rate_follows_from_what_a_stage_trains(tmp_path: Path) -> None:
+    """An adapter of a pretrained model learns nothing with the rate of all weights, nor do random weights."""
+
+    def rates(model: dict[str, Any], **sections: Any) -> list[float]:
+        run = {"run": {"dir": str(tmp_path)}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"]}
+        config = config_from_mapping({**run, "model": model, "schedule": {"steps": 1}, **sections})
+        again = config_from_mapping(config.model_dump(mode="json", exclude_unset=True))
+        stages = [stage.train.model_dump()["optimizer"]["lr"] for stage in config.stage_configs()]
+        assert stages == [stage.train.model_dump()["optimizer"]["lr"] for stage in again.stage_configs()]
+        assert "1e-" not in str(config.model_dump(exclude_unset=True).get("train"))
+        return stages
+
+    random = {"kind": "tiny", "alphabet": "0123456789+="}
+    made = TinyModel(TinyModel.Config.model_validate(random), seed=0).materialize(tmp_path / "model")
+    pretrained = {"kind": "hf", "path": str(made)}
+    adapter = {"train": {"lora": {"rank": 2}, "optimizer": {"warmup_steps": 2}}}
+    assert rates(pretrained) == [1e-6]
+    assert rates(pretrained, **adapter) == [1e-4]
+    assert rates(random) == rates(random, **adapter) == [1e-3]
+    assert rates(pretrained, **adapter, stages=[{}, {"train": {"lora": None}}]) == [1e-4, 1e-6]
+    assert rates(random, train={"optimizer": {"lr": 0.0005}}) == [0.0005]
