@@ -28,7 +28,10 @@ from tests.processes import Forked, commands, eventually, trivium
 from trivium import __file__ as trivium_file
 from trivium import __version__
 from trivium.cli import app
+from trivium.config import config_from_mapping
+from trivium.config.machine import Machine
 from trivium.metrics import depends_on_machine
+from trivium.runtime import launch
 
 BASE = """
 run: {dir: run}
@@ -195,6 +198,26 @@ def test_what_may_change_on_the_way_does_with_change_and_is_marked(
     assert [row["train/kl_coef"] for row in rows] == [0.1, 0.2, 0.2]
     weights = [row["reward/component/length"] / row["rollout/response_tokens"] for row in rows]
     assert weights[1] > 2 * weights[0]
+
+
+def test_a_run_goes_on_with_the_limits_that_it_began_with_on_a_machine_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"kind": "tiny", "layers": 1, "hidden": 16, "heads": 2, "mlp": 16, "max_position": 24}
+
+    def limits_after(steps: int, gib: float, run_dir: str = "run") -> tuple[int, int]:
+        monkeypatch.setattr(launch, "machine", lambda: Machine(int(gib * 2**30)))
+        config = {**yaml.safe_load(BASE), "model": shape, "run": {"dir": str(tmp_path / run_dir), "change": True}}
+        config["schedule"]["steps"] = steps
+        launch.run(config_from_mapping(config))
+        written = yaml.safe_load((tmp_path / run_dir / "config.yaml").read_text())
+        return written["train"]["max_tokens_per_micro_batch"], written["engine"]["max_rows"]
+
+    assert limits_after(1, 64) == limits_after(2, 1.25) != limits_after(1, 1.25, "other")
+    memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
+    assert memory["unit"] == "MiB"
+    assert 100 < memory["measured"]["host"] < 8 * 1024
+    assert 0 < memory["planned"]["host"] < 1.25 * 1024
 
 
 def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., Forked], tmp_path: Path) -> None:

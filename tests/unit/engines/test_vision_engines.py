@@ -39,6 +39,8 @@ from trivium.errors import ConfigError, DataError, RolloutError
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.models.vision.encoder import vision_of
+from trivium.models.weights.lora import adapter_state, attach
+from trivium.models.weights.section import LoraConfig
 from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
@@ -217,6 +219,17 @@ class TestTraining:
         again = make_engine(tmp_path / "policy", temperature=0.8, dtype="float64")
         assert gap(again.score(batches["llava"], "old"), engine.score(batches["llava"], "old")) < 1e-6
         assert gap(engine.score(batches["llava"], "old"), before) > 1e-4
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_an_adapter_of_the_last_layers_is_in_those_of_the_decoder(
+        self, directories: dict[str, Path], family: str
+    ) -> None:
+        module = load_lm(directories[family])
+        vision, total = vision_of(module), module.config.get_text_config().num_hidden_layers
+        assert vision is not None
+        adapted = {name for name, _ in adapter_state(attach(module, LoraConfig(rank=2, layers=1), seed=0))}
+        assert adapted
+        assert all(f"model.{vision.family.decoder}.layers.{total - 1}." in name for name in adapted)
 
     @pytest.mark.parametrize(
         "name", ["loss:ppo", "value", "loss:sft", "pair:dpo", "score:sigmoid", "loss:distill", "loss:distill_top_k"]
