@@ -85,15 +85,15 @@ def demo(
         from trivium.inspection.report import write_report
         from trivium.runtime import demo as demos
 
-        model = None if tiny else demos.model_file()
-        run_dir = outcome.log_dir = dir or Path("runs/demo" if model else "runs/demo-tiny")
-        if model is None and not tiny:
+        if not tiny and not demos.is_installed():
             print(_NO_MODEL.format(package=demos.PACKAGE), file=sys.stderr)
-        if model is None:
+            tiny = True
+        run_dir = outcome.log_dir = dir or Path("runs/demo-tiny" if tiny else "runs/demo")
+        if tiny:
             summary = demos.tiny(run_dir, seed)
             show_tiny_demo({**summary, "report": write_report(run_dir, run_dir / "report.html")})
         else:
-            summary, answers = demos.demo(run_dir, seed, model)
+            summary, answers = demos.demo(run_dir, seed)
             show_demo({**summary, "report": write_report(run_dir, run_dir / "report.html")}, answers)
 
 
@@ -536,7 +536,8 @@ def show_demo(result: Mapping[str, Any], answers: Answers) -> None:
     print(f"run directory:           {result['run_dir']}")
     print(f"report:                  {result['report']}")
     print(f"\nEvery rollout, token by token, in a browser:  trivium view {result['run_dir']}")
-    print("Next, with a reward of your own, a Python function: change `rewards` in a copy of recipes/short.yaml")
+    print("Next, with a reward of your own, a Python function: change `rewards` in a copy of recipes/short.yaml, and")
+    print("  trivium run COPY.yaml")
 
 
 def curve(values: Sequence[float]) -> str:

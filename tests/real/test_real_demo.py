@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 
 from trivium.cli import show_demo
-from trivium.runtime.demo import demo, model_file, questions
+from trivium.runtime.demo import demo, is_installed, questions
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO_STEPS = (
-    "schedule={steps: 2, until: null, groups_per_step: 2, group_size: 4}",
+    "schedule={steps: 2, groups_per_step: 2, group_size: 4}",
     "algorithm.mini_batches=1",
     "train.optimizer.lr=1.0e-2",
 )
 
 
-def test_the_demo_trains_and_shows_its_answers(gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert model_file() == gguf
+def test_the_demo_trains_and_shows_its_answers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_installed() == model.is_dir()
     # In 16 rollouts hardly one earns the demo's own reward.
     (tmp_path / "reward.py").write_text("def letters(completion):\n    return float(len(completion))\n")
     overrides = (*TWO_STEPS, f"rewards=[{tmp_path}/reward.py:letters]")
-    summary, answers = demo(tmp_path / "run", 0, gguf, *overrides)
+    summary, answers = demo(tmp_path / "run", 0, *overrides)
     assert summary["steps"] == len(summary["rewards"]) == 2
     assert answers.prompts == [row["prompt"] for row in questions(held_out=True)]
     for rows in (answers.before, answers.after):
@@ -32,7 +32,7 @@ def test_the_demo_trains_and_shows_its_answers(gguf: Path, tmp_path: Path, capsy
     assert [row["completion"] for row in answers.before] != [row["completion"] for row in answers.after]
 
     written = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    again, same = demo(tmp_path / "run", 0, gguf, *overrides)
+    again, same = demo(tmp_path / "run", 0, *overrides)
     assert (again["rewards"], same) == (summary["rewards"], answers)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == written
 

@@ -58,19 +58,15 @@ def short(question: str, completion: str) -> float:
     return float(is_one and not completion.endswith("?") and any(start in completion.lower() for start in subjects))
 
 
-def model_file() -> Path | None:
-    """The model's file, if its package and those that read it are installed."""
-    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate", "peft")):
-        return None
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
+def is_installed() -> bool:
+    """Whether the model's package is installed, with those that read its file."""
+    return all(importlib.util.find_spec(name) for name in ("gguf", "accelerate", "peft", PACKAGE.replace("-", "_")))
 
 
-def demo(directory: Path, seed: int, model: Path, *overrides: str) -> tuple[dict[str, Any], Answers]:
-    """Runs recipes/short.yaml in `directory` with the model in the file; returns its summary, with the `rewards` of the
-    steps, and the held-out answers. A directory whose run is complete is only read."""
-    config = _recipe("short.yaml", directory, seed, f"model.path={model}", *overrides)
+def demo(directory: Path, seed: int, *overrides: str) -> tuple[dict[str, Any], Answers]:
+    """Runs recipes/short.yaml in `directory`; returns its summary, with the `rewards` of the steps, and the held-out
+    answers. A directory whose run is complete is only read."""
+    config = _recipe("short.yaml", directory, seed, *overrides)
     # An evaluation within a run keeps no completions, which are shown here: both are made afterwards.
     summary = run(config.model_copy(update={"evaluation": type(config.evaluation)()}))
     rows = _rows(directory / "metrics.jsonl")

@@ -110,7 +110,9 @@ def test_another_file_of_the_same_name_is_another_model(tmp_path: Path, cache: P
     assert any(not torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_a_config_may_name_the_file(tmp_path: Path, cache: Path) -> None:
+def test_a_config_may_name_the_file_or_a_package_that_holds_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "small.gguf", gguf.GGMLQuantizationType.F32)
     mapping = {
         "model": {"path": str(tmp_path / "small.gguf")},
@@ -120,6 +122,13 @@ def test_a_config_may_name_the_file(tmp_path: Path, cache: Path) -> None:
     model: Any = config_from_mapping(mapping).model
     assert Path(model.path).parent == cache
     assert model.shape().layers == LAYERS
+    (tmp_path / "package_of_a_model").mkdir()
+    (tmp_path / "small.gguf").rename(tmp_path / "package_of_a_model" / "small.gguf")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    again: Any = config_from_mapping({**mapping, "model": {"path": "package_of_a_model:small.gguf"}}).model
+    assert again.path == model.path
+    with refused(ConfigError, "no_such_package:small.gguf", "the package no_such_package is not installed"):
+        config_from_mapping({**mapping, "model": {"path": "no_such_package:small.gguf"}})
     (tmp_path / "broken.gguf").write_bytes(b"nothing")
     with refused(ConfigError, tmp_path / "broken.gguf"):
         config_from_mapping({**mapping, "model": {"path": str(tmp_path / "broken.gguf")}})

