@@ -452,20 +452,23 @@ def test_what_the_machine_refuses_is_said_in_three_parts(start: Callable[..., Fo
 # --------------------------------------------------------------------------- check and evaluation
 
 
-def test_the_example_of_the_readme_learns_and_says_so(start: Callable[..., Forked], tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for name, code in re.findall(r"```(?:python|yaml)\n# (my_[\w.]+)[^\n]*\n(.*?)```", page, re.DOTALL):
+def test_the_tiny_example_learns_and_says_so(start: Callable[..., Forked], tmp_path: Path) -> None:
+    """The files of docs/start.md, with the commands that the README lists for a run."""
+    pages = [(Path(__file__).parents[2] / page).read_text(encoding="utf-8") for page in ("README.md", "docs/start.md")]
+    for name, code in re.findall(r"```(?:python|yaml)\n# (tiny_[\w.]+)[^\n]*\n(.*?)```", pages[1], re.DOTALL):
         (tmp_path / name).write_text(code, encoding="utf-8")
-    lines = re.findall(r"^trivium \w+ (?:my_run\.yaml|runs/mine).*", page, re.MULTILINE)
+    lines = re.findall(r"^trivium \w+ (?:my_run\.yaml|runs/mine).*", pages[0], re.MULTILINE)
     shown = [
-        line.partition("#")[0].split() for line in lines if "trivium view" not in line
-    ]  # which serves until Ctrl-C
+        line.partition("#")[0].replace("my_run", "tiny_run").replace("runs/mine", "runs/tiny").split()
+        for line in lines
+        if "trivium view" not in line  # which serves until Ctrl-C
+    ]
     assert {"check", "explain", "run", "export"} <= {arguments[1] for arguments in shown}
     texts: dict[str, str] = {}
     for arguments in shown:
         command = start(arguments[1], *arguments[1:]).ended(seconds=300)
         texts[arguments[1]] = command.text
-    summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert summary["steps"] == 30
     assert summary["reward_before"] < 0.05
     assert summary["reward_after"] > summary["reward_before"] + 0.1
@@ -479,11 +482,7 @@ def test_the_example_of_the_readme_learns_and_says_so(start: Callable[..., Forke
 
 def test_the_python_example_of_the_readme_learns(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    reward, script = (
-        re.findall(pattern, page, re.DOTALL)[0]
-        for pattern in (r"```python\n# my_rewards.py\n(.*?)```", r"```python\n(import trivium\n.*?)```")
-    )
-    (tmp_path / "my_rewards.py").write_text(reward)
+    [script] = re.findall(r"```python\n(import trivium\n.*?)```", page, re.DOTALL)
     (tmp_path / "go.py").write_text(f"import sys; sys.path.insert(0, '')\n{script}")
     with chdir(tmp_path):
         command = Forked("script", tmp_path / "out", runpy.run_path, "go.py", {}, "__main__")
