@@ -238,6 +238,7 @@ def test_exporting_a_mistyped_run_directory_makes_no_directory(tmp_path: Path) -
         ("Kites fly. It is so.", 0.0),
         ("Kites fly by the", 0.0),
         ("By kites.", 0.0),
+        ("A kite flies a kite.", 0.0),
         ("The answer is long.", 0.0),
         ("Why do kites fly?", 0.0),
         ("", 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -46,16 +46,20 @@ def questions(held_out: bool = False) -> Iterator[dict[str, str]]:
 def short(question: str, completion: str) -> float:
     """1 for one statement of three to twelve words on the subject of the question, else 0.
 
-    The subject is the words of four letters or more after the first two ("How does", "Why do"): the completion has the
-    first four letters of one. Policies find what a reward leaves open: rewarded for short sentences alone, this one
-    answers "This answer is too long." to everything; rewarded for short sentences on the subject, it repeats the
-    question.
+    It has a long word of the question, and no long word twice. Policies find what a reward leaves open: rewarded for
+    short sentences alone, this one answers "This answer is too long." to everything; rewarded for short sentences with
+    a word of the question, it repeats the question, or says "Bananas are bananas."
     """
-    words = completion.split()
+    words = completion.lower().split()
     ends = [word.endswith((".", "!", "?")) for word in words]
-    subjects = [word[:4] for word in question.lower().strip("?").split()[2:] if len(word) >= 4]
-    is_one = 3 <= len(words) <= 12 and ends[-1] and not any(ends[:-1])
-    return float(is_one and not completion.endswith("?") and any(start in completion.lower() for start in subjects))
+    is_one = 3 <= len(words) <= 12 and ends[-1] and not any(ends[:-1]) and not completion.endswith("?")
+    topic, statement = {*_starts(question.lower().split()[2:])}, _starts(words)
+    return float(is_one and len({*statement}) == len(statement) and not topic.isdisjoint(statement))
+
+
+def _starts(words: Sequence[str]) -> list[str]:
+    """The first four letters of each word with four or more: those of "banana" and "bananas" are equal."""
+    return [word[:4] for word in words if len(word.strip(".,!?")) >= 4]
 
 
 def is_installed() -> bool:
