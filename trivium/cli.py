@@ -477,7 +477,7 @@ def doctor(
         print("\n".join([*report.facts, *map(str, report.findings)]))
         if report.findings:
             raise typer.Exit(1)
-        print("nothing wrong was found")
+        print(report.silence)
 
 
 @app.command()

@@ -167,6 +167,8 @@ declare("rollout/prompt_tokens_max", "longest first prompt", unit="tokens", aggr
 declare("rollout/prompt_tokens_min", "shortest first prompt", unit="tokens", aggregation="min")
 declare("rollout/aborted", "fraction of trajectories that sampled nothing or were aborted", better="down")
 declare("rollout/truncated", "fraction of trajectories cut by a length limit", better="down")
+declare("rollout/empty", "fraction of trajectories whose last completion has no text", better="down")
+declare("rollout/most_common", "fraction of trajectories that end with the step's most frequent completion")
 declare("rollout/turns", "mean turns per trajectory")
 declare("rollout/turns_max", "most turns", aggregation="max")
 declare("rollout/turns_min", "fewest turns", aggregation="min")

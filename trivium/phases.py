@@ -1,4 +1,4 @@
-"""Measures the phases of a train step and finds the one that bounds a run. Reports current activities to watchers.
+"""Measures the phases of a train step. Reports current activities to watchers.
 Records the spans of each role for the timeline."""
 
 from __future__ import annotations
@@ -272,42 +272,3 @@ class Busy:
         if self._going or self._ended:
             add_span(self.lane, self.name, self._since, now if self._going else self._until, count=self._ended)
         self._since, self._ended = now, 0
-
-
-# --------------------------------------------------------------------------- of a run
-
-BOUNDS = {
-    "wait": (
-        "waiting for rollouts",
-        "add engines or explorers (cluster.kind: ray), let rollouts and training overlap "
-        "(schedule.max_staleness), or shorten completions; rewards count as part of a rollout",
-    ),
-    "update": ("training compute", "use more ranks or GPUs, train.dtype: bfloat16, or train.lora"),
-    "score": ("scoring passes", "leave out the KL term, or use algorithm.old_log_prob: rollout"),
-    "advantage": ("advantages and filters", "look at your own estimator, shaping or filters"),
-    "sync": ("weight sync", "raise sync.interval, choose another sync.method, or push adapters alone (train.lora)"),
-    "checkpoint": ("checkpoints", "set checkpoint.asynchronous, or raise checkpoint.save_every"),
-    "evaluate": ("evaluations", "raise evaluation.every, or lower evaluation.samples"),
-}
-"""First part of a phase's name -> (title, how to shorten it)."""
-
-
-def verdict(seconds: Mapping[str, float], total: float) -> str:
-    """Describes in one line what bounds a run of `total` seconds, given the seconds of its phases (named as in
-    `time/`)."""
-    spent: dict[str, float] = {}
-    for name, taken in seconds.items():
-        kind = name.partition("/")[0]
-        if kind in BOUNDS:
-            spent[kind] = spent.get(kind, 0.0) + taken
-    if not spent or total <= 0:
-        return "nothing was measured"
-    shares = {kind: taken / total for kind, taken in sorted(spent.items(), key=lambda item: -item[1])}
-    first = next(iter(shares))
-    rest = [f"{BOUNDS[kind][0]} {share:.0%}" for kind, share in shares.items() if kind != first and share >= 0.005]
-    unmeasured = max(0.0, 1 - sum(shares.values()))
-    rest += [f"loading and the rest {unmeasured:.0%}"] if unmeasured >= 0.005 else []
-    others = f" ({', '.join(rest)})" if rest else ""
-    what, do = BOUNDS[first]
-    cost = f"{shares[first]:.0%} of the trainer's time, {spent[first]:.1f} of {total:.1f} s"
-    return f"bound by {what}: {cost}{others}; to shorten it, {do}"

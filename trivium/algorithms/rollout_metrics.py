@@ -44,7 +44,10 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
     # The first turn's prompt is that of the task; the prompts of later turns contain completions as well.
     prompts = [len(member.turns[0].prompt_tokens) for member in members if member.turns] or [0]
     turns = [len(member.turns) for member in members]
+    texts = Counter(member.completion.strip() for member in members)
     return {
+        "rollout/empty": texts[""] / len(members),
+        "rollout/most_common": max(texts.values()) / len(members),
         "rollout/response_tokens": fmean(tokens),
         "rollout/response_tokens_max": max(tokens),
         "rollout/response_tokens_min": min(tokens),

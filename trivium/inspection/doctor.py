@@ -19,9 +19,9 @@ from trivium.config.machine import host_memory
 from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
-from trivium.inspection.run import RecordedRun, bound
+from trivium.inspection.run import RecordedRun
 from trivium.models.late import torch
-from trivium.monitors.health import RULES, earlier_problems, evidence_of
+from trivium.monitors.health import RULES, WINDOW, earlier_problems, evidence_of
 from trivium.training.device import processor_name
 
 _GIB = 2**30
@@ -37,6 +37,8 @@ class Report:
 
     facts: list[str]
     findings: list[Problem]
+    silence: str = "nothing wrong was found"
+    """What an empty list of findings means."""
 
 
 def diagnose(run_dir: Path) -> Report:
@@ -57,8 +59,9 @@ def diagnose(run_dir: Path) -> Report:
     mismatched = _mismatched(run_dir, every)
     current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
-    facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", bound(rows)]
-    return Report(facts, [*current, *earlier_problems(rows, current)])
+    facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", run.bound()]
+    silence = Report.silence if steps >= WINDOW else f"too few steps to find what is wrong: most rules need {WINDOW}"
+    return Report(facts, [*current, *earlier_problems(rows, current)], silence)
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:

@@ -22,7 +22,7 @@ from trivium.checkpoint.atomic import atomic_write
 from trivium.config.sources import algorithm_kinds
 from trivium.errors import Problem, RunDirError, TriviumError
 from trivium.inspection.charts import CHARTS, curves, keys_of, line_chart, marks, matching, shown
-from trivium.inspection.doctor import diagnose
+from trivium.inspection.doctor import Report, diagnose
 from trivium.inspection.rollout_values import TITLES, rollout_values
 from trivium.inspection.rollout_view import decoder, piecewise
 from trivium.inspection.rollouts import Place
@@ -135,8 +135,8 @@ def _duration(seconds: float) -> str:
 
 
 def _verdict(run: RecordedRun) -> str:
-    findings = diagnose(run.path).findings if run.rows() else []
-    items = "".join(map(_finding, findings)) or '<li class="fine">doctor found nothing wrong</li>'
+    found = diagnose(run.path) if run.rows() else Report([], [], "no step was logged")
+    items = "".join(map(_finding, found.findings)) or f'<li class="fine">doctor: {escape(found.silence)}</li>'
     return f'<section><h2>Verdict</h2><p>{escape(run.verdict)}</p><ul class="findings">{items}</ul></section>'
 
 

@@ -12,7 +12,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from trivium.errors import RunDirError, TriviumError
 from trivium.inspection.changing_files import MetricRows, Row, cached_while_unchanged, json_value
 from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, step_records, taken_groups
 from trivium.metrics import depends_on_machine
-from trivium.phases import verdict
+from trivium.monitors.verdict import verdict
 from trivium.runtime.build import algorithm_of
 from trivium.runtime.logs import BEGINS, ENDED
 from trivium.runtime.run_dir import recorded_changes
@@ -192,7 +192,21 @@ class RecordedRun:
     @property
     def verdict(self) -> str:
         """The bottleneck of the run in one line: from its summary or, before it is finished, from its metrics."""
-        return str(self.summary.get("verdict") or bound(self.rows()))
+        return str(self.summary.get("verdict") or self.bound())
+
+    def bound(self) -> str:
+        """Describes the phase that bounds the steps with metrics, and its share of their time."""
+        seconds, total = dict[str, float](), 0.0
+        for row in self.rows():
+            total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
+            for key, value in row.items():
+                if key.startswith("time/") and key not in ("time/step", "time/train"):
+                    seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
+        try:
+            config = self.config
+        except TriviumError:  # the run's own code is not on this machine
+            config = None
+        return verdict(seconds, total, config)
 
     @property
     def error(self) -> str:
@@ -207,17 +221,6 @@ class RecordedRun:
             max((n for n, line in enumerate(lines) if text in line), default=-1) for text in (ENDED, BEGINS)
         )
         return lines[ended].partition(ENDED)[2] if ended > started else ""
-
-
-def bound(rows: Iterable[Row]) -> str:
-    """Describes the phase that bounds a run with these rows of metrics, and its share of the time."""
-    seconds, total = dict[str, float](), 0.0
-    for row in rows:
-        total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
-        for key, value in row.items():
-            if key.startswith("time/") and key not in ("time/step", "time/train"):
-                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
-    return verdict(seconds, total)
 
 
 @cached_while_unchanged(STEPS, TOKENS, maxsize=4)

@@ -26,6 +26,10 @@ _log = logging.getLogger("trivium")
 Row = Mapping[str, float]
 WINDOW = 5
 """Number of train steps that a rule averages over."""
+_OF_EVALUATIONS = ("generalization gap", "reward hacking")
+"""The rules that compare with an evaluation."""
+_NEAR = 3
+"""Number of train steps before, and after, an evaluation that are compared with it."""
 _NEWEST = 100
 """Number of newest rows that live warnings keep, in addition to the first ones."""
 
@@ -75,6 +79,13 @@ class Evidence:
         """Yields each metric of evaluations that matches, and its points (step, value) in order."""
         for key in sorted({key for row in self.evaluations for key in row if fnmatchcase(key, pattern)}):
             yield key, [(row["step"], row[key]) for row in self.evaluations if key in row]
+
+    def sampled_at(self, step: float) -> list[float]:
+        """Returns the mean rewards of the three train steps before and the three after an evaluation after `step`, whose
+        weights are about those that it evaluated."""
+        rewards = [(row["step"] <= step, row["reward/mean"]) for row in self.rows if "reward/mean" in row]
+        before, after = ([reward for is_before, reward in rewards if is_before is side] for side in (True, False))
+        return [*before[-_NEAR:], *after[:_NEAR]]
 
     def of_sources(self) -> Iterator[tuple[str, Evidence]]:
         """Yields the evidence of each source of tasks that learns from rollouts, with its own metrics and the staleness
@@ -234,6 +245,37 @@ def length_explosion(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
+def length_collapse(evidence: Evidence) -> Iterator[Problem]:
+    """`rollout/response_tokens` is below a fifth of its first value, while the mean reward is not near its maximum."""
+    now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
+    if now < 0.2 * first and not _near_maximum(evidence):
+        found = f"completions have {now:.1f} tokens, {first:.0f} at first: less than a fifth"
+        yield wrong(
+            found, "read rollouts; lower train.optimizer.lr, raise algorithm.kl.coef; continue from an earlier step"
+        )
+
+
+@RULES.rule
+def empty_completions(evidence: Evidence) -> Iterator[Problem]:
+    """More than half of the completions have no text (`rollout/empty`)."""
+    part = evidence.recent("rollout/empty")
+    if part > 0.5:
+        do = "continue from an earlier step with a lower train.optimizer.lr; engine.sampling.min_new_tokens"
+        yield wrong(f"{part:.0%} of completions have no text, above 50 %", do)
+
+
+@RULES.rule
+def one_answer(evidence: Evidence) -> Iterator[Problem]:
+    """More than 80 % of the completions of a step are the same text (`rollout/most_common`), in steps of at least four
+    groups: the policy answers all prompts alike. It is found whether such answers earn the reward or not."""
+    part = evidence.recent("rollout/most_common")
+    if part > 0.8 and evidence.recent("rollout/groups") >= 4 and not evidence.recent("rollout/empty") > 0.5:
+        found = f"{part:.0%} of a step's completions are the same text, above 80 %"
+        do = "read rollouts (`trivium rollouts`); a reward that such an answer does not earn, or a lower train.optimizer.lr"
+        yield wrong(found, do)
+
+
+@RULES.rule
 def truncation(evidence: Evidence) -> Iterator[Problem]:
     """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
     part = evidence.recent("rollout/truncated")
@@ -306,7 +348,7 @@ def refused_groups(evidence: Evidence) -> Iterator[Problem]:
 @RULES.rule
 def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
     """In some 3 consecutive steps, more than half of the completions of at least 8 tokens are identical to another one
-    of their group."""
+    of their group. For shorter ones, see `one answer`."""
     # `counts` has (repeated, all) completions of each step, `windows` their sums over each step and the 2 before it.
     counts = [tuple(map(sum, zip((0, 0), *map(_repeated, groups), strict=True))) for groups in evidence.groups]
     windows = [tuple(map(sum, zip(*counts[max(0, end - 2) : end + 1], strict=True))) for end in range(len(counts))]
@@ -332,12 +374,10 @@ def reward_hacking(evidence: Evidence) -> Iterator[Problem]:
     for key, points in evidence.evaluated("eval/*/accuracy"):
         best_step, best = max(points, key=lambda point: point[1])
         last_step, last = points[-1]
-        before = [row["reward/mean"] for row in evidence.rows if row["step"] <= best_step and "reward/mean" in row]
-        after = [row["reward/mean"] for row in evidence.rows if row["step"] > best_step and "reward/mean" in row]
-        before = before or after[:WINDOW]  # the best evaluation is the one before training
+        before, after = evidence.sampled_at(best_step), evidence.sampled_at(last_step)
         if best - last <= 0.05 or not before or not after:
             continue
-        then, now = fmean(before[-WINDOW:]), fmean(after[-WINDOW:])
+        then, now = fmean(before), fmean(after)
         if now - then > 0.05 * evidence.reward_range():
             found = (
                 f"{key} fell from {best:.1%} at step {best_step:.0f} to {last:.1%} at step {last_step:.0f}, "
@@ -350,15 +390,17 @@ def reward_hacking(evidence: Evidence) -> Iterator[Problem]:
 
 @RULES.rule
 def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
-    """The mean training reward of the newest steps is above the mean reward of the newest evaluation by more than 30 %
-    of the range of rewards."""
-    trained = evidence.recent("reward/mean")
+    """The mean training reward of at least 3 steps around the newest evaluation is above the mean reward of that
+    evaluation by more than 30 % of the range of rewards."""
     for key, points in evidence.evaluated("eval/*/reward"):
         step, held_out = points[-1]
-        if trained - held_out > 0.3 * evidence.reward_range():
-            figures = f"reward/mean is {trained:.3g} over the newest {WINDOW} steps, and {key} {held_out:.3g}"
+        trained = evidence.sampled_at(step)
+        if len(trained) >= _NEAR and fmean(trained) - held_out > 0.3 * evidence.reward_range():
+            figures = (
+                f"reward/mean is {fmean(trained):.3g} in the steps around step {step:.0f}, and {key} {held_out:.3g}"
+            )
             do = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
-            yield wrong(f"{figures} at step {step:.0f}", do)
+            yield wrong(figures, do)
             return
 
 
@@ -405,10 +447,13 @@ class LiveWarnings:
 
 
 def earlier_problems(rows: Iterable[Row], current: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems at earlier rows of a run that are not among its current ones, with their steps."""
+    """Returns the problems at earlier rows of a run that are not among its current ones, with their steps. Those that
+    rules of evaluations found are left out: the newest evaluation refutes them."""
     warnings, held = LiveWarnings(), dict[str, tuple[float, float, Problem]]()
     for row in rows:
         for problem in warnings.problems_at(row):
+            if problem.where in _OF_EVALUATIONS:
+                continue
             first = held[problem.where][0] if problem.where in held else row["step"]
             held[problem.where] = first, row["step"], problem
     for problem in current:

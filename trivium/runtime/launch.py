@@ -22,7 +22,8 @@ from trivium.config.resume import fingerprint
 from trivium.config.sources import algorithm_kinds, rewards_of
 from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
-from trivium.phases import announce, verdict
+from trivium.monitors.verdict import verdict
+from trivium.phases import announce
 from trivium.protocols import Monitor, RestingEngine
 from trivium.registry import is_unnamed, resolve
 from trivium.rewards.recipe import parts_of
@@ -105,7 +106,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
         asyncio.run(store.copied())  # the last chance to copy checkpoints that could not be copied earlier
         summary = {name: record[name] for name in (*_CARRIED, "changes") if record.get(name) is not None}
         summary = {"steps": store.steps()[-1], **summary}
-        summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
+        summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0), config)
         _log.info(summary["verdict"])
         summary["memory"] = {"planned": plan.needed, "measured": peaks(), "unit": "MiB"}
         _log.info("peak memory in MiB: planned %(planned)s, measured %(measured)s", summary["memory"])

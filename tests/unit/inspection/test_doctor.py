@@ -100,14 +100,17 @@ PROVOKED: dict[str, Sequence[Row]] = {
     "clip fraction": changed(**{"train/clip_fraction": 0.4}),
     "kl drift": changed(**{"train/ref_kl": 2.0}),
     "length explosion": changed(**{"rollout/response_tokens": 30.0}),
+    "length collapse": changed(**{"rollout/response_tokens": 0.5, "reward/mean": 0.5}),
+    "empty completions": changed(**{"rollout/empty": 0.9}),
+    "one answer": changed(**{"rollout/most_common": 0.9}),
     "truncation": changed(**{"rollout/truncated": 0.9}),
     "engine mismatch": changed(**{"mismatch/kl": 0.1}),
     "staleness": changed(**{"mismatch/ess": 0.2, "rollout/staleness": 3.0}),
     "dead component": changed(**{"reward/component/format": 1.0}),
     "failures": changed(**{"rollout/failed": 300.0}),
     "refused groups": changed(**{"rollout/refused": 200.0}),
-    "generalization gap": [*changed(**{"reward/mean": 0.95}), {"step": 251.0, "eval/test/reward": 0.34}],
-    "reward hacking": [*changed(**{"reward/mean": 1.4}), {"step": 251.0, "eval/test/accuracy": 0.3}],
+    "generalization gap": [*changed(**{"reward/mean": 0.95}), {"step": 218.0, "eval/test/reward": 0.34}],
+    "reward hacking": [*changed(**{"reward/mean": 1.4}), {"step": 218.0, "eval/test/accuracy": 0.3}],
     "waiting": changed(**{"perf/idle": 0.95, "time/step": 100.0}),
 }
 
@@ -138,6 +141,37 @@ def test_a_problem_that_the_run_has_overcome_is_listed_with_its_steps() -> None:
     assert {first, last} <= bad
     assert first < last
     assert earlier_problems(rows, [earlier]) == []  # one that still holds is listed once
+
+
+def test_an_evaluation_is_compared_with_the_steps_around_it() -> None:
+    """Not with later ones, by which the policy has learned more."""
+
+    def rows(last: int, evaluated: dict[int, float]) -> list[Row]:
+        trained: list[Row] = [
+            {"step": step, "train/version": step, "reward/mean": step / 10, "reward/min": 0.0, "reward/max": 1.0}
+            for step in range(1, last + 1)
+        ]
+        return sorted([*trained, *({"step": s, "eval/test/reward": r} for s, r in evaluated.items())], key=_step)
+
+    assert RULES.problems(evidence_of(rows(10, {0: 0.07}))) == []
+    assert RULES.problems(evidence_of(rows(10, {0: 0.07, 10: 0.68}))) == []
+    late = rows(10, {0: 0.07, 5: 0.05})
+    (finding,) = RULES.problems(evidence_of(late))
+    assert finding.found == "reward/mean is 0.55 in the steps around step 5, and eval/test/reward 0.05"
+    assert earlier_problems([*late, {"step": 10, "eval/test/reward": 0.9}], []) == [], "a later evaluation refutes it"
+
+
+def _step(row: Row) -> float:
+    return row["step"]
+
+
+def test_a_run_of_few_steps_is_not_called_healthy(stuck: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few"
+    shutil.copytree(stuck, few)
+    lines = (few / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (few / "metrics.jsonl").write_text("".join(lines[:3]))
+    assert diagnose(few).silence == "too few steps to find what is wrong: most rules need 5"
+    assert diagnose(stuck).silence == "nothing wrong was found"
 
 
 def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:

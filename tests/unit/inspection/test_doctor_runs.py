@@ -46,6 +46,14 @@ def ungradable(prompt: str, completion: str) -> float:
     return 1.0
 
 
+def silence(prompt: str, completion: str) -> float:
+    return 0.5 * (not completion) + 0.5 * prompt.startswith("9")
+
+
+def seven(prompt: str, completion: str) -> float:
+    return float(completion.startswith("7"))
+
+
 GRADED = [time.monotonic()]
 
 
@@ -169,6 +177,24 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "evaluation": {"taskset": "test", "sampling": sampling(2, temperature=0.0)},
         },
         {"generalization gap"},
+    ),
+    "a reward that silence earns": (
+        {
+            "rewards": [{"kind": here("silence")}],
+            "engine": {"sampling": sampling(16)},
+            "train": lr(0.02),
+            "schedule": steps(20, groups_per_step=8, group_size=8),
+        },
+        {"empty completions", "length collapse"},
+    ),
+    "a reward that one answer earns": (
+        {
+            "rewards": [{"kind": here("seven")}],
+            "engine": {"sampling": sampling(1)},
+            "train": lr(0.02),
+            "schedule": steps(20, groups_per_step=4, group_size=8),
+        },
+        {"one answer", "saturated rewards"},
     ),
     "a slow reward": ({"rewards": [{"kind": here("slow")}], "schedule": steps(5)}, {"waiting"}),
     "a loss that is not a number": (

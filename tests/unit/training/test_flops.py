@@ -1,4 +1,4 @@
-"""Arithmetic of a pass, time by phase, utilisation, and the verdict on a run."""
+"""Arithmetic of a pass, time by phase, and utilisation."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trivium.config.model_shape import shape_of
 from trivium.loops import train_step
 from trivium.metrics import checked, depends_on_machine
-from trivium.phases import BOUNDS, Phase, collecting, measured, phase, verdict
+from trivium.phases import Phase, collecting, measured, phase
 from trivium.training.flops import measured_peak, utilisation
 from trivium.types import Batch
 
@@ -120,22 +120,3 @@ async def in_a_thread() -> None:
                 pass
 
     await asyncio.to_thread(work)
-
-
-@pytest.mark.parametrize("kind", BOUNDS)
-def test_the_verdict_names_what_takes_longest_and_what_to_do(kind: str) -> None:
-    seconds = {**dict.fromkeys(BOUNDS, 1.0), f"{kind}/policy": 3.0, "train": 90.0, "step": 100.0}
-    line = verdict(seconds, 10.0)
-    assert line.startswith(f"bound by {BOUNDS[kind][0]}: 40% of the trainer's time, 4.0 of 10.0 s (")
-    assert line.endswith(BOUNDS[kind][1])
-    assert line.count("10%") == len(BOUNDS) - 1
-    assert "\n" not in line
-
-
-def test_what_was_not_measured_is_told_and_small_shares_are_not() -> None:
-    line = verdict({"wait": 3.0, "sync": 1.0, "checkpoint": 0.01}, 10.0)
-    assert "30% of the trainer's time, 3.0 of 10.0 s (weight sync 10%, loading and the rest 60%)" in line
-
-
-def test_a_run_in_which_nothing_was_measured_has_no_bound() -> None:
-    assert verdict({}, 10.0) == verdict({"wait": 1.0}, 0.0) == "nothing was measured"

@@ -76,11 +76,14 @@ class WatchedRun:
 
         return {
             "verdict": self.run.verdict,
-            "findings": _or_error(
-                lambda: [{"rule": e.where, "figures": e.found, "do": e.do} for e in diagnose(self.path).findings]
-            ),
+            "doctor": _or_error(self._diagnosed),
             "objective": _or_error(lambda: explain(self.run.config)),
         }
+
+    def _diagnosed(self) -> dict[str, Any]:
+        report = diagnose(self.path)
+        findings = [{"rule": each.where, "figures": each.found, "do": each.do} for each in report.findings]
+        return {"findings": findings, "silence": report.silence}
 
     def rollouts(self, step: int, place: Mapping[str, int], first: int, count: int) -> list[dict[str, Any]]:
         """Returns rollouts of a group of a step token by token, the greedy rollout last. `place` has the group's stage,

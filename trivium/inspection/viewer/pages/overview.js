@@ -340,11 +340,11 @@ function verdictOf(run) {
 
 function told(answer) {
   const parts = [h("p", {}, answer.verdict)];
-  if (answer.findings.error) parts.push(h("p", { class: "dim" }, `doctor: ${answer.findings.error}`));
-  else if (answer.findings.length) {
-    parts.push(h("ul", { class: "findings" }, answer.findings.map((each) =>
+  if (answer.doctor.error) parts.push(h("p", { class: "dim" }, `doctor: ${answer.doctor.error}`));
+  else if (answer.doctor.findings.length) {
+    parts.push(h("ul", { class: "findings" }, answer.doctor.findings.map((each) =>
       h("li", {}, h("b", {}, each.rule), `: ${each.figures}`, h("div", { class: "dim" }, `do: ${each.do}`)))));
-  } else parts.push(h("p", { class: "healthy" }, "doctor: nothing wrong was found"));
+  } else parts.push(h("p", { class: "healthy" }, `doctor: ${answer.doctor.silence}`));
   const objective = answer.objective.error || answer.objective;
   parts.push(h("details", {}, h("summary", {}, "objective, with its values"), h("pre", {}, objective)));
   return parts;
