@@ -135,13 +135,13 @@ def _duration(seconds: float) -> str:
 
 
 def _verdict(run: RecordedRun) -> str:
-    found = diagnose(run.path) if run.rows() else Report([], [], "no step was logged")
-    items = "".join(map(_finding, found.findings)) or f'<li class="fine">doctor: {escape(found.silence)}</li>'
+    diagnosis = diagnose(run.path) if run.rows() else Report([], [], "no step was logged")
+    items = "".join(map(_finding, diagnosis.findings)) or f'<li class="fine">doctor: {escape(found.silence)}</li>'
     return f'<section><h2>Verdict</h2><p>{escape(run.verdict)}</p><ul class="findings">{items}</ul></section>'
 
 
 def _finding(finding: Problem) -> str:
-    return f"<li><b>{escape(finding.where)}</b> {escape(finding.found)}<br><em>do:</em> {escape(finding.do)}</li>"
+    return f"<li><b>{escape(finding.where)}</b> {escape(finding.diagnosis)}<br><em>do:</em> {escape(finding.do)}</li>"
 
 
 def _curves(run: RecordedRun) -> str:

@@ -81,8 +81,8 @@ class Evidence:
             yield key, [(row["step"], row[key]) for row in self.evaluations if key in row]
 
     def sampled_at(self, step: float) -> list[float]:
-        """Returns the mean rewards of the three train steps before and the three after an evaluation after `step`, whose
-        weights are about those that it evaluated."""
+        """Returns the mean rewards of the three train steps before an evaluation after `step`, and of the three after
+        it: the weights of these steps are about those that it evaluated."""
         rewards = [(row["step"] <= step, row["reward/mean"]) for row in self.rows if "reward/mean" in row]
         before, after = ([reward for is_before, reward in rewards if is_before is side] for side in (True, False))
         return [*before[-_NEAR:], *after[:_NEAR]]
@@ -271,7 +271,7 @@ def one_answer(evidence: Evidence) -> Iterator[Problem]:
     part = evidence.recent("rollout/most_common")
     if part > 0.8 and evidence.recent("rollout/groups") >= 4 and not evidence.recent("rollout/empty") > 0.5:
         found = f"{part:.0%} of a step's completions are the same text, above 80 %"
-        do = "read rollouts (`trivium rollouts`); a reward that such an answer does not earn, or a lower train.optimizer.lr"
+        do = "read `trivium rollouts`; a reward that such an answer does not earn, or a lower train.optimizer.lr"
         yield wrong(found, do)
 
 
@@ -396,9 +396,7 @@ def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
         step, held_out = points[-1]
         trained = evidence.sampled_at(step)
         if len(trained) >= _NEAR and fmean(trained) - held_out > 0.3 * evidence.reward_range():
-            figures = (
-                f"reward/mean is {fmean(trained):.3g} in the steps around step {step:.0f}, and {key} {held_out:.3g}"
-            )
+            figures = f"reward/mean is {fmean(trained):.3g} around step {step:.0f}, and {key} {held_out:.3g} after it"
             do = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
             yield wrong(figures, do)
             return

@@ -157,7 +157,7 @@ def test_an_evaluation_is_compared_with_the_steps_around_it() -> None:
     assert RULES.problems(evidence_of(rows(10, {0: 0.07, 10: 0.68}))) == []
     late = rows(10, {0: 0.07, 5: 0.05})
     (finding,) = RULES.problems(evidence_of(late))
-    assert finding.found == "reward/mean is 0.55 in the steps around step 5, and eval/test/reward 0.05"
+    assert finding.found == "reward/mean is 0.55 around step 5, and eval/test/reward 0.05 after it"
     assert earlier_problems([*late, {"step": 10, "eval/test/reward": 0.9}], []) == [], "a later evaluation refutes it"
 
 

@@ -127,7 +127,7 @@ def test_a_config_may_name_the_file_or_a_package_that_holds_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     again: Any = config_from_mapping({**mapping, "model": {"path": "package_of_a_model:small.gguf"}}).model
     assert again.path == model.path
-    with refused(ConfigError, "no_such_package:small.gguf", "the package no_such_package is not installed"):
+    with refused(ConfigError, "no_such_package:small.gguf", "package no_such_package"):
         config_from_mapping({**mapping, "model": {"path": "no_such_package:small.gguf"}})
     (tmp_path / "broken.gguf").write_bytes(b"nothing")
     with refused(ConfigError, tmp_path / "broken.gguf"):
