@@ -216,7 +216,8 @@ def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_
     text = "".join((tmp_path / name).read_text(encoding="utf-8") for name in ("my_rewards.py", "my_run.yaml"))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert f"## Your own reward in {len(lines)} lines\n" in (ROOT / "README.md").read_text(encoding="utf-8")
-    config = load_config(tmp_path / "my_run.yaml", ["model={kind: tiny}"])  # tests/real runs it with its own model
+    tiny = {"model": {"kind": "tiny"}}  # tests/real runs it with its own model
+    config = config_from_mapping({**yaml.safe_load((tmp_path / "my_run.yaml").read_text()), **tiny}, tmp_path)
     assert config.rewards[0].label == "ten_words"
 
 
