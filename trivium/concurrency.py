@@ -23,6 +23,9 @@ from trivium.errors import RolloutError, SyncError, text_of
 
 T = TypeVar("T")
 
+interrupted = threading.Event()
+"""Set from Ctrl-C until the run has ended."""
+
 # --------------------------------------------------------------------------- coroutines with a deadline
 
 _GRACE_S = 1.0

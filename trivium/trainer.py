@@ -20,6 +20,7 @@ from trivium.checkpoint.run_record import (
     num_changed_fields,
     with_evaluation,
 )
+from trivium.concurrency import interrupted
 from trivium.errors import RolloutsFailing, TriviumError
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
@@ -52,7 +53,9 @@ Learn = Callable[[Keep], "Metrics"]
 
 _log = logging.getLogger("trivium")
 _STEP_ENDS_S = 10.0
-"""How long the end of a run waits for the thread of a train step."""
+"""How long the end of a run waits for the thread of a train step after an error, by which the step may hang."""
+_INTERRUPTED_STEP_ENDS_S = 300.0
+"""How long it waits after Ctrl-C. A process waits for its threads as long, and a second Ctrl-C ends it at once."""
 
 
 class StepGroups(NamedTuple):
@@ -544,7 +547,10 @@ class StepThread:
         except asyncio.CancelledError:
             cancelled.set()
             step.add_done_callback(lambda step: step.cancelled() or step.exception())
-            ended, _ = await asyncio.wait({step}, timeout=_STEP_ENDS_S)
+            if interrupted.is_set() and not step.done():
+                _log.warning("the train step in progress ends first and is saved; a second Ctrl-C gives it up")
+            timeout = _INTERRUPTED_STEP_ENDS_S if interrupted.is_set() else _STEP_ENDS_S
+            ended, _ = await asyncio.wait({step}, timeout=timeout)
             if not ended or step.exception() is not None:
                 raise
             self.was_cancelled = True

@@ -400,6 +400,21 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
     assert (broken.made.train_step_num, broken.store.steps()) == (3, [])
 
 
+async def test_ctrl_c_waits_for_a_long_step_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
+    monkeypatch.setattr("trivium.trainer.interrupted", pressed := threading.Event())
+    run = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering)
+    playing = asyncio.ensure_future(run.play())
+    while not hasattr(run, "made") or not cast(Lingering, run.made.engine).stepping.is_set():
+        await asyncio.sleep(0.001)
+    pressed.set()
+    playing.cancel()
+    threading.Timer(0.5, cast(Lingering, run.made.engine).going_on.set).start()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert run.store.steps() == [3]
+
+
 async def test_weights_between_two_steps_are_not_saved(tmp_path: Path) -> None:
     broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Broken)
     with pytest.raises(ExceptionGroup):

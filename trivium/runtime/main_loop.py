@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
+from trivium.concurrency import interrupted
 from trivium.errors import DeadlineExceeded, TriviumError, first_cause, text_of, user_place
 from trivium.models.cpu.openmp import release_team
 
@@ -209,6 +210,7 @@ def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> 
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signals.raised = KeyboardInterrupt()
+        interrupted.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with suppress(OSError):  # the reader of the stream may have ended
             os.write(2, b"interrupted: the run ends; Ctrl-C again ends it at once\n")
@@ -222,6 +224,7 @@ def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> 
     try:
         yield signals
     finally:
+        interrupted.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

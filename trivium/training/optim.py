@@ -23,14 +23,14 @@ from trivium.training.section import OptimizerConfig
 def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:
     """The learning rate of the train step that follows `taken` others of its stage. All its mini-batches share it."""
     if taken < config.warmup_steps:
-        return config.lr * (taken + 1) / config.warmup_steps
+        return config.peak * (taken + 1) / config.warmup_steps
     progress = min(1.0, (taken - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     remaining = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[config.schedule]
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+    return config.peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -41,7 +41,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     others = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
     return torch.optim.AdamW(
         [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.lr,
+        lr=config.peak,
         betas=config.betas,
         eps=config.eps,
         fused=True,

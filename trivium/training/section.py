@@ -24,15 +24,15 @@ from trivium.types import Capabilities, capabilities_of
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
-ADAPTER_LR, RANDOM_LR = 1e-4, 1e-3
-"""The default learning rates for an adapter of a pretrained model, and for a model of random weights. An adapter learns
-nothing in a run of usual length with the rate of all weights: it begins as no change at all."""
+PRETRAINED_LR, ADAPTER_LR, RANDOM_LR = 1e-6, 1e-4, 1e-3
+"""The default learning rates for all weights of a pretrained model, for an adapter of one, and for random weights. An
+adapter learns nothing in a run of usual length with the rate of all weights: it begins as no change at all."""
 
 
 class OptimizerConfig(Config):
     """AdamW and its learning rate."""
 
-    lr: float = changeable(1e-6, ge=0)
+    lr: float | None = changeable(None, ge=0)
     """Peak learning rate. Unset: 1e-6 for all weights of a pretrained model, 1e-4 for an adapter of one (`train.lora`),
     1e-3 for a model of random weights (`model.kind: tiny`)."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
@@ -47,6 +47,20 @@ class OptimizerConfig(Config):
     """The learning rate after the warm-up, until the stage's last train step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end of `linear` and `cosine`, as a fraction of `lr`."""
+
+    @property
+    def peak(self) -> float:
+        """`lr`; outside a run, where no model has filled it in, the rate for all weights of a pretrained model."""
+        return PRETRAINED_LR if self.lr is None else self.lr
+
+    def at(self, rate: float) -> OptimizerConfig:
+        """The section with `rate` as `lr`, if that is unset."""
+        if self.lr is not None:
+            return self
+        section = self.model_copy()
+        # The field still counts as unset: a stage that trains another part of the model has its own rate.
+        object.__setattr__(section, "lr", rate)
+        return section
 
 
 class TorchTrainConfig(TrainConfig):
@@ -125,13 +139,12 @@ class TorchTrainConfig(TrainConfig):
 
     def for_model(self, model: Plugin) -> TorchTrainConfig:
         is_random = isinstance(model, ModelConfig) and model.has_random_weights
-        if "lr" in self.optimizer.model_fields_set or not (is_random or self.lora is not None):
-            return self
-        # Built without the key, so that `exclude_unset` leaves it out: a stage with another part to train has its own.
-        optimizer = self.optimizer.model_copy()
-        object.__setattr__(optimizer, "lr", RANDOM_LR if is_random else ADAPTER_LR)
+        rate = RANDOM_LR if is_random else PRETRAINED_LR if self.lora is None else ADAPTER_LR
         section = self.model_copy()
-        object.__setattr__(section, "optimizer", optimizer)
+        object.__setattr__(section, "optimizer", self.optimizer.at(rate))
+        if self.critic_optimizer is not None:
+            critic = self.critic_optimizer.at(RANDOM_LR if is_random else PRETRAINED_LR)
+            object.__setattr__(section, "critic_optimizer", critic)
         return section
 
     def on_this_machine(self) -> Self:
