@@ -40,6 +40,11 @@ def _first(*prefixes: str) -> Callable[[Row], float | None]:
     return find
 
 
+def _rewarded(row: Row) -> float | None:
+    """Returns the mean reward; None for pairs, whose rewards are 1 for the preferred completion and 0 for the other."""
+    return None if "train/preference_accuracy" in row else row.get("reward/mean")
+
+
 def _evaluated(name: str) -> Callable[[Row], float | None]:
     """Returns a metric of an evaluation; no accuracy if rewards are graded."""
 
@@ -60,12 +65,13 @@ def _failed(row: Row) -> str | None:
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], float | str | None], str], ...] = (
-    ("reward", _first("reward/mean"), "{:.3f}"),
+    ("reward", _rewarded, "{:.3f}"),
     ("eval reward", _evaluated("reward"), "{:.3f}"),
     ("accuracy", _evaluated("accuracy"), "{:.1%}"),
     ("loss", _first("train/loss/"), "{:.4f}"),
     ("held-out loss", _evaluated("loss"), "{:.4f}"),
     ("preferred", _first("train/preference_accuracy"), "{:.1%}"),
+    ("margin", _first("train/preference_margin"), "{:.3f}"),
     ("held-out preferred", _evaluated("preference_accuracy"), "{:.1%}"),
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),

@@ -169,6 +169,13 @@ def test_lines_say_how_far_the_run_is_how_fast_and_how_long_it_takes(tmp_path: P
     ]
 
 
+def test_pairs_have_a_margin_and_no_reward() -> None:
+    monitor, out = console()
+    monitor.log(1, {"reward/mean": 0.5, "train/preference_accuracy": 0.75, "train/preference_margin": 0.125})
+    monitor.close()
+    assert out.getvalue().splitlines() == ["step 1  preferred 75.0%  margin 0.125"]
+
+
 def test_a_stage_after_one_that_ended_early_has_a_pace_of_its_own(tmp_path: Path) -> None:
     planned(tmp_path / "x", 900)
     monitor, out = console(run_dir=tmp_path / "x")
