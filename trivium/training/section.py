@@ -13,7 +13,7 @@ from trivium.config import Config, ModelConfig, Plugin, RunConfig, TrainConfig, 
 from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import shape_in, vision_problems
 from trivium.config.parallel import ParallelConfig, shape_problems
-from trivium.errors import Problem
+from trivium.errors import MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
@@ -152,6 +152,9 @@ class TorchTrainConfig(TrainConfig):
 
     def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from head_precision_problems(self, where)
+        path = getattr(run.model, "path", None)
+        if self.lora is not None and self.lora.path is None and self.lora.names_layers and path is not None:
+            yield from _adapter_problems(self.lora, path, f"{where}.lora")
 
     def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
         """Returns why frozen weights cannot be kept in 8 or 4 bits on this device type, or None if they can."""
@@ -215,3 +218,18 @@ class DescribedTorchTrainEngine:
 
     Config = TorchTrainConfig
     capabilities = Capabilities(multiple_ranks=True)
+
+
+def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Problem]:
+    """Why the model has no layers of the section's names: an adapter is made for it without its weights."""
+    import torch
+
+    from trivium.models.backbone.load import load_lm
+    from trivium.models.weights.lora import inject
+
+    try:
+        inject(load_lm(model, dtype=torch.float32, empty=True), lora, seed=0)
+    except MissingPackage:  # another rule reports it
+        return
+    except TriviumError as error:
+        yield Problem(where, error.asked, error.found, error.do)

@@ -109,7 +109,7 @@ def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_pat
         return {name.split(".")[-3] for name, _ in adapter_state(attach(load(directory), section, seed=0))}
 
     seven = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert layers(LoraConfig()) == seven
+    assert layers(LoraConfig()) == layers(LoraConfig.model_validate({"targets": "all-linear"})) == seven
     assert layers(LoraConfig(targets=("q_proj", "v_proj"))) == {"q_proj", "v_proj"}
     assert layers(LoraConfig(exclude=("q_proj",))) == seven - {"q_proj"}
     assert layers(LoraConfig(exclude=r".*\.(q|k)_proj")) == seven - {"q_proj", "k_proj"}

@@ -374,6 +374,18 @@ def test_names_of_tools_that_the_workflow_lacks_are_counted(tmp_path: Path) -> N
     assert look(tmp_path, rows[:1], tools).warnings == []
 
 
+def test_an_adapter_of_layers_that_the_model_lacks_is_a_problem_of_the_config(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    TinyModel(TinyModel.Config.model_validate(TINY), seed=0).materialize(directory)
+
+    def problems(**lora: Any) -> list[str]:
+        change = {"model": {"kind": "hf", "path": str(directory)}, "train": {"lora": lora}}
+        return [problem.where for problem in look(tmp_path, ROWS, change).problems]
+
+    assert problems(targets=["q_proj"]) == problems(targets="all-linear") == problems(exclude=["q_proj"]) == []
+    assert problems(targets=["c_attn"]) == problems(targets=["lm_head"]) == ["train.lora"]
+
+
 def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     tools = [{**row, "tools": [{"name": "add"}]} for row in ROWS]

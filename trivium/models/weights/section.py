@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Config
@@ -33,6 +33,10 @@ _PLAIN: dict[str, Any] = {
 """The config of an adapter that has only A, B and a scale for each layer. Others are refused."""
 
 
+def _unless_all(targets: object) -> object:
+    return None if targets in ("all-linear", ["all-linear"]) else targets
+
+
 class LoraConfig(Config):
     """Trains a low-rank adapter of the policy instead of its weights."""
 
@@ -40,10 +44,11 @@ class LoraConfig(Config):
     """Width of the adapter of each layer."""
     alpha: float = Field(default=16.0, gt=0)
     """The adapter's product is scaled by `alpha / rank`."""
-    targets: tuple[str, ...] | None = None
-    """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset: every linear layer except
-    the output layer; in a mixture of experts, those of attention. In a vision model, names mean layers of the language
-    part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
+    targets: Annotated[tuple[str, ...] | None, BeforeValidator(_unless_all)] = None
+    """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset, or peft's `all-linear`:
+    every linear layer except the output layer; in a mixture of experts, those of attention. In a vision model, names
+    mean layers of the language part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends
+    with it."""
     exclude: tuple[str, ...] | str | None = None
     """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
     layers: int | None = Field(default=None, ge=1)
@@ -54,6 +59,11 @@ class LoraConfig(Config):
     Unset: a new adapter, which does not change outputs at first."""
     push: Literal["merged", "adapter"] = "merged"
     """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether layers are named, which the model may lack."""
+        return self.targets is not None or self.exclude is not None
 
     def adapted(self, layers: int) -> int:
         """The number of layers with an adapter in a model of so many. The layers of `path` are not known here: it
