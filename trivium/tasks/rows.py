@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -168,6 +168,8 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
     plain, sides = _without_sides(where, row, config)
     plain, messages, images = _without_images(where, plain, config)
     columns: Row = json_value(plain, where)
+    if config.prompt is None and "prompt" not in columns and (shared := _shared_beginning(columns)):
+        columns["prompt"] = shared
     if sides and config.prompt_column is not None and config.prompt_column not in columns:
         prompt = next(iter(sides.values()))
     else:
@@ -180,6 +182,16 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
     for name, value in added.items():
         _offer(where, columns, name, value)
     return Task(task_id, prompt, columns, taskset)
+
+
+def _shared_beginning(columns: Row) -> list[Any]:
+    """The messages that both conversations of a pair begin with, which are its prompt where the row has no column for
+    it; empty without two conversations."""
+    sides = [columns.get(name) for name in ("chosen", "rejected")]
+    if not all(isinstance(side, list) and all(isinstance(entry, dict) for entry in side) for side in sides):
+        return []
+    pairs = zip(*(side[:-1] for side in sides if side), strict=False)
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[Problem]:

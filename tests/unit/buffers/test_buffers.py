@@ -32,6 +32,7 @@ from trivium.loops import follow_weights
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
+from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Failure, Group, Lease, Media, Message, Sampling, StopReason, Task, Trajectory, Turn
@@ -221,6 +222,26 @@ async def test_an_expert_row_without_a_reply_is_an_error(tmp_path: Path) -> None
     )
     with refused(DataError, "'solution'", "['answer', 'completion']"):
         await files.take(1, 0)
+
+
+async def test_a_pair_of_conversations_without_a_prompt_is_the_pair_that_continues_what_they_share(
+    tmp_path: Path,
+) -> None:
+    user, good, bad = {"role": "user", "content": "11="}, *({"role": "assistant", "content": c} for c in "29")
+    explicit = {"id": "a", "prompt": [user], "chosen": "2", "rejected": "9"}
+    implicit = {"id": "a", "chosen": [user, good], "rejected": [user, bad]}
+
+    async def turns(row: dict[str, Any]) -> list[list[int]]:
+        tasks = [task_of_row("a row", row, RowTasks.Config(kind="rows"), "train")]
+        plan = Schedule(tasks, seed=0, groups_per_step=1, steps=1, group_size=2)
+        files = FileBuffer(FileBuffer.Config(), schedule=plan, rollouts=tmp_path, renderer=RENDERER, deadline_s=1)
+        [group] = await files.take(1, 0)
+        sequences = [(turn.prompt_tokens, turn.tokens) for member in group.trajectories for turn in member.turns]
+        return [[*prompt.tolist(), *tokens.tolist()] for prompt, tokens in sequences]
+
+    assert await turns(implicit) == await turns(explicit)
+    with refused(DataError, "prompt"):
+        task_of_row("a row", {"chosen": "2", "rejected": "9"}, RowTasks.Config(kind="rows"), "train")
 
 
 # --------------------------------------------------------------------------- the buffer in memory
