@@ -207,17 +207,22 @@ def test_a_run_goes_on_with_the_limits_that_it_began_with_on_a_machine_of_anothe
 
     def limits_after(steps: int, gib: float, run_dir: str = "run") -> tuple[int, int]:
         monkeypatch.setattr(launch, "machine", lambda: Machine(int(gib * 2**30)))
-        config = {**yaml.safe_load(BASE), "model": shape, "run": {"dir": str(tmp_path / run_dir), "change": True}}
+        config = {
+            **yaml.safe_load(BASE),
+            "rewards": ["exact"],
+            "model": shape,
+            "run": {"dir": str(tmp_path / run_dir), "change": True},
+        }
         config["schedule"]["steps"] = steps
         launch.run(config_from_mapping(config))
         written = yaml.safe_load((tmp_path / run_dir / "config.yaml").read_text())
         return written["train"]["max_tokens_per_micro_batch"], written["engine"]["max_rows"]
 
-    assert limits_after(1, 64) == limits_after(2, 1.25) != limits_after(1, 1.25, "other")
+    assert limits_after(1, 64) == limits_after(2, 0.6) != limits_after(1, 0.6, "other")
     memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
     assert memory["unit"] == "MiB"
     assert 100 < memory["measured"]["host"] < 8 * 1024
-    assert 0 < memory["planned"]["host"] < 1.25 * 1024
+    assert 0 < memory["planned"]["host"] < 0.6 * 1024
 
 
 def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., Forked], tmp_path: Path) -> None:
@@ -724,13 +729,11 @@ def test_functions_and_rows_of_a_notebook_are_trained_on_and_recorded(tmp_path: 
     blocks = [
         re.search(pattern, text, re.S)
         for pattern, text in (
-            (r"```python\n# my_rewards.py\n(.*?)```", readme),
-            (r"```python\n(import trivium\nfrom my_rewards.*?)summary = ", readme),
+            (r"```python\n(import trivium\n.*?)summary = ", readme),
             (r"```python\n# sums.py\n(.*?)if __name__", page),
         )
     ]
-    reward, short, long = (block.group(1) for block in blocks if block is not None)
-    (tmp_path / "my_rewards.py").write_text(reward)
+    short, long = (block.group(1) for block in blocks if block is not None)
     (tmp_path / "sums.py").write_text(f"import sys; sys.path.insert(0, '')\n{short}\n{long}\n{CELLS}")
     with chdir(tmp_path):
         script = Forked("script", tmp_path / "out", runpy.run_path, "sums.py", {}, "__main__")

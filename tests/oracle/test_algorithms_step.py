@@ -58,6 +58,8 @@ def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
             "rollout/failed": 3,
             "rollout/failed/reward": 2,
             "rollout/failed/deadline": 1,
+            "rollout/empty": 1.0,  # the turns have no text
+            "rollout/most_common": 1.0,
             "rollout/response_tokens": 3.4,
             "rollout/response_tokens_max": 5,
             "rollout/response_tokens_min": 3,

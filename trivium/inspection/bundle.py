@@ -27,6 +27,7 @@ from trivium.buffers.media import MediaFiles
 from trivium.buffers.step_log import STEPS
 from trivium.buffers.step_tokens import tokens_file
 from trivium.checkpoint.atomic import writing
+from trivium.config import ModelConfig
 from trivium.config.merging import is_mapping
 from trivium.config.saved import as_yaml
 from trivium.errors import RunDirError
@@ -102,6 +103,11 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
         for path in (*(run.path / name for name in _WHOLE), tokens_file(run.path, step)):
             writer.file(path, str(path.relative_to(run.path)))
         values = writer.with_code(run.config.model_dump(mode="json"))
+        model = run.config.model
+        if (
+            isinstance(model, ModelConfig) and model.has_random_weights
+        ):  # the learning rate that follows from them stays
+            values["train"] = run.config.train.for_model(model).model_dump(mode="json")
         values["model"] = {"kind": "hf", "path": "base-model"}
         writer.text("config.yaml", as_yaml(values))
         about = {

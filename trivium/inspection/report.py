@@ -141,7 +141,7 @@ def _verdict(run: RecordedRun) -> str:
 
 
 def _finding(finding: Problem) -> str:
-    return f"<li><b>{escape(finding.where)}</b> {escape(finding.diagnosis)}<br><em>do:</em> {escape(finding.do)}</li>"
+    return f"<li><b>{escape(finding.where)}</b> {escape(finding.found)}<br><em>do:</em> {escape(finding.do)}</li>"
 
 
 def _curves(run: RecordedRun) -> str:

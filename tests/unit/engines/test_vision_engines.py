@@ -224,7 +224,7 @@ class TestTraining:
     def test_an_adapter_of_the_last_layers_is_in_those_of_the_decoder(
         self, directories: dict[str, Path], family: str
     ) -> None:
-        module = load_lm(directories[family])
+        module = load_lm(directories[family], dtype=torch.float32)
         vision, total = vision_of(module), module.config.get_text_config().num_hidden_layers
         assert vision is not None
         adapted = {name for name, _ in adapter_state(attach(module, LoraConfig(rank=2, layers=1), seed=0))}

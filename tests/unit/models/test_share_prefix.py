@@ -344,7 +344,7 @@ def test_fewer_rows_are_computed(model_dir: Path) -> None:
     batch = Batch(tuple(rows)).with_columns(advantages=[np.ones(60)] * 12)
     engines = [make_engine(model_dir, share_prefix=share, peak_flops=1e9) for share in (False, True)]
     counts = [rows_of_layers(engine, batch, "policy", Reinforce()) for engine in engines]
-    assert counts == [768, 256]  # 12 x 60 and 50 + 12 x 10, each filled to a multiple of 128
+    assert counts == [768, 160]  # 12 x 60, and 50 + 12 x 10 without last tokens, filled to multiples of 128 and 32
     shape = read_shape(model_dir)
     for engine, tokens, squares in zip(
         engines, (720, 50 + 120), (12 * 60**2, 50**2 + 12 * (60**2 - 50**2)), strict=True
