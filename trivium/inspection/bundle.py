@@ -104,9 +104,7 @@ def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: P
             writer.file(path, str(path.relative_to(run.path)))
         values = writer.with_code(run.config.model_dump(mode="json"))
         model = run.config.model
-        if (
-            isinstance(model, ModelConfig) and model.has_random_weights
-        ):  # the learning rate that follows from them stays
+        if isinstance(model, ModelConfig) and model.has_random_weights:  # whose learning rate stays
             values["train"] = run.config.train.for_model(model).model_dump(mode="json")
         values["model"] = {"kind": "hf", "path": "base-model"}
         writer.text("config.yaml", as_yaml(values))
