@@ -53,7 +53,7 @@ Learn = Callable[[Keep], "Metrics"]
 
 _log = logging.getLogger("trivium")
 _STEP_ENDS_S = 10.0
-"""How long the end of a run waits for the thread of a train step after an error, by which the step may hang."""
+"""How long the end of a run waits for the thread of a train step after an error. The step may hang then."""
 _INTERRUPTED_STEP_ENDS_S = 300.0
 """How long it waits after Ctrl-C. A process waits for its threads as long, and a second Ctrl-C ends it at once."""
 

@@ -115,8 +115,13 @@ def verdict(seconds: Mapping[str, float], total: float, config: RunConfig | None
 
 
 def _that_apply(advice: Iterable[Advice], config: RunConfig | None) -> list[str]:
-    stages = None if config is None else config.stage_configs()
+    stages = None if config is None else [_on_this_machine(stage) for stage in config.stage_configs()]
     return [each.do for each in advice if stages is None or any(map(each.applies, stages))]
+
+
+def _on_this_machine(stage: RunConfig) -> RunConfig:
+    """The stage with the device and the type that `auto` means here."""
+    return stage.model_copy(update={"train": stage.train.on_this_machine()})
 
 
 def _either(choices: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def test_something_applies_to_every_config(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "with_it", "without"),
     [
-        ("update", "bfloat16", {"device": "cuda"}, {"device": "cpu"}),
+        ("update", "bfloat16", {"device": "cuda", "dtype": "float32"}, {"device": "cpu"}),
         ("update", "bfloat16", {"device": "cuda"}, {"device": "cuda", "dtype": "bfloat16"}),
         ("update", "train.lora", {}, {"lora": {"layers": 2}}),
         ("update", "train.lora.layers", {"lora": {}}, {"lora": {"layers": 2}}),
@@ -80,3 +80,9 @@ def test_what_was_not_measured_is_told_and_small_shares_are_not() -> None:
 
 def test_a_run_in_which_nothing_was_measured_has_no_bound() -> None:
     assert verdict({}, 10.0) == verdict({"wait": 1.0}, 0.0) == "nothing was measured"
+
+
+def test_what_auto_means_here_counts() -> None:
+    from trivium.training.device import has_gpu
+
+    assert ("bfloat16" in advice("update", train={"device": "auto", "dtype": "float32"})) == has_gpu()
