@@ -477,7 +477,7 @@ def doctor(
         print("\n".join([*report.facts, *map(str, report.findings)]))
         if report.findings:
             raise typer.Exit(1)
-        print(report.silence)
+        print(report.no_findings)
 
 
 @app.command()

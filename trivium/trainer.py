@@ -547,9 +547,9 @@ class StepThread:
         except asyncio.CancelledError:
             cancelled.set()
             step.add_done_callback(lambda step: step.cancelled() or step.exception())
-            if interrupted.is_set() and not step.done():
-                _log.warning("the train step in progress ends first and is saved; a second Ctrl-C gives it up")
             timeout = _INTERRUPTED_STEP_ENDS_S if interrupted.is_set() else _STEP_ENDS_S
+            if interrupted.is_set() and not step.done():
+                _log.warning("the train step in progress ends first, within %d s; Ctrl-C again gives it up", timeout)
             ended, _ = await asyncio.wait({step}, timeout=timeout)
             if not ended or step.exception() is not None:
                 raise

@@ -37,8 +37,8 @@ class Report:
 
     facts: list[str]
     findings: list[Problem]
-    silence: str = "nothing wrong was found"
-    """What an empty list of findings means."""
+    no_findings: str = "nothing wrong was found"
+    """The line to show where `findings` is empty."""
 
 
 def diagnose(run_dir: Path) -> Report:
@@ -60,8 +60,9 @@ def diagnose(run_dir: Path) -> Report:
     current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
     facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", run.bound()]
-    silence = Report.silence if steps >= WINDOW else f"too few steps to find what is wrong: most rules need {WINDOW}"
-    return Report(facts, [*current, *earlier_problems(rows, current)], silence)
+    too_few = f"too few steps to find what is wrong: most rules need {WINDOW}"
+    no_findings = too_few if steps < WINDOW else Report.no_findings
+    return Report(facts, [*current, *earlier_problems(rows, current)], no_findings)
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:

@@ -136,7 +136,8 @@ def _duration(seconds: float) -> str:
 
 def _verdict(run: RecordedRun) -> str:
     diagnosis = diagnose(run.path) if run.rows() else Report([], [], "no step was logged")
-    items = "".join(map(_finding, diagnosis.findings)) or f'<li class="fine">doctor: {escape(diagnosis.silence)}</li>'
+    fine = f'<li class="fine">doctor: {escape(diagnosis.no_findings)}</li>'
+    items = "".join(map(_finding, diagnosis.findings)) or fine
     return f'<section><h2>Verdict</h2><p>{escape(run.verdict)}</p><ul class="findings">{items}</ul></section>'
 
 

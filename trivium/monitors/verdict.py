@@ -48,7 +48,7 @@ BOUNDS: dict[str, tuple[str, Sequence[Advice]]] = {
         "training compute",
         [
             Advice("use more ranks or GPUs"),
-            # CPUs without bfloat16 products take 16 times as long with it.
+            # Most CPUs have no products of bfloat16, and take 16 times as long with it.
             Advice(
                 "train.dtype: bfloat16",
                 lambda stage: _on_gpus(stage) and _value(stage, "train", "dtype") != "bfloat16",

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.concurrency import usable_cores
-from trivium.config import RunConfig
+from trivium.config import ModelConfig, RunConfig
 from trivium.config.checks import sections_of
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import (
@@ -368,8 +368,8 @@ def values(stage: _StageHere) -> Iterator[Problem]:
     """A value is valid but rarely intended."""
     config, limit = stage.config, context_limit(stage.config)
     lr = getattr(getattr(config.train, "optimizer", None), "lr", None)
-    is_random = stage.number == 0 and isinstance(config.model, TinyModel.Config | TinyVisionModel.Config)
-    if is_random and lr and lr < _LEAST_RANDOM_LR:
+    is_random = isinstance(config.model, ModelConfig) and config.model.has_random_weights
+    if stage.number == 0 and is_random and lr and lr < _LEAST_RANDOM_LR:
         asked, do = "a learning rate for a model with random weights", "set train.optimizer.lr to about 1e-3"
         found = f"{lr:g}, a rate for fine-tuning"
         yield Caution("train.optimizer.lr", asked, found, do)

@@ -233,3 +233,6 @@ def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Prob
         return
     except TriviumError as error:
         yield Problem(where, error.asked, error.found, error.do)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for unknown models
+        found = f"transformers cannot build it: {type(error).__name__}: {error}"
+        yield Problem(where, f"the layers of the model in {model}", found, "name a model of transformers in model.path")

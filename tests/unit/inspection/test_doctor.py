@@ -170,8 +170,8 @@ def test_a_run_of_few_steps_is_not_called_healthy(stuck: Path, tmp_path: Path) -
     shutil.copytree(stuck, few)
     lines = (few / "metrics.jsonl").read_text().splitlines(keepends=True)
     (few / "metrics.jsonl").write_text("".join(lines[:3]))
-    assert diagnose(few).silence == "too few steps to find what is wrong: most rules need 5"
-    assert diagnose(stuck).silence == "nothing wrong was found"
+    assert diagnose(few).no_findings == "too few steps to find what is wrong: most rules need 5"
+    assert diagnose(stuck).no_findings == "nothing wrong was found"
 
 
 def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:

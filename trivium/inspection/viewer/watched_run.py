@@ -83,7 +83,7 @@ class WatchedRun:
     def _diagnosed(self) -> dict[str, Any]:
         report = diagnose(self.path)
         findings = [{"rule": each.where, "figures": each.found, "do": each.do} for each in report.findings]
-        return {"findings": findings, "silence": report.silence}
+        return {"findings": findings, "no_findings": report.no_findings}
 
     def rollouts(self, step: int, place: Mapping[str, int], first: int, count: int) -> list[dict[str, Any]]:
         """Returns rollouts of a group of a step token by token, the greedy rollout last. `place` has the group's stage,

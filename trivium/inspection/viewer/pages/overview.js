@@ -344,7 +344,7 @@ function told(answer) {
   else if (answer.doctor.findings.length) {
     parts.push(h("ul", { class: "findings" }, answer.doctor.findings.map((each) =>
       h("li", {}, h("b", {}, each.rule), `: ${each.figures}`, h("div", { class: "dim" }, `do: ${each.do}`)))));
-  } else parts.push(h("p", { class: "healthy" }, `doctor: ${answer.doctor.silence}`));
+  } else parts.push(h("p", { class: "healthy" }, `doctor: ${answer.doctor.no_findings}`));
   const objective = answer.objective.error || answer.objective;
   parts.push(h("details", {}, h("summary", {}, "objective, with its values"), h("pre", {}, objective)));
   return parts;
