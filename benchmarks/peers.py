@@ -405,11 +405,12 @@ def tiny_model(directory: Path, args: argparse.Namespace) -> Path:
 def floor_seconds(model_dir: Path, batch: Batch, args: argparse.Namespace) -> dict[str, float]:
     """CPU seconds of generation and update at the rate of a large matrix product, with shared tokens computed once."""
     shape, tree = read_shape(model_dir), prefixes_of(batch).tree(range(len(batch)))
+    adapted = shape.layers if args.lora else 0
     squares = sum(each.stop**2 - each.first**2 for each in tree.segments)
     sampled = sum(each.num_response_tokens for each in batch.experiences)
     peak = products_per_cpu_second(getattr(torch, args.dtype))
     seconds = {
-        name: shape.flops(tree.num_tokens, squares, sampled, backward=name == "update", adapter=args.lora > 0) / peak
+        name: shape.flops(tree.num_tokens, squares, sampled, backward=name == "update", adapted=adapted) / peak
         for name in ("generation", "update")
     }
     return {**seconds, "step": sum(seconds.values())}
