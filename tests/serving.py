@@ -160,7 +160,7 @@ async def served(
     app = ChatServer(gateway, "policy", api_key, max_body_bytes).app
     extend(app)
     async with serve_app(app, "127.0.0.1", 0, max_connections) as url:
-        running = asyncio.create_task(gateway.run())
+        running = asyncio.create_task(gateway.run(lambda: None))
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
             here = Served(client, gateway, buffer, babbler, running, synchronizer, url)
             if loaded:

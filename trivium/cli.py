@@ -137,7 +137,8 @@ def run(
         from trivium.inspection.report import send_report
         from trivium.runtime.launch import run as run_all
 
-        show(run_all(loaded, report=send_report))
+        result = run_all(loaded, report=send_report)
+        show({name: value for name, value in result.items() if name != "rewards"})  # one for each step
 
 
 @app.command(context_settings=_CONFIGURED)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from trivium.errors import SyncError
 from trivium.explorer import check_failures
-from trivium.phases import activity, progress, span
+from trivium.phases import activity, span
+from trivium.policy import ROLLOUT_S
 from trivium.randomness import SampleKey
 from trivium.types import experiences_of
 
@@ -110,6 +112,8 @@ class Evaluator:
     max_failed_fraction: float = 1.0
     observations: bool = False
     """Whether to measure the cross-entropy of observations. The engine must record `prompt_log_prob`."""
+    training_s: float = field(default=0.0, init=False)
+    """The seconds of the last evaluation that rollouts for training took: its part of the seconds of all rollouts."""
 
     async def run(self, version: int) -> Metrics:
         """Metrics under `eval/<taskset>/`.
@@ -122,9 +126,13 @@ class Evaluator:
     async def rollouts(self, version: int) -> list[Group]:
         """Rolls out every task with this version."""
         self._expect(version)
-        name = f"evaluate {self.taskset}"
-        with activity(f"evaluating {self.taskset}", len(self.tasks)), span(self.explorer.name, name, version=version):
+        name, started, before = f"evaluate {self.taskset}", time.monotonic(), self.explorer.rollout_s
+        shown = activity(f"evaluating {self.taskset}", len(self.tasks) * self.samples, "rollouts")
+        with shown, span(self.explorer.name, name, version=version):
             groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
+        own = sum(t.metrics.get(ROLLOUT_S, 0.0) for group in groups for t in group.trajectories)
+        share = own / max(self.explorer.rollout_s - before, own, 1e-9)
+        self.training_s = (1 - share) * (time.monotonic() - started) if own else 0.0
         self._expect(version)
         return groups
 
@@ -145,9 +153,7 @@ class Evaluator:
             for sample in range(self.samples)
         ]
         extra = (*self.sampling.extra, "prompt_log_prob") if self.observations else self.sampling.extra
-        group = await self.explorer.rollout(task, keys, sampling=replace(self.sampling, extra=extra))
-        progress()
-        return group
+        return await self.explorer.rollout(task, keys, sampling=replace(self.sampling, extra=extra))
 
     def _names(self) -> list[str]:
         kinds = ("pass", "maj", "best", "worst")

@@ -24,7 +24,7 @@ from trivium.errors import (
     text_of,
     user_place,
 )
-from trivium.phases import Busy, span
+from trivium.phases import Busy, activity, progress, span
 from trivium.policy import (
     ENGINE_S,
     MAX_METRIC,
@@ -134,6 +134,11 @@ class Explorer:
         """The policy version it samples with."""
         return self.engine.version
 
+    @property
+    def rollout_s(self) -> float:
+        """The seconds of all rollouts so far, those in progress included."""
+        return sum(each._generating.seconds for each in (self, *self.sources.values()))
+
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
         # A collective channel blocks the trainer until the weights are read. If completions must finish before the
@@ -142,7 +147,7 @@ class Explorer:
         weights = await asyncio.to_thread(_collected, channel, version, hold)  # may wait for the trainer
         for each in (self._generating, self._rewarding):
             each.cut()  # the timeline shows work before and after the load as separate spans
-        with span(self.name, "load weights", version=version):
+        with span(self.name, "load weights", version=version), activity(f"loading version {version}"):
             await self.engine.load(version, weights, in_flight=self.in_flight)
         _log.info("%s holds version %d%s", self.name, version, self._report())
 
@@ -279,6 +284,7 @@ class Explorer:
         judged = await self._judged(task, trajectory, started + self.deadline_s - rolled_out)
         ended = time.monotonic()
         seconds = {ROLLOUT_S: rolled_out - started, REWARD_S: ended - rolled_out}
+        progress()
         return replace(trajectory, metrics={**trajectory.metrics, **seconds}, **judged), ended - started
 
     async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
 from trivium.metrics import aggregate, of_source
-from trivium.phases import collecting, measured, phase
+from trivium.phases import TRAINING_S, collecting, group_in_progress, measured, phase
 from trivium.protocols import MeasuringEngine, MeteredEngine, PacedObjective
 from trivium.types import SCORES, TRAINER, Batch, capabilities_of
 
@@ -136,12 +136,13 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
     rollouts: dict[Lease, asyncio.Task[None]] = {}
 
     async def rollout(lease: Lease) -> None:
-        try:
-            group = await explorer.rollout_slot(schedule, lease)
-        except RolloutsFailing as error:
-            await buffer.retry_on_resume(error.slots)
-            raise
-        await buffer.put(explorer.name, group)
+        with group_in_progress():
+            try:
+                group = await explorer.rollout_slot(schedule, lease)
+            except RolloutsFailing as error:
+                await buffer.retry_on_resume(error.slots)
+                raise
+            await buffer.put(explorer.name, group)
 
     async def cancel_rollouts() -> None:
         while True:
@@ -228,7 +229,8 @@ async def evaluate_loop(explorer: Explorer, evaluator: Evaluator, synchronizer: 
     request = 0
     while True:
         request, version = await synchronizer.next_evaluation(explorer.name, request)
-        synchronizer.answer_evaluation(request, await evaluator.run(version))
+        metrics = await evaluator.run(version)
+        synchronizer.answer_evaluation(request, {**metrics, TRAINING_S: evaluator.training_s})
 
 
 async def train_loop(trainer: TrainerProtocol) -> None:

@@ -469,7 +469,7 @@ declare(
     unit="s",
     aggregation="sum",
 )
-declare("time/evaluate", "the trainer's wait for an evaluation", unit="s", aggregation="sum")
+declare("time/evaluate", "an evaluation, without the rollouts for training meanwhile", unit="s", aggregation="sum")
 declare("time/*", "seconds", unit="s", aggregation="sum")
 declare("perf/idle", "fraction of the step in which the trainer waited for groups", better="down")
 declare("perf/environments", "open environments of a server when a rollout began (`workflow.max_environments`)")

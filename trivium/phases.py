@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -50,6 +50,8 @@ _COLLECTING: ContextVar[Phases | None] = ContextVar("phases", default=None)
 def phase(name: str, batch: Batch | None = None) -> Generator[None]:
     """Adds the time of this block and the size of `batch` to the phase `name` of the open collection, if any."""
     started = time.monotonic()
+    if (shown := _CURRENT.get()) is not None:
+        shown.phase, shown.total, shown.done = name, None, 0
     yield
     add_span(TRAINER_LANE, name, started, time.monotonic())
     collected = _COLLECTING.get()
@@ -97,8 +99,22 @@ class Activity:
     name: str
     total: int | None = None
     """The number of parts; None if unknown."""
-    done: int | None = None
-    """The number of finished parts; None if unknown."""
+    unit: str = ""
+    """What the parts are, if the name does not tell."""
+    groups: int = 0
+    """Above 0: the parts are the rollouts of so many groups, and `done` counts groups."""
+    done: int = 0
+    phase: str = ""
+    """The newest phase of a train step."""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def finished(self) -> int:
+        """The number of finished parts, those of the oldest groups in progress in this process included."""
+        if not self.groups or self.total is None:
+            return self.done
+        size = self.total // self.groups
+        return self.done * size + sum(min(size, each.done) for each in _groups[: self.groups - self.done])
 
 
 class Watcher(Protocol):
@@ -115,6 +131,8 @@ class Watcher(Protocol):
 
 _watchers: list[Watcher] = []
 _activities: list[Activity] = []
+_groups: list[Activity] = []
+"""The groups for training that this process rolls out, in order of their start."""
 _CURRENT: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 
@@ -137,25 +155,44 @@ def announce(text: str) -> None:
 
 
 @contextmanager
-def activity(name: str, total: int | None = None) -> Generator[None]:
-    """Shows an activity while this block runs; `progress` updates it."""
-    current = Activity(name, total)
+def activity(name: str, total: int | None = None, unit: str = "", groups: int = 0) -> Generator[None]:
+    """Shows an activity while this block runs; `progress` updates it. A block inside one of the same name, which may be
+    another task's, continues that activity."""
+    outer = next((each for each in tuple(_activities) if each.name == name), None)
+    current = outer or Activity(name)
+    current.total, current.unit, current.groups = total, unit, groups
     token = _CURRENT.set(current)
-    _activities.append(current)
+    if outer is None:
+        _activities.append(current)
     _show()
     try:
         yield
     finally:
         _CURRENT.reset(token)
-        _activities.remove(current)
+        if outer is None:
+            _activities.remove(current)
         _show()
 
 
-def progress(done: int | None = None) -> None:
-    """Sets the number of finished parts of the current activity; None adds one."""
+@contextmanager
+def group_in_progress() -> Generator[None]:
+    """Counts the `progress` of this block for an activity over groups."""
+    group = Activity("")
+    token = _CURRENT.set(group)
+    _groups.append(group)
+    try:
+        yield
+    finally:
+        _groups.remove(group)
+        _CURRENT.reset(token)
+
+
+def progress(done: int | None = None, total: int | None = None) -> None:
+    """Sets the number of finished parts of the current activity (None adds one), and the number of all parts."""
     current = _CURRENT.get()
     if current is not None:
-        current.done = (current.done or 0) + 1 if done is None else done
+        current.done = current.done + 1 if done is None else done
+        current.total = current.total if total is None else total
         _show()
 
 
@@ -170,6 +207,8 @@ SPANS = "spans"
 """The folder of a run directory with one file for each process: JSON lines, appended. A session begins with
 `{"session": unix time, "pid"}`; then `[lane, name, start, stop, about]`, in seconds since that time."""
 TRAINER_LANE = "trainer"
+TRAINING_S = "time/rollouts_for_training"
+"""What an explorer reports with an evaluation: the part of its seconds that rollouts for training took."""
 _FLUSHED_S = 2.0
 """Maximum age of spans that are not yet written to the file."""
 _JOINED_S = 0.02
@@ -251,17 +290,24 @@ class Busy:
     def __init__(self, lane: str, name: str) -> None:
         self.lane, self.name = lane, name
         self._going = self._ended = 0
-        self._since = self._until = 0.0
+        self._since = self._until = self._sum = 0.0
         _busy.add(self)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all blocks; those of blocks that overlap are added."""
+        return self._sum + self._going * time.monotonic()
 
     def __enter__(self) -> None:
         if not self._going and ((now := time.monotonic()) > self._until + _JOINED_S or not self._ended):
             self.cut()
             self._since = now
         self._going += 1
+        self._sum -= time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         self._going -= 1
+        self._sum += time.monotonic()
         self._ended += 1
         if not self._going:
             self._until = time.monotonic()

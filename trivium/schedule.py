@@ -180,6 +180,11 @@ class Schedule:
         return self.groups_per_step - self.stored_per_step
 
     @property
+    def rollouts_per_step(self) -> int:
+        """Trajectories that one train step consumes."""
+        return sum(part.groups_per_step * part.group_size for _, part in self._parts)
+
+    @property
     def equal_parts(self) -> bool:
         """Whether each explorer leases at most an equal part of the slots that may be in progress. Otherwise the one
         that loads a version first would lease nearly all slots of a step. With more staleness most slots in progress

@@ -25,7 +25,7 @@ from trivium.errors import RolloutsFailing, TriviumError
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declare_missing, declared
-from trivium.phases import TRAINER_LANE, activity, add_span, span
+from trivium.phases import TRAINER_LANE, TRAINING_S, activity, add_span, span
 from trivium.protocols import RecordingEngine
 from trivium.publisher import EarlierRollouts
 from trivium.schedule import num_replaced
@@ -231,15 +231,17 @@ class Trainer:
 
         Raises RolloutsFailing when too many of the step's trajectories failed.
         """
-        started, version = time.monotonic(), self.train_step_num
+        schedule, version = self.schedule, self.train_step_num
+        shown = activity(f"step {version + 1}: rollouts", schedule.rollouts_per_step, groups=schedule.groups_per_step)
+        started = time.monotonic() - self._seconds.get("wait", 0.0)  # of its rollouts under an evaluation
         try:
-            with self._timed("wait"), activity(f"step {version + 1}: rollouts", self.schedule.groups_per_step):
+            with self._timed("wait"), shown:
                 groups = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
             self.train_continue = False
             return False
-        with self._timed("train"), activity(f"step {version + 1}: training"):
+        with self._timed("train"), activity(f"step {version + 1}: training", None, "micro-batches"):
             if self.before_learning is not None:
                 await self.before_learning()
             keep = None if self.keep is None else partial(self.keep, version + 1, groups.all)
@@ -303,6 +305,8 @@ class Trainer:
         failures = (t.failure for group in fresh for t in group.rollouts if t.failure is not None)
         add_failures(self.record, map(described_failure, failures))
         self._seconds.clear()
+        if "reward/mean" in row and "train/preference_accuracy" not in row:  # pairs have rewards of 1 and 0
+            self.record["rewards"] = [*self.record.get("rewards", ()), row["reward/mean"]]
         self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, row)
         if self.enable_preview:
@@ -344,7 +348,7 @@ class Trainer:
 
     def sync_weight(self) -> None:
         """Offers the current weights to the channel and, if they were delivered, publishes their version. Blocks."""
-        with self._timed("sync"):
+        with self._timed("sync"), activity(f"publishing version {self.train_step_num}"):
             is_delivered = self.publisher.offer(self.train_step_num)
         if is_delivered:
             self._show_examples()
@@ -385,10 +389,12 @@ class Trainer:
         """Logs an evaluation row; returns its mean reward and, unless rewards are graded, its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
-        with span(TRAINER_LANE, "evaluate", step=version):
-            metrics = await self._wait_for_explorers(evaluator.run(version))
+        with span(TRAINER_LANE, "evaluate", step=version), activity(f"evaluating {evaluator.taskset}"):
+            metrics = dict(await self._wait_for_explorers(evaluator.run(version)))
         self._measured["evaluated"] = version
-        self._log_evaluation(metrics, time.monotonic() - started)
+        training_s = metrics.pop(TRAINING_S, 0.0)
+        self._seconds["wait"] = self._seconds.get("wait", 0.0) + training_s
+        self._log_evaluation(metrics, time.monotonic() - started - training_s)
         names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
         keys = {name: f"eval/{evaluator.taskset}/{name}" for name in names}
         return {name: metrics[key] for name, key in keys.items() if key in metrics}
@@ -396,7 +402,9 @@ class Trainer:
     async def _measure(self, held_out: HeldOut) -> Metrics:
         """Logs and returns the loss over held-out rows, and its further metrics."""
         started, groups = time.monotonic(), await held_out.groups()
-        metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
+        with activity(f"measuring the loss on {held_out.taskset}", None, "micro-batches"):
+            loss = await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm)
+        metrics = held_out.named(loss)
         self._measured["measured"] = self.train_step_num
         self._log_evaluation(metrics, time.monotonic() - started)
         return metrics
@@ -417,7 +425,7 @@ class Trainer:
 
         Waits for the previous save. Raises the error of either save.
         """
-        with self._timed("checkpoint"):
+        with self._timed("checkpoint"), activity(f"saving step {self.train_step_num}"):
             await self.wait_for_save()
             # The state is copied between two steps, when nothing changes it; a thread writes it.
             await self._save(await self._moving_state())
@@ -501,7 +509,9 @@ class Trainer:
     @property
     def run_record(self) -> dict[str, Any]:
         """The record of the run so far, for later stages, later sessions and the summary."""
-        return {**self.record, "seconds": self.seconds}
+        record = {**self.record, "seconds": self.seconds}
+        add_seconds(record, self._seconds)
+        return record
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:

@@ -349,7 +349,7 @@ class Slots:
         """The next groups to consume that have arrived; at most `count`."""
         end = self._lowest_unfinished() if self._schedule.ordered else None
         ready = self.rows.finished(count, self.head["begin"], end)
-        progress(len(ready))
+        progress(max(0, self._schedule.groups_per_step - count + len(ready)))
         return ready
 
     def _place(self, row: Row) -> int:

@@ -11,6 +11,7 @@ from trivium.config.memory_estimate import (
     BatchPlan,
     MemoryPlan,
     TaskTokens,
+    is_evaluated,
     plan_communication,
     plan_stage,
     planned,
@@ -49,6 +50,8 @@ class StagePlan(Config):
     vision: str | None
     """Which parts of a vision-language model are trained; None for a model that reads text only, or of unknown
     size."""
+    evaluated: dict[str, int | bool]
+    """`every` so many train steps, 0 for none, and whether at the `ends` of the stage."""
     recorded: str | None = None
     """What rollouts record beside tokens and log-probabilities, and its size; None if nothing."""
     memory: dict[str, Any] | None
@@ -109,7 +112,9 @@ def plan_run(
     stages: list[StagePlan] = []
     step = 0
     for name, (stage, batch, memory) in zip(config.stage_names, _stages(config, machine, ranks, tasks), strict=True):
-        schedule = stage.schedule
+        schedule, evaluation, is_last = stage.schedule, stage.evaluation, len(stages) + 1 == len(config.stage_names)
+        is_sampled, is_measured = is_evaluated(stage, is_last=is_last), evaluation.held_out is not None
+        ends = is_measured or (is_sampled and is_last)
         rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
         trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
         stages.append(
@@ -128,6 +133,7 @@ def plan_run(
                 learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
                 batch=batch,
                 vision=vision_in(stage),
+                evaluated={"every": evaluation.every * (is_sampled or is_measured), "ends": ends},
                 recorded=recorded_in(stage),
                 memory=None if memory is None else memory.summary(machine),
                 communication=plan_communication(stage, batch, machine),

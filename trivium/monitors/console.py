@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,20 +154,21 @@ class ConsoleMonitor:
         self._rows = config.rows
         self._steps: dict[int, Row] = {}
         self._title = str(run_dir)
-        self._remaining = _Remaining(_total_steps(run_dir))
+        self._remaining = _Remaining(*_planned(run_dir))
         self._live: Live | None = None
         self._bars = _Bars()
         self._lines = _Lines(self._print)
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._unwatch = watch(self)
+        if not self._console.is_terminal:
+            threading.Thread(target=self._repeat, name="console", daemon=True).start()
         if resume_step:
             self._print(f"{self._title}: continues after step {self._remaining.place(resume_step)}")
         elif resume_step == 0 and self._remaining.total is not None:
             self._print(f"{self._title}: {self._remaining.total} steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "time/step" in metrics:
-            self._remaining.observe(step, metrics["time/step"])
+        self._remaining.observe(step, metrics)
         if not self._console.is_terminal:
             pairs = zip(COLUMNS, cells(dict(metrics)), strict=True)
             named = [f"{title} {cell}" for (title, _, _), cell in pairs if cell]
@@ -191,6 +193,12 @@ class ConsoleMonitor:
             else:
                 self._lines.show(activities)
 
+    def _repeat(self) -> None:
+        """Shows long activities that report no progress."""
+        while not self._closed.wait(_QUIET_S / 60):
+            with self._lock:
+                self._lines.show(tuple(self._lines.spoken))
+
     def say(self, text: str) -> None:
         self._print(text)
 
@@ -203,6 +211,7 @@ class ConsoleMonitor:
 
     def close(self) -> None:
         self._unwatch()
+        self._closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -242,16 +251,23 @@ def shown(run_dir: Path) -> Generator[None]:
 
 
 class _Remaining:
-    """Estimates the remaining time of a run from the newest steps of this session."""
+    """Estimates the remaining time of a run from the newest steps and the newest evaluation of this session."""
 
-    def __init__(self, total: int | None) -> None:
-        self.total = total
+    def __init__(self, total: int | None, evaluated: Sequence[int] = ()) -> None:
+        """`evaluated` are the steps with an evaluation, in order."""
+        self.total, self._evaluated = total, evaluated
         self._times: deque[tuple[int, float]] = deque(maxlen=20)
-        """(step, time when it was logged)."""
+        """(step, time when it was logged, without that of the evaluations before)."""
+        self._evaluations: dict[int, float] = {}
+        """The seconds of the evaluation at a step."""
 
-    def observe(self, step: int, seconds: float) -> None:
-        """Records that a logged step took `seconds`."""
-        now = time.monotonic()
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records a logged step or evaluation."""
+        if "time/evaluate" in metrics:
+            self._evaluations[step] = self._evaluations.get(step, 0.0) + metrics["time/evaluate"]
+        if (seconds := metrics.get("time/step")) is None:
+            return
+        now = time.monotonic() - sum(self._evaluations.values())
         if self._times and step > self._times[-1][0] + 1:  # a stage ended early, and the next has another pace
             self._times.clear()
         if not self._times:
@@ -263,10 +279,14 @@ class _Remaining:
 
     def left(self) -> str:
         """Returns the remaining time as `m:ss` or `h:mm:ss`; empty if it is unknown or zero."""
-        if self.total is None or not self._times or self._times[-1][0] >= self.total:
+        if self.total is None or not self._times:
             return ""
         (first, began), (last, now) = self._times[0], self._times[-1]
-        return _clock((self.total - last) * (now - began) / (last - first)) if last > first else ""
+        seconds = (self.total - last) * (now - began) / max(1, last - first)
+        if self._evaluations:
+            step, newest = [*self._evaluations.items()][-1]
+            seconds += newest * (len(self._evaluated) - bisect_left(self._evaluated, max(last, step + 1)))
+        return _clock(seconds) if seconds else ""
 
 
 class _Bars:
@@ -283,8 +303,7 @@ class _Bars:
         for each in activities:
             if each not in self._tasks:
                 self._tasks[each] = self.progress.add_task(each.name, total=None, count="")
-            total = each.total if each.done is not None else None
-            self.progress.update(self._tasks[each], total=total, completed=each.done or 0, count=_count(each))
+            self.progress.update(self._tasks[each], total=each.total, completed=each.finished, count=_count(each))
         for ended in self._tasks.keys() - set(activities):
             self.progress.remove_task(self._tasks.pop(ended))
 
@@ -294,26 +313,24 @@ class _Lines:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._since: dict[Activity, tuple[float, float]] = {}
-        """Activity -> (start time, time of the last line)."""
+        self.spoken: dict[Activity, float] = {}
+        """The time of the last line of each activity, or of its start."""
 
     def show(self, activities: Sequence[Activity]) -> None:
         now = time.monotonic()
         for each in activities:
-            began, spoken = self._since.setdefault(each, (now, now))
-            if now - spoken >= _QUIET_S:
-                self._since[each] = (began, now)
-                self._say(f"{each.name}: {_count(each) and f'{_count(each)} after '}{_clock(now - began)}")
-        for ended in self._since.keys() - set(activities):
-            began, _ = self._since.pop(ended)
-            if now - began >= _QUIET_S:
-                self._say(f"{ended.name}: took {_clock(now - began)}")
+            if now - self.spoken.setdefault(each, each.began) >= _QUIET_S:
+                self.spoken[each] = now
+                title = f"{each.name} ({each.phase})" if each.phase else each.name
+                self._say(f"{title}: {_count(each) and f'{_count(each)} after '}{_clock(now - each.began)}")
+        for ended in self.spoken.keys() - set(activities):
+            del self.spoken[ended]
+            if now - ended.began >= _QUIET_S:
+                self._say(f"{ended.name}: took {_clock(now - ended.began)}")
 
 
 def _count(each: Activity) -> str:
-    if each.done is None:
-        return ""
-    return f"{each.done}/{each.total}" if each.total is not None else str(each.done)
+    return "" if each.total is None else f"{each.finished} of {each.total} {each.unit}".strip()
 
 
 def _clock(seconds: float) -> str:
@@ -322,7 +339,14 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-def _total_steps(run_dir: Path) -> int | None:
-    """Returns the planned number of steps of the run; None without a plan."""
-    plan = run_dir / "plan.yaml"
-    return from_yaml(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None
+def _planned(run_dir: Path) -> tuple[int | None, list[int]]:
+    """Returns the planned number of steps, None without a plan, and the steps with an evaluation."""
+    path, steps = run_dir / "plan.yaml", set[int]()
+    if not path.is_file():
+        return None, []
+    plan = from_yaml(path.read_text(encoding="utf-8"))
+    for stage in plan.get("stages", ()):
+        first, last, evaluated = stage["first_step"], stage["last_step"], stage["evaluated"]
+        steps |= {step for step in range(first, last + 1) if evaluated["every"] and step % evaluated["every"] == 0}
+        steps |= {first - 1, last} if evaluated["ends"] else set()
+    return plan["total_steps"], sorted(steps)

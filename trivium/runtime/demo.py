@@ -73,8 +73,6 @@ def demo(directory: Path, seed: int, *overrides: str) -> tuple[dict[str, Any], A
     config = _recipe("short.yaml", directory, seed, *overrides)
     # An evaluation within a run keeps no completions, which are shown here: both are made afterwards.
     summary = run(config.model_copy(update={"evaluation": type(config.evaluation)()}))
-    rows = _rows(directory / "metrics.jsonl")
-    summary["rewards"] = [row["reward/mean"] for row in rows if "reward/mean" in row]
     before = _answers(config, 0, directory / "before.jsonl")
     after = _answers(config, summary["steps"], directory / "after.jsonl")
     rule = before[0]["prompt"][0]["content"]

@@ -61,6 +61,7 @@ _CARRIED = (
     "accuracy_after",
     "reward_before",
     "reward_after",
+    "rewards",
     "held_out_before",
     "held_out_after",
     "failures",
@@ -245,7 +246,14 @@ def _local_session(
 
 def carried(resume: Checkpoint | None) -> dict[str, Any]:
     """Returns the record of a run at a checkpoint, for the run that continues from it."""
-    return {} if resume is None else {name: resume.state[name] for name in _CARRIED if name in resume.state}
+    if resume is None:
+        return {}
+    # A checkpoint lacks the time of its own save, which the summary has if the run finished with this step.
+    file = resume.path.parents[1] / "summary.json"
+    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    newer = summary if summary.get("steps") == resume.step else {}
+    record = {**resume.state, **{name: newer[name] for name in ("seconds", "time") if name in newer}}
+    return {name: record[name] for name in _CARRIED if name in record}
 
 
 def _remaining_stages(

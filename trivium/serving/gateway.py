@@ -98,8 +98,9 @@ class Gateway:
 
     # ------------------------------------------------------------------ the run's side
 
-    async def run(self) -> None:
-        """Serves until the stage is over. Raises the errors that end the run."""
+    async def run(self, on_loaded: Callable[[], None]) -> None:
+        """Serves until the stage is over. Calls `on_loaded` when calls are answered. Raises the errors that end the
+        run."""
         groups, options = self._groups, self.options
         async with asyncio.TaskGroup() as tasks:
 
@@ -109,7 +110,7 @@ class Gateway:
                 return task
 
             groups.start(create_task)
-            roles = (self._watch(), groups.cancel_stale(), groups.expire(options.idle, options.deadline_s))
+            roles = (self._watch(on_loaded), groups.cancel_stale(), groups.expire(options.idle, options.deadline_s))
             helpers = [create_task(role) for role in roles]
             try:
                 await self._admit()
@@ -158,8 +159,8 @@ class Gateway:
         versions = values.get("versions") or (None,)
         return values.get("explorers", {}).get(self.explorer.name, {}).get("version") == versions[-1]
 
-    async def _watch(self) -> None:
-        """Waits for the first weights. Then raises the error of the engine, if it fails."""
+    async def _watch(self, on_loaded: Callable[[], None]) -> None:
+        """Waits for the first weights. Then calls `on_loaded`, and raises the error of the engine, if it fails."""
         name = self.explorer.name
 
         def has_version(values: Mapping[str, Any]) -> bool:
@@ -167,6 +168,7 @@ class Gateway:
 
         while not self.loaded:
             self.loaded = has_version(await self._synchronizer.board.poll(has_version, 60.0))
+        on_loaded()
         await asyncio.shield(self._broken)
 
     # ------------------------------------------------------------------ completions

@@ -60,9 +60,8 @@ def serve_agents(
             # Servers of one run directory have names of their own; two would write one file at the same time.
             path = run_dir / (f"serve-{config.run.explorer}.json" if config.run.explorer else "serve.json")
             atomic_write(path, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
-            announce(f"serving {section.model} at {url}")
             try:
-                await gateway.run()
+                await gateway.run(lambda: announce(f"serving {section.model} at {url}"))
                 await gateway.say_goodbye()
             finally:
                 path.unlink(missing_ok=True)

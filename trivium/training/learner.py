@@ -22,6 +22,7 @@ from trivium.models.backbone.load import max_positions
 from trivium.models.cpu.worker_threads import one_thread
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
+from trivium.phases import progress
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, count, stretched, units
 from trivium.training.distributed.fsdp import reshard
@@ -112,7 +113,8 @@ class Learner:
         trailing = (self.role.top_k, 2) if what in ("top", "candidates") else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self.role.score_context():
-            for part, grid in self.passes.map(compute, self._parts(batch, "sequence")):
+            for part, grid in self.passes.map(compute, parts := self._parts(batch, "sequence")):
+                progress(total=len(parts))
                 for row, scored in zip(part.rows, grid, strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
         reshard(self.model)
@@ -233,6 +235,7 @@ class Learner:
         optimizer.zero_grad()
         parts = self._parts(mini.batch, mini.objective.unit, share_prefixes=share_prefixes)
         for part, outputs, entropy, gradients in self.passes.map(compute, parts):
+            progress(total=len(parts))
             if gradients:
                 optimizer.add_gradients(gradients)
             tally.add(outputs, entropy, part.rows)
