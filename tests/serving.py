@@ -69,6 +69,8 @@ class Served:
     running: asyncio.Task[None]
     synchronizer: Synchronizer
     url: str
+    announced: list[bool]
+    """Whether the policy was loaded when the endpoint was announced."""
 
     async def chat(self, *messages: Any, expect: int = 200, **more: Any) -> dict[str, Any]:
         said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
@@ -160,9 +162,10 @@ async def served(
     app = ChatServer(gateway, "policy", api_key, max_body_bytes).app
     extend(app)
     async with serve_app(app, "127.0.0.1", 0, max_connections) as url:
-        running = asyncio.create_task(gateway.run(lambda: None))
+        announced: list[bool] = []
+        running = asyncio.create_task(gateway.run(lambda: announced.append(gateway.loaded)))
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
-            here = Served(client, gateway, buffer, babbler, running, synchronizer, url)
+            here = Served(client, gateway, buffer, babbler, running, synchronizer, url, announced)
             if loaded:
                 await here.eventually(loaded=True)
             yield here

@@ -649,7 +649,8 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
     visitors: list[socket.socket] = []
     try:
         url = address_of(server, tmp_path / "run")
-        assert f"serving policy at {url}" in server.text
+        eventually(lambda: f"serving policy at {url}" in server.text, 120, lambda: server.text, server)
+        assert httpx.get(f"{url}/health").json()["loaded"], "it is announced when it answers"
         at = httpx.URL(url)
         for _ in range(420):
             visitors.append(socket.create_connection((at.host, at.port or 0)))

@@ -79,6 +79,7 @@ class Run:
     evaluated: bool = False
     interval: int = 1
     until: tuple[str, float, float] | None = None
+    rollout_s: float = 0.0
     preview: bool = False
     asynchronous: bool = False
     make: Callable[..., Trainer] = Trainer
@@ -123,7 +124,7 @@ class Run:
             eos_token_ids=RENDERER.eos_token_ids,
             decode=RENDERER.decode,
         )
-        workflow = Lengths(random.Random(0), (0,))
+        workflow = Lengths(random.Random(0), (self.rollout_s,))
         return Explorer(engine, RENDERER, workflow, make_judge(()), Sampling(8), engine.max_context, 5.0, 64)
 
     async def play(self) -> Trainer:
@@ -159,6 +160,19 @@ async def test_where_the_time_of_a_run_goes_is_summed_over_its_steps_and_evaluat
     resumed = Run(tmp_path, steps=5, cadence=cadence).trainer().resume
     assert resumed is not None
     assert resumed.state["time"].keys() >= {"wait", "train", "update/policy"}
+
+
+async def test_rollouts_of_the_next_step_under_an_evaluation_are_time_of_that_step(tmp_path: Path) -> None:
+    """Two rollouts of the evaluation and six of the next step run at the same time."""
+    cadence = Cadence(evaluate_ends=True)
+    played = Run(tmp_path, steps=1, cadence=cadence, evaluated=True, rollout_s=0.4)
+    trainer = await played.play()
+    first, step, last = (row for _, row in played.monitor.rows)
+    assert step["time/wait"] > 0.2 > first["time/evaluate"]
+    assert step["time/step"] > step["time/wait"]
+    assert last["time/evaluate"] > 0.4, "nothing else was rolled out"
+    assert trainer.record["time"]["wait"] == pytest.approx(step["time/wait"], abs=0.1)
+    assert "time/rollouts_for_training" not in first
 
 
 async def test_the_failures_of_a_step_are_counted_for_each_source(tmp_path: Path) -> None:

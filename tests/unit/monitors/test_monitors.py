@@ -10,22 +10,25 @@ import re
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from configs import configured
 from failing import refused
 from rich.console import Console
 
 from tests.sessions import Kept
 from trivium.config import RunConfig
+from trivium.config.plan import plan_run
 from trivium.errors import DataError, MissingPackage, RunDirError, StorageError
-from trivium.monitors.console import ConsoleMonitor
+from trivium.monitors.console import ConsoleMonitor, _planned, _Remaining
 from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
 from trivium.monitors.tensorboard import TensorBoardMonitor
-from trivium.phases import activity, announce, progress
+from trivium.phases import Activity, activity, announce, group_in_progress, progress, watch
 from trivium.registry import resolve
 
 
@@ -203,28 +206,89 @@ def test_what_goes_on_is_a_bar_in_a_terminal(tmp_path: Path) -> None:
         progress(3)
         with activity("loading"):
             monitor.close()
-    assert re.search(r"evaluating test.*3/4", out.getvalue())
+    assert re.search(r"evaluating test.*3 of 4", out.getvalue())
     assert "loading" in out.getvalue()
     with activity("later"):
         pass
     assert "later" not in out.getvalue(), "a closed monitor does not watch"
 
 
-def test_what_takes_long_is_a_line_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_a_line_elsewhere_also_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.2)
     monitor, out = console()
     with activity("quick", 2):
         progress()
-    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.0)
-    with activity("evaluating test", 4):
-        progress()
+    with activity("evaluating test", 4, "rollouts"), activity("loading"):
+        progress(3, 5)
+        time.sleep(0.5)
     announce("already complete: [3] steps")
     monitor.close()
-    assert out.getvalue().splitlines() == [
-        "evaluating test: 0:00",
-        "evaluating test: 1/4 after 0:00",
-        "evaluating test: took 0:00",
-        "already complete: [3] steps",
-    ]
+    *lines, last = out.getvalue().splitlines()
+    assert {re.sub(r"\d:\d\d", "T", line) for line in lines} == {
+        "evaluating test: 0 of 4 rollouts after T",
+        "evaluating test: took T",
+        "loading: 3 of 5 after T",
+        "loading: took T",
+    }
+    assert lines.count("loading: 3 of 5 after 0:00") < 4, "each line waits for its interval"
+    assert last == "already complete: [3] steps"
+
+
+def test_one_evaluation_of_two_tasks_is_one_activity() -> None:
+    """The trainer, which waits for it, and the explorer, which counts, may share a process."""
+    monitor, out = console(terminal=True)
+    with activity("evaluating test"):
+        with activity("evaluating test", 4, "rollouts"):
+            progress()
+        monitor.close()
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue())
+    assert "1 of 4 rollouts" in text
+    assert not re.search(r"evaluating test.*\n.*evaluating test", text[text.rindex("evaluating test") - 200 :])
+
+
+def test_groups_in_progress_count_their_rollouts() -> None:
+    shown: list[int] = []
+
+    class Reader:
+        def show(self, activities: Sequence[Activity]) -> None:
+            shown.extend(each.finished for each in activities)
+
+        def say(self, text: str) -> None: ...
+
+    end = watch(Reader())
+    with activity("step 1: rollouts", 8, groups=2), group_in_progress():
+        progress()
+        with group_in_progress(), group_in_progress():
+            progress()  # of a group of the next step
+            progress()
+        for _ in range(4):  # a greedy rollout is not one of the group
+            progress()
+    end()
+    assert shown == [0, 1, 1, 1, 2, 3, 4, 4]
+
+
+def test_what_is_left_counts_the_evaluations_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("trivium.monitors.console.time.monotonic", lambda: now)
+    config = configured(
+        tasks={name: {"kind": "arithmetic"} for name in ("train", "test")},
+        evaluation={"taskset": "test", "every": 4},
+        schedule={"steps": 10},
+    )
+    (tmp_path / "plan.yaml").write_text(plan_run(config, 1).to_yaml())
+    remaining = _Remaining(*_planned(tmp_path))
+    left: list[str] = []
+    for step in range(1, 11):
+        now += 10.0
+        remaining.observe(step, {"time/step": 10.0})
+        left.append(remaining.left())
+        if step in (4, 8, 10):  # it takes longer and longer
+            now += 100.0 * step
+            remaining.observe(step, {"time/evaluate": 100.0 * step})
+    assert left[:4] == ["1:30", "1:20", "1:10", "1:00"], "the first evaluation is not known yet"
+    assert left[4:8] == [f"{m}:{s:02d}" for m, s in (divmod(10 * n + 800, 60) for n in (5, 4, 3, 2))]
+    assert left[8:] == ["13:30", "13:20"], "one at step 10 comes"
+    assert remaining.left() == ""
 
 
 def test_a_live_table_where_there_is_one() -> None:

@@ -584,6 +584,11 @@ async def test_without_weights_clients_are_sent_away_for_a_moment(tmp_path: Path
         error = await here.chat("x", expect=503)
         assert error["error"]["code"] == "not_loaded"
         assert (await here.client.get("/health")).json()["status"] == "loading"
+        assert here.announced == []
+        here.synchronizer.adopted(NAME, 0)
+        await here.eventually(loaded=True)
+        assert here.announced == [True]
+        await here.chat("x", evaluation=True)
 
 
 async def test_a_broken_engine_ends_the_run_with_its_cause(tmp_path: Path) -> None:
