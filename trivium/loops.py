@@ -229,8 +229,7 @@ async def evaluate_loop(explorer: Explorer, evaluator: Evaluator, synchronizer: 
     request = 0
     while True:
         request, version = await synchronizer.next_evaluation(explorer.name, request)
-        metrics = await evaluator.run(version)
-        synchronizer.answer_evaluation(request, {**metrics, TRAINING_S: evaluator.training_s})
+        synchronizer.answer_evaluation(request, {**await evaluator.run(version), TRAINING_S: evaluator.training_s})
 
 
 async def train_loop(trainer: TrainerProtocol) -> None:

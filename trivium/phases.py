@@ -191,8 +191,7 @@ def progress(done: int | None = None, total: int | None = None) -> None:
     """Sets the number of finished parts of the current activity (None adds one), and the number of all parts."""
     current = _CURRENT.get()
     if current is not None:
-        current.done = current.done + 1 if done is None else done
-        current.total = current.total if total is None else total
+        current.done, current.total = current.done + 1 if done is None else done, total or current.total
         _show()
 
 

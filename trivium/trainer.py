@@ -403,8 +403,7 @@ class Trainer:
         """Logs and returns the loss over held-out rows, and its further metrics."""
         started, groups = time.monotonic(), await held_out.groups()
         with activity(f"measuring the loss on {held_out.taskset}", None, "micro-batches"):
-            loss = await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm)
-        metrics = held_out.named(loss)
+            metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
         self._measured["measured"] = self.train_step_num
         self._log_evaluation(metrics, time.monotonic() - started)
         return metrics

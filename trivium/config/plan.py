@@ -11,7 +11,6 @@ from trivium.config.memory_estimate import (
     BatchPlan,
     MemoryPlan,
     TaskTokens,
-    is_evaluated,
     plan_communication,
     plan_stage,
     planned,
@@ -113,8 +112,7 @@ def plan_run(
     step = 0
     for name, (stage, batch, memory) in zip(config.stage_names, _stages(config, machine, ranks, tasks), strict=True):
         schedule, evaluation, is_last = stage.schedule, stage.evaluation, len(stages) + 1 == len(config.stage_names)
-        is_sampled, is_measured = is_evaluated(stage, is_last=is_last), evaluation.held_out is not None
-        ends = is_measured or (is_sampled and is_last)
+        ends = evaluation.held_out is not None or (evaluation.taskset is not None and is_last)
         rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
         trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
         stages.append(
@@ -133,7 +131,7 @@ def plan_run(
                 learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
                 batch=batch,
                 vision=vision_in(stage),
-                evaluated={"every": evaluation.every * (is_sampled or is_measured), "ends": ends},
+                evaluated={"every": evaluation.every if ends or evaluation.taskset else 0, "ends": ends},
                 recorded=recorded_in(stage),
                 memory=None if memory is None else memory.summary(machine),
                 communication=plan_communication(stage, batch, machine),

@@ -251,8 +251,8 @@ def carried(resume: Checkpoint | None) -> dict[str, Any]:
     # A checkpoint lacks the time of its own save, which the summary has if the run finished with this step.
     file = resume.path.parents[1] / "summary.json"
     summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    newer = summary if summary.get("steps") == resume.step else {}
-    record = {**resume.state, **{name: newer[name] for name in ("seconds", "time") if name in newer}}
+    times = {name: summary[name] for name in ("seconds", "time")} if summary.get("steps") == resume.step else {}
+    record = {**resume.state, **times}
     return {name: record[name] for name in _CARRIED if name in record}
 
 

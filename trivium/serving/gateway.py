@@ -99,8 +99,7 @@ class Gateway:
     # ------------------------------------------------------------------ the run's side
 
     async def run(self, on_loaded: Callable[[], None]) -> None:
-        """Serves until the stage is over. Calls `on_loaded` when calls are answered. Raises the errors that end the
-        run."""
+        """Serves until the stage is over; calls `on_loaded` once calls are answered. Raises the errors that end it."""
         groups, options = self._groups, self.options
         async with asyncio.TaskGroup() as tasks:
 
