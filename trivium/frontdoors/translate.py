@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from trivium.frontdoors.tables import Translation
 def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
     """Translates a config file, with overrides, by `translation.translate` of the front door `origin`.
 
-    The file is YAML, unless the front door has its own reader (`translation.read`). Raises a ConfigError that lists
-    everything that cannot be translated.
+    The file is YAML, unless the front door has its own reader (`translation.read`), which returns a config and may
+    return notes with it. Raises a ConfigError that lists everything that cannot be translated.
     """
     door = import_module(f"trivium.frontdoors.{origin}.translation")
-    return door.translate(getattr(door, "read", _read)([file, *overrides]))
+    config = getattr(door, "read", _read)([file, *overrides])
+    config, notes = config if isinstance(config, tuple) else (config, ())
+    translation: Translation = door.translate(config)
+    return replace(translation, notes=(*notes, *translation.notes))
 
 
 def _read(words: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Translates the config of a TRL trainer (the YAML that TrlParser reads) to a Trivium config.
+"""Translates the config of a TRL trainer (the YAML that TrlParser reads, or a script) to a Trivium config.
 
-TRL names the trainer by its command or class. Here the key `trainer` does: `trainer: sdpo` in the file, or
+TRL names the trainer by its command or class. In YAML the key `trainer` does: `trainer: sdpo` in the file, or
 `trainer=sdpo` after it.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings, Translation, refuse
-from trivium.frontdoors.trl.trainer_keys import SCHEDULES, TRAINERS, table
+from trivium.frontdoors.trl.scripts import read as read
+from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, TRAINERS, table
 from trivium.registry import suggest
 
 _ONE_MODEL = "TRL's trainers differ in their keys: name the trainer that the config is for"
@@ -33,6 +34,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "teacher_model_kind": "base",
     },
 }
+_ROW_SIZES = {"sft": 1, "dpo": 2, "kto": 1, "reward": 2}
+"""Trainer of rows -> the completions of a row."""
+_PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+_MONITORS = ("wandb", "tensorboard", "mlflow")
 _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 """Trainers that sample one completion of each prompt unless `num_generations` says otherwise."""
 
@@ -40,52 +45,82 @@ _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 def translate(config: Mapping[str, Any]) -> Translation:
     """Translates a TRL config. Raises a ConfigError that lists everything that cannot be translated."""
     name = str(config.get("trainer", "")).lower().removesuffix("trainer").removesuffix("config")
-    if name not in TRAINERS:
-        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, TRAINERS)}"
+    if name not in (*TRAINERS, *OF_ROWS):
+        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, (*TRAINERS, *OF_ROWS))}"
         refuse([Problem("trainer", repr(name), "no such trainer", do)])
     trl = table(name).read(config)
     problems, notes = [*trl.problems], [*trl.notes()]
     if not trl["model_name_or_path"]:
         problems.append(Problem("model_name_or_path", "a model", "none", "name it"))
     mapping = trl.mapped()
-    algorithm: dict[str, Any] = {**mapping.pop("algorithm", {}), **_ALGORITHMS[name](trl, name, problems, notes)}
-    mapping["algorithm"] = algorithm
+    own = _of_rows(trl, name, problems, notes) if name in OF_ROWS else _ALGORITHMS[name](trl, name, problems, notes)
+    mapping["algorithm"] = {**mapping.pop("algorithm", {}), **own}
     mapping.setdefault("model", {})["kind"] = "hf"
     _schedule(trl, name, mapping, problems, notes)
     refuse(problems)
     mapping["train"]["optimizer"]["betas"] = [trl["adam_beta1"], trl["adam_beta2"]]
+    mapping |= _monitors(trl, notes)
     tasks = mapping.setdefault("tasks", {}).get("train", {})
     mapping["tasks"]["train"] = {"kind": "datasets", **tasks}
+    if "path" not in tasks:
+        notes.append("tasks.train: name the rows (docs/extend-tasks.md), or dataset_name=... here")
     if not trl["use_peft"]:
         mapping["train"].pop("lora", None)
+    elif not trl["lora_target_modules"]:
+        notes.append("train.lora.targets: all linear layers; peft's choice depends on the model: name them to keep it")
+    if name in OF_ROWS:
+        mapping["buffer"] = {"kind": "files"}
+    elif trl["use_vllm"] and trl["vllm_mode"] == "server":
+        notes.append("vllm_mode: the run starts vLLM; cluster: {kind: ray, engines: 1} gives it a GPU of its own")
     if name in ("grpo", "gmpo", "sdpo", "a2po"):
         notes.append("rewards: name your reward functions (docs/extend-rewards.md)")
     return Translation(mapping, tuple(notes))
 
 
+def _monitors(trl: Settings, notes: list[str]) -> dict[str, Any]:
+    """The section `monitors`, if report_to names any. Notes those that have no counterpart."""
+    given = trl["report_to"]
+    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name not in (None, "none")]
+    notes += [f"report_to: no monitor is named {name}" for name in names if name not in _MONITORS]
+    named = {"name": trl["run_name"]} if trl["run_name"] else {}
+    own = [{"kind": name, **(named if name != "tensorboard" else {})} for name in names if name in _MONITORS]
+    return {"monitors": ["console", "jsonl", *own]} if own else {}
+
+
 def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> None:
     """Sets the batch, the length of the run, the checkpoints and the learning rate.
 
-    The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps.
+    The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps. A
+    batch of rows is one of both.
     """
-    size = trl["num_generations"] or (1 if name in _SINGLE else 8)
-    counts = {key: trl[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")}
-    if wrong := {key: count for key, count in {**counts, "num_generations": size}.items() if count < 1}:
+    samples = name not in OF_ROWS
+    size = (trl["num_generations"] or (1 if name in _SINGLE else 8)) if samples else _ROW_SIZES[name]
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", *(["num_iterations"] * samples))
+    counts = {key: trl[key] for key in keys} | ({"num_generations": size} if samples else {})
+    if wrong := {key: count for key, count in counts.items() if count < 1}:
         problems += [Problem(key, str(count), "it must be at least 1", "correct it") for key, count in wrong.items()]
         return
-    completions, batches = _generation(trl, name, size, problems)
-    groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
-    updates, steps, epochs = mini_batches * trl["num_iterations"], trl["max_steps"], trl["num_train_epochs"]
+    mini_batches, updates = 1, 1
+    groups = trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"]
+    if samples:
+        completions, batches = _generation(trl, name, size, problems)
+        groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
+        updates = mini_batches * trl["num_iterations"]
+    steps, epochs = trl["max_steps"], trl["num_train_epochs"]
     schedule = mapping.setdefault("schedule", {})
     schedule |= {"group_size": size, "groups_per_step": groups}
     if steps > 0:
         schedule["steps"] = ceil(steps / updates)
     else:
-        length = f"{epochs:g} * tasks / {groups} train steps"
+        length = f"{epochs:g} * {'tasks' if samples else 'rows'} / {groups} train steps"
         notes.append(f"schedule.steps: set it; the {epochs:g} epochs that TRL trains are {length}")
     mapping["algorithm"]["mini_batches"] = mini_batches
-    mapping.setdefault("checkpoint", {})["save_every"] = ceil(trl["save_steps"] / updates)
-    mapping["train"]["optimizer"]["warmup_steps"] = ceil(_warmup(trl, problems) / updates)
+    checkpoint = mapping.setdefault("checkpoint", {})
+    if trl["save_strategy"] in ("steps", "no"):
+        checkpoint["save_every"] = ceil(trl["save_steps"] / updates) if trl["save_strategy"] == "steps" else 0
+    else:
+        notes.append(f"checkpoint.save_every: set it, in train steps; save_strategy is {trl['save_strategy']}")
+    mapping["train"]["optimizer"]["warmup_steps"] = ceil(_warmup(trl, problems, notes) / updates)
 
 
 def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) -> tuple[int, int]:
@@ -113,17 +148,38 @@ def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) ->
     return completions, batches
 
 
-def _warmup(trl: Settings, problems: list[Problem]) -> int:
+def _warmup(trl: Settings, problems: list[Problem], notes: list[str]) -> int:
     """The optimizer steps of the warm-up. Reports schedules of the learning rate that are not translated."""
-    kind, warmup, steps = trl["lr_scheduler_type"], trl["warmup_steps"], trl["max_steps"]
+    kind, steps = trl["lr_scheduler_type"], trl["max_steps"]
+    warmup = trl["warmup_steps"] or trl["warmup_ratio"]
     if kind not in SCHEDULES:
         do = suggest(kind, SCHEDULES)
         problems.append(Problem("lr_scheduler_type", repr(kind), "no such schedule is translated", do))
-    if 0 < warmup < 1 and steps <= 0:
-        found = "a fraction of the optimizer steps, and max_steps is not set"
-        problems.append(Problem("warmup_steps", f"{warmup:g}", found, "set max_steps, or warmup_steps to a number"))
+    if kind == "constant":
         return 0
-    return 0 if kind == "constant" else ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
+    if 0 < warmup < 1 and steps <= 0:
+        notes.append(f"train.optimizer.warmup_steps: set it to {warmup:g} of schedule.steps; max_steps is not set")
+        return 0
+    return ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
+
+
+def _of_rows(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
+    """The algorithm of a trainer that learns from rows."""
+    if name != "dpo":
+        if name == "sft":
+            notes.append(
+                "tasks.train: rows of `messages` need prompt: messages, completion: messages; the loss is over the "
+                "completion, TRL's over all tokens of such rows"
+            )
+        return {"kind": "reward_model" if name == "reward" else name}
+    given = trl["loss_type"] or ["sigmoid"]
+    losses = [str(loss) for loss in (given if isinstance(given, list) else [given])]
+    if len(losses) != 1 or losses[0] not in _PAIR_LOSSES:
+        do = f"use one of {', '.join(_PAIR_LOSSES)}"
+        problems.append(Problem("loss_type", ", ".join(losses), "no such loss is translated", do))
+    if losses == ["ipo"]:
+        notes.append("algorithm.pair_loss: the gap of ipo is a sum over tokens, as in its paper; TRL's is a mean")
+    return {"kind": _PAIR_LOSSES.get(losses[0], "dpo")}
 
 
 def _grpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from trivium.frontdoors.verl.config.sourced_sections import (
     shaping_of,
     tasks_of,
 )
+from trivium.frontdoors.verl.launch_script import read as read
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
-from trivium.models.placement import has_gpu
 
 _KEEP_ALL = 1_000_000
 _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -115,11 +115,11 @@ def _with_template(mapping: dict[str, Any], verl: Settings) -> list[str]:
 
 
 def _device(verl: Settings, problems: list[Problem]) -> str:
-    """Returns the device of the config. `cuda`, verl's default, becomes `cpu` on a machine without a GPU."""
+    """Returns the device of the config. `cuda`, verl's default, is `auto`: the machine that runs the config decides."""
     name = verl["trainer.device"].partition(":")[0]
     if name not in ("cpu", "cuda"):
         problems.append(Problem("trainer.device", repr(name), "this device is not supported", "use cuda or cpu"))
-    return name if name == "cpu" or has_gpu() else "cpu"
+    return "cpu" if name == "cpu" else "auto"
 
 
 def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
@@ -137,7 +137,8 @@ def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
 def translated(
     verl: Settings, *, rows: int, has_validation: bool, device: str, problems: list[Problem] | None = None
 ) -> dict[str, Any]:
-    """Returns the RunConfig as a mapping, without its tasks. `rows` is the size of the training set.
+    """Returns the RunConfig as a mapping, without its tasks. `rows` is the size of the training set. With the device
+    `auto` it has the keys of a GPU, and device and dtype are those of the machine that runs it.
 
     Appends keys that contradict each other to `problems`; raises them in a ConfigError without such a list.
     """
@@ -155,7 +156,10 @@ def translated(
             "evaluation": {"taskset": "val"},
         },
         verl.mapped(
-            device=device, engine=_engine_of(verl, device), conversation=has_conversation(verl), **names_of(verl)
+            device="cpu" if device == "cpu" else "cuda",
+            engine=_engine_of(verl, device),
+            conversation=has_conversation(verl),
+            **names_of(verl),
         ),
     )
     if workflow := workflow_of(verl, conflicting):
@@ -208,7 +212,7 @@ def total_steps(verl: Settings, rows: int, problems: list[Problem]) -> int:
 def _engine_of(verl: Settings, device: str) -> str:
     """Returns the kind of the rollout engine. vLLM replaces the engines that exist only on GPUs."""
     name = verl[f"{ROLLOUT}.name"]
-    return "vllm" if name == "vllm" or (name in REPLACED_ENGINES and device == "cuda") else "torch"
+    return "vllm" if name == "vllm" or (name in REPLACED_ENGINES and device != "cpu") else "torch"
 
 
 def _engine(verl: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +232,7 @@ def _engine(verl: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_dtype(device: str) -> str:
-    return "float32" if device == "cpu" else "bfloat16"
+    return {"cpu": "float32", "auto": "auto"}.get(device, "bfloat16")
 
 
 def _longest(verl: Settings) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,13 @@ from trivium.config.reading import read_bounded
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.config.config_table import TABLE
 from trivium.frontdoors.overrides import overridden
+from trivium.frontdoors.shell import ASSIGNMENT, OUTPUT, commands
 from trivium.frontdoors.tables import Ignored, Restricted
 
 PROCESSES = "torchrun"
 """The key for the number of processes that the command line starts."""
 _LAUNCHERS = ("torchrun", "python", "python3", "deepspeed", "accelerate", "env", "nohup", "bash", "sh")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-_OUTPUT = "${command_output}"
-"""An unset variable that stands for the output of a command, because commands are not run."""
 _DO = "write the flags of train_colocate.py: --pretrain MODEL --prompt_data DATA ..."
 
 
@@ -37,7 +32,7 @@ def read(words: Sequence[str]) -> dict[str, Any]:
     ConfigError if parsing fails.
     """
     first, *rest = words
-    if first.startswith("-") or Path(first).name in _LAUNCHERS or _ASSIGNMENT.fullmatch(first):
+    if first.startswith("-") or Path(first).name in _LAUNCHERS or ASSIGNMENT.fullmatch(first):
         return flags_of(words)
     flags = _flags_in(Path(first).expanduser())
     cut = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
@@ -82,7 +77,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.removeprefix("--").partition("=")
             flags[name] = [value] if equals else []
-        elif word == _OUTPUT and (name is None or flags[name] or _is_switch(name)):
+        elif word == OUTPUT and (name is None or flags[name] or _is_switch(name)):
             raise ConfigError("flags that a command prints, `$(...)`", "commands are not run", "write the flags")
         elif name is None or (word.startswith("-") and word[1:2].isalpha()):
             raise ConfigError(f"the argument {word!r}", "it is no flag, and belongs to none", _DO)
@@ -140,81 +135,12 @@ def _number(word: str) -> str | float:
 
 def _command(text: str, path: Path) -> list[str]:
     """Returns the words of the launcher's command in a shell script, with the script's variables expanded."""
-    variables: dict[str, str] = {}
-    commands: list[list[str]] = []
-    for statement in _statements(text, path):
-        words = [expanded(word, variables) for word in statement if word not in ("export", "local", "readonly")]
-        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            variables[match.group(1)] = match.group(2)
-            words.pop(0)
-        if any(word.startswith("--") for word in words):
-            commands.append(words)
-    commands = [words for words in commands if "--pretrain" in words] or commands
-    if len(commands) != 1:
+    flagged = [words for words in commands(text, path) if any(word.startswith("--") for word in words)]
+    flagged = [words for words in flagged if "--pretrain" in words] or flagged
+    if len(flagged) != 1:
         raise ConfigError(
             f"the launcher's command in {path}",
-            f"{len(commands)} commands with flags",
+            f"{len(flagged)} commands with flags",
             "give a script with one, or the flags themselves after `--`",
         )
-    return commands[0]
-
-
-def _statements(text: str, path: Path) -> Iterator[list[str]]:
-    """Yields the words of each command, without redirections."""
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
-    lexer = shlex.shlex(without_commands("\n".join(lines)), posix=True, punctuation_chars=";<>|&\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    statement: list[str] = []
-    try:
-        for word in lexer:
-            if word and not word.strip(";<>|&\n"):
-                redirected = word[0] in "<>" and statement and statement[-1].isdigit()
-                yield statement[:-1] if redirected else statement
-                statement = []
-            elif not (statement and statement[-1].startswith("#")):
-                statement.append(word)
-    except ValueError as error:
-        raise ConfigError(f"the shell script {path}", str(error), "close its quotes") from error
-    yield [word for word in statement if not word.startswith("#")]
-
-
-def without_commands(text: str) -> str:
-    """Replaces `$(...)` and backquoted commands by `_OUTPUT`."""
-    result, quote, place = "", "", 0
-    while place < len(text):
-        letter = text[place]
-        end = -1
-        if quote != "'" and text.startswith("$(", place):
-            end = _closing(text, place + 2)
-        elif quote != "'" and letter == "`":
-            end = text.find("`", place + 1)
-        if end > 0:
-            result, place = result + _OUTPUT, end + 1
-            continue
-        if letter == "\\" and quote != "'":
-            result, place = result + text[place : place + 2], place + 2
-            continue
-        if letter in "'\"" and quote in ("", letter):
-            quote = "" if quote else letter
-        result, place = result + letter, place + 1
-    return result
-
-
-def _closing(text: str, place: int) -> int:
-    """Returns the place of the parenthesis that closes one opened before `place`, or -1."""
-    depth = 1
-    for at in range(place, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        if not depth:
-            return at
-    return -1
-
-
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Expands `$NAME`, `${NAME}` and `${NAME:-default}`. A variable without a value or default stays unchanged."""
-
-    def known(match: re.Match[str]) -> str:
-        name, default = match.group(1) or match.group(3), match.group(2)
-        return variables.get(name, os.environ.get(name, match.group(0) if default is None else default))
-
-    return _VARIABLE.sub(known, text)
+    return flagged[0]

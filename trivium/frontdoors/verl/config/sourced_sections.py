@@ -143,7 +143,7 @@ def notes_of(verl: Settings, run: Mapping[str, Any], rows: int | None) -> Iterat
         if verl[key] != verl.table.default_of(key):
             yield f"{key}: only RayPPOTrainer reads it"
     if verl["trainer.device"] == "cuda":
-        yield "trainer.device: cuda is the GPU of this machine where it has one, else its CPU"
+        yield "trainer.device: auto takes the GPU of the machine that runs the config where it has one, else its CPU"
     if (processes := verl["trainer.nnodes"] * verl["trainer.n_gpus_per_node"]) > 1:
         do = "set cluster.kind: ray and cluster.ranks"
         yield f"trainer.n_gpus_per_node: {processes} processes are asked for, and one is written: {do}"
@@ -164,3 +164,5 @@ def _engine_notes(verl: Settings, kind: str) -> Iterator[str]:
         yield f"{_ENGINE}.name: {shown} samples instead of {name}"
     if (size or 1) > 1 and kind == "torch":
         yield f"{_ENGINE}.tensor_model_parallel_size: the built-in engine holds the whole model on one device"
+    if verl.has(f"{_ENGINE}.gpu_memory_utilization") and kind == "torch":
+        yield f"{_ENGINE}.gpu_memory_utilization: the built-in engine takes the memory that its rows need"
