@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
 import shlex
@@ -16,33 +14,26 @@ OUTPUT = "${command_output}"
 """An unset variable that stands for the output of a command, because commands are not run."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
-_WORD = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_ARRAY = re.compile(r"\ue000?\$\{(\w+)\[[@*]\]\}")
-_ARGUMENTS = re.compile(r"\ue000?\$(?:\{[@*][^}]*\}|[@*])")
-"""Matches the arguments of the script itself."""
+_ARGUMENTS = re.compile(r'"?\$(?:\{[@*][^}]*\}|[@*])"?')
+_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _SUM = re.compile(r"\ue002([^\ue002\ue003]*)\ue003")
-_QUOTED, _DOLLAR = "\ue000", "\ue001"
-"""Marks of `_marked`: before a `$` in double quotes, and instead of a `$` that is not expanded."""
+_QUOTED, _DOLLAR, _ITEM = "\ue000", "\ue001", "\ue004"
+"""Marks: before a `$` in double quotes, instead of a `$` that is not expanded, and after each item of an array."""
 _KEYWORDS = ("export", "local", "readonly", "then", "do", "else")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 
 
 def commands(text: str, path: Path) -> Iterator[list[str]]:
-    """Yields the words of each command, in the order of the script, without redirections and assignments.
+    """Yields the words of each command, without redirections and assignments.
 
     Expands the variables and arrays that the script assigns, those of the environment, and arithmetic of whole numbers.
     A variable without a value stays as it is; the arguments of the script (`"$@"`) are left out. Both branches of an
     `if` are read. Raises ConfigError for quotes that do not close.
     """
     variables: dict[str, str] = {}
-    arrays: dict[str, list[str]] = {}
     for statement in _statements(text, path):
-        if statement and statement[-1] == ")" and (match := ASSIGNMENT.fullmatch(statement[0])):
-            name, adds = match.group(1), match.group(2)
-            items = [word for raw in statement[1:-1] for word in _words(raw, variables, arrays)]
-            arrays[name] = [*arrays.get(name, []), *items] if adds else items
-            continue
-        words = [word for raw in statement if raw not in _KEYWORDS for word in _words(raw, variables, arrays)]
+        words = [word for raw in statement if raw not in _KEYWORDS for word in _words(raw, variables)]
+        if words and words[0].endswith("=") and words[-1] == ")":
+            words = [words[0] + "".join(word + _ITEM for word in words[1:-1])]
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
             name, adds, value = match.groups()
             variables[name] = variables.get(name, "") + value if adds else value
@@ -50,20 +41,18 @@ def commands(text: str, path: Path) -> Iterator[list[str]]:
         yield words
 
 
-def _words(raw: str, variables: Mapping[str, str], arrays: Mapping[str, list[str]]) -> list[str]:
-    """Returns the words that a word of the script expands to."""
-    if _ARGUMENTS.fullmatch(raw):
-        return []
-    if match := _ARRAY.fullmatch(raw):
-        return arrays.get(match.group(1), [])
+def _words(raw: str, variables: Mapping[str, str]) -> list[str]:
+    """Returns the words that a word of the script expands to. A variable that is not in quotes is split."""
     value = expanded(raw, variables)
-    # The shell splits the value of a variable that is not in quotes.
-    return value.split() if _WORD.fullmatch(raw) and value != raw else [value]
+    if _VARIABLE.fullmatch(raw) is None or value == raw:
+        return [value]
+    return value.split(_ITEM)[:-1] if _ITEM in value else value.split()
 
 
 def _statements(text: str, path: Path) -> Iterator[list[str]]:
     """Yields the words of each command, without redirections. The words of an array end with `)`."""
-    lexer = shlex.shlex(_marked(text), posix=True, punctuation_chars=";<>|&\n")
+    marked = _marked(_ARRAY.sub(r"${\1}", _ARGUMENTS.sub("", text)))
+    lexer = shlex.shlex(marked, posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     statement: list[str] = []
     try:
@@ -97,9 +86,7 @@ def _marked(text: str) -> str:
             result, place = result + {"\\\n": "", "\\$": _DOLLAR}.get(escaped, escaped), place + 2
             continue
         if letter == "#" and not quote and result[-1:].strip() == "":
-            place = text.find("\n", place)
-            if place < 0:
-                break
+            place += len(text[place:].partition("\n")[0])
             continue
         if letter in "'\"" and quote in ("", letter):
             quote = "" if quote else letter
@@ -142,25 +129,16 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
         return _VARIABLE.sub(known, part)
 
     def sum_of(match: re.Match[str]) -> str:
-        named = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", match.group(1).replace("{", "").replace("}", ""))
-        return _calculated(value_of(named))
+        return _calculated(value_of(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", r"$\1", match.group(1))))
 
     return value_of(_SUM.sub(sum_of, text.replace(_QUOTED, ""))).replace(_DOLLAR, "$")
 
 
 def _calculated(text: str) -> str:
     """Returns the value of arithmetic of whole numbers, or `OUTPUT` if it has other parts."""
-
-    def number(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(int() as value):
-                return value
-            case ast.BinOp(left, operation, right):
-                return _OPERATORS[type(operation)](number(left), number(right))
-            case _:
-                raise ValueError
-
+    if not re.fullmatch(r"[\d+*/()-]{1,80}", text) or "**" in text:
+        return OUTPUT
     try:
-        return str(number(ast.parse(text, mode="eval").body))
-    except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
+        return str(eval(re.sub(r"/+", "//", text), {"__builtins__": {}}))  # only digits and operators
+    except (SyntaxError, ZeroDivisionError, TypeError):
         return OUTPUT

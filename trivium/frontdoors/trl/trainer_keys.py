@@ -8,6 +8,14 @@ from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted,
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 """The schedules of TRL that are translated -> train.optimizer.schedule."""
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+
+
+def _unless_all(targets: object) -> object:
+    """Returns the layers of an adapter; None for PEFT's name of all linear layers, which are the default here."""
+    return None if targets == "all-linear" else targets
+
+
 _BASICS: Mapping[str, Entry] = {
     "trainer": Mapped("the algorithm", type=str),
     "model_name_or_path": Mapped("model.path", type=str),
@@ -26,10 +34,7 @@ _BASICS: Mapping[str, Entry] = {
     "lr_scheduler_type": Mapped("train.optimizer.schedule", default="linear", convert=SCHEDULES),
     "warmup_steps": Mapped("in train.optimizer.warmup_steps: optimizer steps; below 1, of max_steps", default=0.0),
     "warmup_ratio": Mapped("in train.optimizer.warmup_steps, if warmup_steps is not set: of max_steps", default=0.0),
-    "optim": Restricted(
-        (None, *(f"adamw_{name}" for name in ("torch", "torch_fused", "hf", "8bit", "bnb_8bit")), "paged_adamw_8bit"),
-        "only AdamW is translated; set train.optimizer in the translated config",
-    ),
+    "optim": Restricted((None, *ADAMW), "only AdamW is translated; set train.optimizer in the translated config"),
     "adam_epsilon": Mapped("train.optimizer.eps", type=float),
     "weight_decay": Mapped("train.optimizer.weight_decay", default=0.0),
     "adam_beta1": Mapped("in train.optimizer.betas", default=0.9),
@@ -38,15 +43,9 @@ _BASICS: Mapping[str, Entry] = {
     "use_peft": Mapped("in train.lora", default=False),
     "lora_r": Mapped("train.lora.rank", default=16, when={"use_peft": True}),
     "lora_alpha": Mapped("train.lora.alpha", default=32, when={"use_peft": True}),
-    "lora_target_modules": Mapped(
-        "train.lora.targets", type=object, when={"use_peft": True}, convert=lambda to: None if to == ALL else to
-    ),
+    "lora_target_modules": Mapped("train.lora.targets", type=object, when={"use_peft": True}, convert=_unless_all),
     "load_in_4bit": Mapped("train.frozen_dtype", default=False, convert={True: "nf4"}, when={"use_peft": True}),
     "load_in_8bit": Mapped("train.frozen_dtype", default=False, convert={True: "int8"}, when={"use_peft": True}),
-    **dict.fromkeys(
-        ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters"),
-        Restricted((None, False), "adapters have two matrices and a scale for each linear layer: leave it out"),
-    ),
     "gradient_checkpointing": Mapped("train.gradient_checkpointing", default=True),
     "report_to": Mapped("monitors"),
     "run_name": Mapped("the name of the run in wandb and mlflow", type=str),
@@ -55,22 +54,18 @@ _BASICS: Mapping[str, Entry] = {
     **ignored("`trivium export` writes a model directory", "push_to_hub hub_model_id hub_strategy save_only_model"),
     **ignored("the machine that runs the config decides", "bf16 fp16 tf32 dtype torch_dtype attn_implementation"),
     **ignored("dropout is always off", "disable_dropout lora_dropout"),
-    **ignored("the adapter follows from the algorithm", "lora_task_type lora_bias"),
-    **ignored("the base has Trivium's own options", "model_init_kwargs model_revision trust_remote_code"),
-    **ignored("no data loader has workers here", "dataloader_num_workers dataloader_pin_memory dataset_num_proc"),
-    **ignored("columns are read by name", "remove_unused_columns"),
-    **ignored("results do not depend on it", "gradient_checkpointing_kwargs use_liger_kernel activation_offloading"),
+    **ignored("set train.shard, and start the run by torchrun", "deepspeed fsdp fsdp_config"),
     **ignored(
-        "set train.shard, and start the run by torchrun", "deepspeed fsdp fsdp_config ddp_find_unused_parameters"
+        "a run needs no such option",
+        "lora_task_type lora_bias model_init_kwargs model_revision trust_remote_code remove_unused_columns",
+        "dataloader_num_workers dataset_num_proc ddp_find_unused_parameters gradient_checkpointing_kwargs",
+        "use_liger_kernel activation_offloading",
     ),
     **ignored(
         "evaluations are `evaluation.taskset`, or `evaluation.held_out` for rows, of a second entry of `tasks`",
-        "dataset_test_split eval_strategy eval_steps do_eval eval_on_start per_device_eval_batch_size",
-        "load_best_model_at_end metric_for_best_model greater_is_better",
+        "dataset_test_split eval_strategy eval_steps do_eval per_device_eval_batch_size load_best_model_at_end",
     ),
 }
-ALL = "all-linear"
-"""PEFT's name for every linear layer, which is the default here."""
 _ON_POLICY: Mapping[str, Entry] = {
     "reward_funcs": Ignored("Trivium's rewards are named under `rewards`"),
     "reward_weights": Ignored("each entry of `rewards` has its own weight"),
@@ -80,7 +75,6 @@ _ON_POLICY: Mapping[str, Entry] = {
     "num_iterations": Mapped("algorithm.epochs", default=1),
     "top_k": Mapped("engine.sampling.top_k", default=0),
     "min_p": Mapped("engine.sampling.min_p", type=float, convert=if_on),
-    "repetition_penalty": Restricted((1.0, None), "a repetition penalty is not supported: leave it out", 1.0),
     "use_vllm": Mapped("engine.kind", default=False, convert={True: "vllm"}),
     "vllm_mode": Mapped("server: a note, the run starts vLLM itself", default="colocate"),
     "vllm_gpu_memory_utilization": Mapped(
@@ -89,20 +83,16 @@ _ON_POLICY: Mapping[str, Entry] = {
     "vllm_tensor_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when={"use_vllm": True}),
     "vllm_max_model_length": Mapped("engine.max_context", type=int, when={"use_vllm": True}),
     "vllm_enable_sleep_mode": Mapped("engine.sleep_level", default=False, convert={True: 2}, when={"use_vllm": True}),
-    **ignored("the run starts vLLM itself", "vllm_server_base_url vllm_server_host vllm_server_port"),
-    **ignored("the run starts vLLM itself", "vllm_server_timeout vllm_group_port vllm_model_impl"),
+    **ignored("the run starts vLLM itself", "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port"),
     **ignored("prompts are not truncated", "max_prompt_length"),
 }
 _ROWS: Mapping[str, Entry] = {
     **ignored("rows are not truncated: one that is longer than engine.max_context is an error", "max_length"),
-    **ignored("sequences are packed without seeing each other", "packing packing_strategy padding_free eval_packing"),
-    **ignored("the reference scores each batch once", "precompute_ref_log_probs precompute_ref_batch_size"),
-    **ignored("the template of the model ends a turn", "eos_token pad_token pad_to_multiple_of truncation_mode"),
-    "dataset_text_field": Ignored("a row has a prompt and a completion"),
-    **dict.fromkeys(
-        ("neftune_noise_alpha", "chat_template_path", "dataset_kwargs"), Restricted((None,), "leave it out")
+    **ignored("sequences are packed without seeing each other", "packing packing_strategy padding_free"),
+    **ignored(
+        "rows are rendered by the template of the model", "dataset_text_field eos_token pad_token truncation_mode"
     ),
-    "sync_ref_model": Restricted((None, False), "the reference is the model that the stage begins with"),
+    **ignored("the reference scores each batch once", "precompute_ref_log_probs"),
 }
 _DEFAULTS_OF: Mapping[str, tuple[float, int, float, float]] = {
     "grpo": (1e-6, 512, 1.0, 1.0),
@@ -114,8 +104,6 @@ _DEFAULTS_OF: Mapping[str, tuple[float, int, float, float]] = {
     "gkd": (2e-5, 128, 0.9, 1.0),
     "a2po": (5e-5, 256, 1.0, 1.0),
 }
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
-"""Trainers of rows -> their default of learning_rate."""
 """Each trainer's defaults of learning_rate, max_completion_length (gkd: max_new_tokens), temperature and top_p."""
 _POLICY_GRADIENT: Mapping[str, Entry] = {
     "beta": Mapped("in algorithm.kl", default=0.0),
@@ -229,31 +217,29 @@ TRAINERS: Mapping[str, Mapping[str, Entry]] = {
     },
 }
 """Trainer that samples -> its own keys."""
-_BETA = Mapped("algorithm.pair_loss.beta", default=0.1)
 OF_ROWS: Mapping[str, Mapping[str, Entry]] = {
     "sft": {
-        "loss_type": Restricted((None, "nll"), "only nll, the likelihood, is translated", "nll"),
+        "learning_rate": Mapped("train.optimizer.lr", default=2e-5),
+        "loss_type": Restricted((None, "nll"), "only nll is translated", "nll"),
         "completion_only_loss": Restricted((None, True), "the loss is over completions: leave it out"),
-        "assistant_only_loss": Restricted(
-            (None, False), "write a row for each answer: the loss is over the last message of a row"
-        ),
+        "assistant_only_loss": Restricted((None, False), "write a row for each answer: it learns the last message"),
     },
     "dpo": {
-        "beta": _BETA,
+        "learning_rate": Mapped("train.optimizer.lr", default=1e-6),
+        "beta": Mapped("algorithm.pair_loss.beta", default=0.1),
         "loss_type": Mapped("algorithm.kind: dpo for sigmoid, ipo"),
-        "label_smoothing": Ignored("the losses sigmoid and ipo of TRL do not read it"),
-        "f_divergence_type": Restricted((None, "reverse_kl"), "the losses are those of the reverse KL", "reverse_kl"),
-        **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting"), Restricted((None, False), "leave it out")),
+        "label_smoothing": Ignored("TRL's losses sigmoid and ipo do not read it"),
     },
     "kto": {
-        "beta": _BETA,
+        "learning_rate": Mapped("train.optimizer.lr", default=1e-6),
+        "beta": Mapped("algorithm.pair_loss.beta", default=0.1),
         "loss_type": Restricted((None, "kto"), "only kto is translated", "kto"),
         "desirable_weight": Mapped("algorithm.pair_loss.desirable_weight", default=1.0),
         "undesirable_weight": Mapped("algorithm.pair_loss.undesirable_weight", default=1.0),
     },
     "reward": {
+        "learning_rate": Mapped("train.optimizer.lr", default=1e-4),
         "use_peft": Restricted((None, False), "a reward model is trained without an adapter: leave it out"),
-        "center_rewards_coefficient": Restricted((None,), "the loss has no term for the mean of scores: leave it out"),
     },
 }
 """Trainer of rows -> its own keys."""
@@ -262,8 +248,7 @@ OF_ROWS: Mapping[str, Mapping[str, Entry]] = {
 def table(name: str) -> Table:
     """The keys of a trainer, one of TRAINERS or OF_ROWS."""
     if name in OF_ROWS:
-        own = {"learning_rate": Mapped("train.optimizer.lr", default=_RATES[name])}
-        return Table({**_BASICS, **own, **_ROWS, **OF_ROWS[name]})
+        return Table({**_BASICS, **_ROWS, **OF_ROWS[name]})
     lr, length, temperature, top_p = _DEFAULTS_OF[name]
     own = {
         "learning_rate": Mapped("train.optimizer.lr", default=lr),

@@ -13,7 +13,7 @@ from typing import Any
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.trl.scripts import read as read
-from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, TRAINERS, table
+from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, table
 from trivium.registry import suggest
 
 _ONE_MODEL = "TRL's trainers differ in their keys: name the trainer that the config is for"
@@ -36,7 +36,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _ROW_SIZES = {"sft": 1, "dpo": 2, "kto": 1, "reward": 2}
 """Trainer of rows -> the completions of a row."""
-_PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 _MONITORS = ("wandb", "tensorboard", "mlflow")
 _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 """Trainers that sample one completion of each prompt unless `num_generations` says otherwise."""
@@ -45,16 +44,16 @@ _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 def translate(config: Mapping[str, Any]) -> Translation:
     """Translates a TRL config. Raises a ConfigError that lists everything that cannot be translated."""
     name = str(config.get("trainer", "")).lower().removesuffix("trainer").removesuffix("config")
-    if name not in (*TRAINERS, *OF_ROWS):
-        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, (*TRAINERS, *OF_ROWS))}"
+    if name not in _ALGORITHMS:
+        do = f"{_ONE_MODEL}: trainer=grpo; {suggest(name, _ALGORITHMS)}"
         refuse([Problem("trainer", repr(name), "no such trainer", do)])
     trl = table(name).read(config)
     problems, notes = [*trl.problems], [*trl.notes()]
     if not trl["model_name_or_path"]:
-        problems.append(Problem("model_name_or_path", "a model", "none", "name it"))
+        problems.append(Problem("model_name_or_path", "a model", "none", "name it: model_name_or_path=..."))
     mapping = trl.mapped()
-    own = _of_rows(trl, name, problems, notes) if name in OF_ROWS else _ALGORITHMS[name](trl, name, problems, notes)
-    mapping["algorithm"] = {**mapping.pop("algorithm", {}), **own}
+    algorithm: dict[str, Any] = {**mapping.pop("algorithm", {}), **_ALGORITHMS[name](trl, name, problems, notes)}
+    mapping["algorithm"] = algorithm
     mapping.setdefault("model", {})["kind"] = "hf"
     _schedule(trl, name, mapping, problems, notes)
     refuse(problems)
@@ -70,7 +69,7 @@ def translate(config: Mapping[str, Any]) -> Translation:
         notes.append("train.lora.targets: all linear layers; peft's choice depends on the model: name them to keep it")
     if name in OF_ROWS:
         mapping["buffer"] = {"kind": "files"}
-    elif trl["use_vllm"] and trl["vllm_mode"] == "server":
+    elif trl["vllm_mode"] == "server":
         notes.append("vllm_mode: the run starts vLLM; cluster: {kind: ray, engines: 1} gives it a GPU of its own")
     if name in ("grpo", "gmpo", "sdpo", "a2po"):
         notes.append("rewards: name your reward functions (docs/extend-rewards.md)")
@@ -80,52 +79,50 @@ def translate(config: Mapping[str, Any]) -> Translation:
 def _monitors(trl: Settings, notes: list[str]) -> dict[str, Any]:
     """The section `monitors`, if report_to names any. Notes those that have no counterpart."""
     given = trl["report_to"]
-    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name not in (None, "none")]
+    names = [name for name in (given if isinstance(given, list) else [given]) if name not in (None, "none")]
     notes += [f"report_to: no monitor is named {name}" for name in names if name not in _MONITORS]
-    named = {"name": trl["run_name"]} if trl["run_name"] else {}
-    own = [{"kind": name, **(named if name != "tensorboard" else {})} for name in names if name in _MONITORS]
+    own = [
+        {"kind": name} | ({"name": trl["run_name"]} if trl["run_name"] and name != "tensorboard" else {})
+        for name in names
+        if name in _MONITORS
+    ]
     return {"monitors": ["console", "jsonl", *own]} if own else {}
 
 
 def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> None:
     """Sets the batch, the length of the run, the checkpoints and the learning rate.
 
-    The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps. A
-    batch of rows is one of both.
+    The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps.
     """
-    samples = name not in OF_ROWS
-    size = (trl["num_generations"] or (1 if name in _SINGLE else 8)) if samples else _ROW_SIZES[name]
-    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", *(["num_iterations"] * samples))
-    counts = {key: trl[key] for key in keys} | ({"num_generations": size} if samples else {})
+    size = _ROW_SIZES.get(name) or trl["num_generations"] or (1 if name in _SINGLE else 8)
+    counts = {key: trl[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    counts |= {"num_iterations": 1 if name in OF_ROWS else trl["num_iterations"], "num_generations": size}
     if wrong := {key: count for key, count in counts.items() if count < 1}:
         problems += [Problem(key, str(count), "it must be at least 1", "correct it") for key, count in wrong.items()]
         return
-    mini_batches, updates = 1, 1
-    groups = trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"]
-    if samples:
-        completions, batches = _generation(trl, name, size, problems)
-        groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
-        updates = mini_batches * trl["num_iterations"]
-    steps, epochs = trl["max_steps"], trl["num_train_epochs"]
+    completions, batches = _generation(trl, name, size, problems)
+    groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
+    updates, steps, epochs = mini_batches * counts["num_iterations"], trl["max_steps"], trl["num_train_epochs"]
     schedule = mapping.setdefault("schedule", {})
     schedule |= {"group_size": size, "groups_per_step": groups}
     if steps > 0:
         schedule["steps"] = ceil(steps / updates)
     else:
-        length = f"{epochs:g} * {'tasks' if samples else 'rows'} / {groups} train steps"
+        length = f"{epochs:g} * tasks / {groups} train steps"
         notes.append(f"schedule.steps: set it; the {epochs:g} epochs that TRL trains are {length}")
     mapping["algorithm"]["mini_batches"] = mini_batches
-    checkpoint = mapping.setdefault("checkpoint", {})
-    if trl["save_strategy"] in ("steps", "no"):
-        checkpoint["save_every"] = ceil(trl["save_steps"] / updates) if trl["save_strategy"] == "steps" else 0
-    else:
-        notes.append(f"checkpoint.save_every: set it, in train steps; save_strategy is {trl['save_strategy']}")
+    saves = trl["save_strategy"] == "steps"
+    mapping.setdefault("checkpoint", {})["save_every"] = ceil(trl["save_steps"] / updates) if saves else 0
+    if trl["save_strategy"] == "epoch":
+        notes.append("checkpoint.save_every: 0, the last step; save_strategy: epoch is a number of train steps here")
     mapping["train"]["optimizer"]["warmup_steps"] = ceil(_warmup(trl, problems, notes) / updates)
 
 
 def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) -> tuple[int, int]:
     """(completions, micro-batches) of one generation. Reports what TRL refuses."""
     device, accumulated = trl["per_device_train_batch_size"], trl["gradient_accumulation_steps"]
+    if name in OF_ROWS:
+        return device * accumulated * size, accumulated
     batches, given = trl["steps_per_generation"], trl["generation_batch_size"]
     shown = str(given)
     if given and name in _SINGLE:  # these trainers count prompts
@@ -150,36 +147,33 @@ def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) ->
 
 def _warmup(trl: Settings, problems: list[Problem], notes: list[str]) -> int:
     """The optimizer steps of the warm-up. Reports schedules of the learning rate that are not translated."""
-    kind, steps = trl["lr_scheduler_type"], trl["max_steps"]
-    warmup = trl["warmup_steps"] or trl["warmup_ratio"]
+    kind, warmup, steps = trl["lr_scheduler_type"], trl["warmup_steps"] or trl["warmup_ratio"], trl["max_steps"]
     if kind not in SCHEDULES:
         do = suggest(kind, SCHEDULES)
         problems.append(Problem("lr_scheduler_type", repr(kind), "no such schedule is translated", do))
-    if kind == "constant":
-        return 0
     if 0 < warmup < 1 and steps <= 0:
         notes.append(f"train.optimizer.warmup_steps: set it to {warmup:g} of schedule.steps; max_steps is not set")
         return 0
-    return ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
+    return 0 if kind == "constant" else ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
 
 
-def _of_rows(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
-    """The algorithm of a trainer that learns from rows."""
+def _sft(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
+    del trl, problems
+    notes.append("the loss: over the completion; TRL's is over all tokens of rows of `messages` or `text`")
+    return {"kind": name}
+
+
+def _preferences(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
     if name != "dpo":
-        if name == "sft":
-            notes.append(
-                "tasks.train: rows of `messages` need prompt: messages, completion: messages; the loss is over the "
-                "completion, TRL's over all tokens of such rows"
-            )
         return {"kind": "reward_model" if name == "reward" else name}
-    given = trl["loss_type"] or ["sigmoid"]
-    losses = [str(loss) for loss in (given if isinstance(given, list) else [given])]
-    if len(losses) != 1 or losses[0] not in _PAIR_LOSSES:
-        do = f"use one of {', '.join(_PAIR_LOSSES)}"
-        problems.append(Problem("loss_type", ", ".join(losses), "no such loss is translated", do))
-    if losses == ["ipo"]:
+    given = trl["loss_type"] or "sigmoid"
+    loss = str(given[0] if isinstance(given, list) and len(given) == 1 else given)
+    kinds = {"sigmoid": "dpo", "ipo": "ipo"}
+    if loss not in kinds:
+        problems.append(Problem("loss_type", loss, "no such loss is translated", f"use {' or '.join(kinds)}"))
+    if loss == "ipo":
         notes.append("algorithm.pair_loss: the gap of ipo is a sum over tokens, as in its paper; TRL's is a mean")
-    return {"kind": _PAIR_LOSSES.get(losses[0], "dpo")}
+    return {"kind": kinds.get(loss)}
 
 
 def _grpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
@@ -378,4 +372,6 @@ _ALGORITHMS: Mapping[str, _Section] = {
     "gold": _gold,
     "gkd": _gold,
     "a2po": _a2po,
+    "sft": _sft,
+    **dict.fromkeys(("dpo", "kto", "reward"), _preferences),
 }

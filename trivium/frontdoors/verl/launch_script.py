@@ -18,6 +18,7 @@ _ENTRY_POINT = re.compile(r"(?:.*[./])?(main_(?:ppo|dapo)\w*|fully_async_main)(?
 """Matches the modules and files that train with the keys of verl's `ppo_trainer`."""
 _PROGRAM = re.compile(r"verl[./][\w./]+|.*\.py")
 _REPLACED = "`python -m trivium.frontdoors.verl` takes the arguments of `python3 -m verl.trainer.main_ppo`"
+_OUTPUT = re.compile(r"[-_.]?" + re.escape(OUTPUT))
 _BRANCH = re.compile(r"^\s*(if|case|for|while|until)\b", re.MULTILINE)
 
 
@@ -43,8 +44,8 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     if _BRANCH.search(text):
         notes.append(f"{path.name}: conditions and loops are not evaluated: the last assignment of a variable counts")
     printed = [word.partition("=")[0].lstrip("+") for word in arguments if OUTPUT in word]
-    notes += [f"{key}: it has the output of a command, which is not run: write the value" for key in printed]
-    return config_of([*arguments, *overrides]), tuple(notes)
+    notes += [f"{key}: the output of `$(...)` is left out: commands are not run" for key in printed]
+    return config_of([_OUTPUT.sub("", word) for word in [*arguments, *overrides]]), tuple(notes)
 
 
 def _arguments(text: str, path: Path) -> list[str]:
