@@ -28,7 +28,6 @@ from trivium.frontdoors.lightrft.config.launch_args import read as read
 from trivium.frontdoors.lightrft.config.reward_section import rewards_of
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Settings, Translation, refuse
-from trivium.models.placement import has_gpu
 
 _VARIABLE = re.compile(r"[-_.]?\$\{\w+\}")
 _MIN_LR_RATIO = 0.1
@@ -171,12 +170,8 @@ def _sees(lightrft: Settings) -> bool:
     return family_in(lightrft["pretrain"]) is not None if here else not lightrft["text_only"]
 
 
-def _device() -> str:
-    return "cuda" if has_gpu() else "cpu"
-
-
 def _engine(lightrft: Settings) -> dict[str, Any]:
-    engine: dict[str, Any] = {"kind": "torch", "device": _device()}
+    engine: dict[str, Any] = {"kind": "torch"}
     return engine | ({"max_context": _longest(lightrft)} if lightrft["text_only"] else {})
 
 
@@ -194,7 +189,6 @@ def _train(lightrft: Settings, steps: int) -> dict[str, Any]:
     optimizer = {"warmup_steps": warmup, "schedule": "cosine", "min_lr_ratio": _MIN_LR_RATIO}
     train: dict[str, Any] = {
         "kind": "torch",
-        "device": _device(),
         "max_tokens_per_micro_batch": lightrft["micro_train_batch_size"] * _longest(lightrft),
         "optimizer": optimizer,
         "critic_optimizer": optimizer,
