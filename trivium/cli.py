@@ -227,15 +227,15 @@ def translate(
         str,
         typer.Argument(
             metavar="FILE",
-            help="Its YAML file, for trl with the key `trainer`; for lightrft a shell script, JSON, or `--` "
-            "and the flags.",
+            help="Its YAML file or its script: for trl a Python script, or YAML with the key `trainer`; for verl a "
+            "shell script; for lightrft a shell script, JSON, or `--` and the flags. No script is run.",
             show_default=False,
         ),
     ],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Prints another trainer's config as a Trivium config; on stderr, what of it has no effect."""
+    """Prints another trainer's config as a Trivium config; on stderr, what of it has no effect or is not read."""
     with Outcome(debug):
         from trivium.frontdoors.translate import translate_file
 

@@ -153,6 +153,9 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         path = path.resolve()
         if path in seen:
             raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
+        if path.suffix in (".py", ".sh"):
+            do = "name a YAML file; `trivium translate` makes one of another trainer's script"
+            raise ConfigError(f"read the config {path}", f"a script ({path.suffix})", do)
         loader = _Loader(read_bounded(path))
         loader.name = str(path)  # errors name it
         data: Any = loader.get_single_data()

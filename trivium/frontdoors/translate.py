@@ -12,16 +12,24 @@ from trivium.config import read_yaml
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Translation
 
+_READERS = {
+    "lightrft": "trivium.frontdoors.lightrft.config.launch_args",
+    "trl": "trivium.frontdoors.trl.scripts",
+    "verl": "trivium.frontdoors.verl.launch_script",
+}
+"""Front door -> the module whose `read` returns a config, or a config with notes, of a file and overrides."""
+
 
 def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
     """Translates a config file, with overrides, by `translation.translate` of the front door `origin`.
 
-    The file is YAML, unless the front door has its own reader (`translation.read`), which returns a config and may
-    return notes with it. Raises a ConfigError that lists everything that cannot be translated.
+    The file is YAML, unless the front door has its own reader. Raises a ConfigError that lists everything that cannot
+    be translated.
     """
     door = import_module(f"trivium.frontdoors.{origin}.translation")
-    config = getattr(door, "read", _read)([file, *overrides])
-    config, notes = config if isinstance(config, tuple) else (config, ())
+    words = [file, *overrides]
+    result = import_module(_READERS[origin]).read(words) if origin in _READERS else _read(words)
+    config, notes = result if isinstance(result, tuple) else (result, ())
     translation: Translation = door.translate(config)
     return replace(translation, notes=(*notes, *translation.notes))
 

@@ -271,6 +271,7 @@ def test_arguments_that_a_script_for_trl_computes_are_named() -> None:
         ("verl", "trl/grpo_quickstart.py", [], ("Python program", "trivium.frontdoors.verl", "main_ppo")),
         ("verl", "verl/sft.sh", [], ("fsdp_sft_trainer", "main_ppo", "trivium.frontdoors.verl")),
         ("verl", "verl/none.sh", [], ("none.sh",)),
+        ("trinity", "verl/cpu.sh", [], ("cpu.sh", ".sh", "translate")),
         ("trl", "trl/dpo_quickstart.py", ["loss_type=hinge"], ("loss_type", "hinge", "sigmoid")),
         ("trl", "trl/reward_quickstart.py", ["use_peft=true"], ("use_peft",)),
         ("trl", "trl/sft_quickstart.py", ["completion_only_loss=false"], ("completion_only_loss",)),

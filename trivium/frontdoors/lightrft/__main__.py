@@ -12,7 +12,7 @@ import sys
 import typer
 
 from trivium.cli import Outcome
-from trivium.frontdoors.lightrft.translation import read
+from trivium.frontdoors.lightrft.config.launch_args import read
 from trivium.runtime.main_loop import exit_without_threads
 
 

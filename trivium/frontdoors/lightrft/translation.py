@@ -24,7 +24,6 @@ from trivium.frontdoors.lightrft.config.config_table import OPENRLHF, TABLE
 from trivium.frontdoors.lightrft.config.data_section import prompts, tasks_of
 from trivium.frontdoors.lightrft.config.keys_of_training import WANDB, betas_of
 from trivium.frontdoors.lightrft.config.launch_args import PROCESSES, flags_of
-from trivium.frontdoors.lightrft.config.launch_args import read as read
 from trivium.frontdoors.lightrft.config.reward_section import rewards_of
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Settings, Translation, refuse

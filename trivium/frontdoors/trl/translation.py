@@ -12,7 +12,6 @@ from typing import Any
 
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings, Translation, refuse
-from trivium.frontdoors.trl.scripts import read as read
 from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, table
 from trivium.registry import suggest
 

@@ -29,7 +29,6 @@ from trivium.frontdoors.verl.config.sourced_sections import (
     shaping_of,
     tasks_of,
 )
-from trivium.frontdoors.verl.launch_script import read as read
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 
 _KEEP_ALL = 1_000_000
