@@ -332,3 +332,8 @@ def test_the_file_and_the_flags_are_translated_alike(given: dict[str, Any], tmp_
     (tmp_path / "flags.json").write_text(json.dumps(["torchrun", "train.py", *words]))
     from_file = translate_file("lightrft", str(tmp_path / "flags.json"))
     assert from_file == translate_file("lightrft", words[0], words[1:]) == translate(given)
+
+
+def test_the_device_is_left_to_the_machine_that_runs_the_config(given: dict[str, Any]) -> None:
+    config = translate(given).config
+    assert not {"device"} & (config["engine"].keys() | config["train"].keys())
