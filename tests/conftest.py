@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -13,41 +14,19 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import costs
 import pytest
+from example_counts import number_of
 from hypothesis import HealthCheck, settings
 from postgres import postgres
 
 __all__ = ["postgres"]
 
-# No example has a deadline: how long one takes says how busy the machine is.
-settings.register_profile("trivium", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("trivium")
-
-
-LONG = (
-    "e2e/test_verl_door.py",
-    "e2e/test_ray.py",
-    "simulation/test_worlds.py",
-    "oracle/test_ranks.py",
-    "e2e/test_environments.py",
-    "oracle/test_split_hybrids.py",
-    "oracle/test_split_layers.py",
-    "e2e/test_learning.py",
-    "e2e/test_two_nodes.py",
-    "e2e/test_curricula.py",
-    "e2e/test_shells.py",
-    "e2e/test_kill.py",
-    "unit/training/test_emulated_gpu.py",
-    "e2e/test_run_ends.py",
-    "e2e/test_first_hour.py",
-    "e2e/test_recipes.py",
-    "e2e/test_torchrun.py",
-    "e2e/test_train_process.py",
-    "unit/engines/test_engine_torch.py",
-    "unit/engines/test_vision_engines.py",
-    "unit/training/test_saving.py",
+# No example has a deadline: how long one takes depends on how busy the machine is.
+settings.register_profile(
+    "trivium", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=number_of(100)
 )
-"""The longest first: 20 to 150 CPU seconds each, the first two with what uses the same Ray instance."""
+settings.load_profile("trivium")
 
 
 TOGETHER = {
@@ -72,26 +51,49 @@ TOGETHER = {
 would start its own for five CPU seconds; and those that import wandb and mlflow, which takes as long."""
 
 
+PART = {f"tests/{name}.py": f"tests/{first}.py" for first, names in TOGETHER.items() for name in names}
+"""The first file of the part, of each file of a part."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One test process takes all files of a part of `TOGETHER`."""
     from xdist.scheduler import LoadFileScheduling
 
-    first = {f"tests/{name}.py": f"tests/{file}.py" for file, names in TOGETHER.items() for name in names}
-
     class ByPart(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return first.get(file, file)
+            return PART.get(file, file)
 
     return ByPart(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", choices=("record", "check"), help="measure CPU seconds: for costs.json, or against it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if asked := config.getoption("--costs"):
+        config.pluginmanager.register(costs.Costs(records=asked == "record"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take long come first, so that the workers of pytest-xdist end together."""
-    slow = {item.path for item in items if item.get_closest_marker("slow") is not None or "e2e" in item.path.parts}
-    place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: (place.get(item.path, len(LONG)), item.path not in slow))
+    """Marks what `make test` leaves out. Files that take long come first: the test processes end together."""
+    recorded = costs.recorded()
+    files = {item.nodeid.partition("::")[0] for item in items}
+    seconds = defaultdict[str, float](float)
+    for file in files:
+        name, _ = costs.name_of(file)
+        seconds[PART.get(file, file)] += recorded[name].seconds if name in recorded else 0.0
+    for item in items:
+        if costs.is_slow(*costs.name_of(item.nodeid), recorded):
+            item.add_marker("slow")
+
+    def place(item: pytest.Item) -> tuple[float, str]:
+        file = item.nodeid.partition("::")[0]
+        return -seconds[PART.get(file, file)], PART.get(file, file)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

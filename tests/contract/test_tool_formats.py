@@ -6,6 +6,7 @@ import json
 import string
 
 import pytest
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ CALLS = st.builds(ToolCall, NAMES, st.dictionaries(TEXTS, VALUES, max_size=4).ma
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(calls=st.lists(CALLS, min_size=1, max_size=3), content=st.text(st.characters(exclude_categories=["Cs"])))
-@settings(max_examples=60)
+@settings(max_examples=number_of(60))
 def test_each_format_reads_what_it_writes(kind: str, calls: list[ToolCall], content: str) -> None:
     how: ToolFormat = resolve("tool_calls", kind)
     plain = content.strip().lstrip("{")

@@ -13,8 +13,6 @@ from tests.e2e.test_kill import TINY, outcome_of
 from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.task_table import TaskTable
 
-pytestmark = pytest.mark.slow
-
 CURRICULUM = {"kind": "success_rate", "temperature": 0.05, "retire_above": 0.5}
 REFILLED = ("stages.1.algorithm={kind: grpo, filters: [zero_variance], refill: 2}",)
 AHEAD = ("stages.1.schedule.deterministic=true", "stages.1.schedule.max_staleness=2")

@@ -261,7 +261,6 @@ def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
         assert rollout.failure is not None or rollout.reward == whole.reward
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_tiny_model_learns_to_use_a_calculator_and_cannot_answer_without(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "tools.yaml"

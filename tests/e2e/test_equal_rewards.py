@@ -20,7 +20,6 @@ from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.types import Message, Task, experiences_of
 
-pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
 SUMS = [(a, b) for a in range(5) for b in range(5)]
 NOTHING = [{"kind": "regex", "pattern": "never"}]

@@ -14,8 +14,6 @@ from tests.e2e.killing import BESIDE, MOMENTS, launches
 from trivium.config import load_config
 from trivium.metrics import depends_on_machine
 
-pytestmark = pytest.mark.slow
-
 TINY = Path(__file__).parent / "tiny.yaml"
 DEMO = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
 CLOCK = ("seconds", "time", "verdict", "memory")

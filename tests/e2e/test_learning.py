@@ -81,7 +81,6 @@ def test_a_tiny_model_learns(tmp_path: Path) -> None:
     assert reward >= 0.2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "qwen3_moe"])
 def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> None:
     """Short convolutions, and the gated delta rule, each before a layer of attention; experts of recorded routing."""
@@ -94,7 +93,6 @@ def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> No
     assert reward >= 0.2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_moe"])
 def test_shuffled_rewards_teach_a_hybrid_and_a_mixture_nothing(kind: str, tmp_path: Path) -> None:
     model = write_tiny(kind, tmp_path / "model")

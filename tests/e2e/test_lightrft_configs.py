@@ -12,8 +12,6 @@ from tests.e2e.lightrft_folder import examples_in
 from tests.peers import peer_file
 from tests.processes import Forked, commands
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = ("run_grpo_geo3k_qwen2.5_vl_7b", "run_grpo_gsm8k_qwen2.5_0.5b", "run_ppo_geo3k_qwen2.5_vl_7b")
 SMALL = (
     *("--rollout_batch_size", "2", "--train_batch_size", "2", "--n_samples_per_prompt", "2"),

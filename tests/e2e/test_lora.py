@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -39,7 +38,6 @@ def write_config(directory: Path, push: str) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_an_adapter_learns_the_same_however_it_is_sent_and_wherever_the_run_is_killed(tmp_path: Path) -> None:
     merged, alone = tmp_path / "merged-run", tmp_path / "adapter-run"
     run(load_config(write_config(tmp_path, "merged"), [f"run.dir={merged}"]))

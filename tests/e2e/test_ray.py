@@ -21,7 +21,7 @@ PLAIN, STAGED = str(HERE / "ray.yaml"), str(HERE / "tiny.yaml")
 SYNCHRONOUS = ("schedule.max_staleness=0",)
 DETERMINISTIC = ("schedule.max_staleness=2", "schedule.deterministic=true")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

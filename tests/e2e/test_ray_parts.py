@@ -51,7 +51,7 @@ from trivium.testing import check_buffer, check_channel, check_engine
 from trivium.types import Capabilities, Request, Sampling
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
+pytestmark = pytest.mark.usefixtures("connected")
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
 
 

@@ -16,7 +16,7 @@ from tests.processes import survivors
 
 PLAIN = str(Path(__file__).parent / "ray.yaml")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_or_is_started_again(

@@ -16,8 +16,6 @@ from tests.e2e.test_curricula import SOURCES
 from tests.e2e.test_kill import outcome_of
 from tests.processes import Forked, commands, eventually
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 BEAT_S = 3.0
 

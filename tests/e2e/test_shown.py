@@ -24,8 +24,6 @@ from trivium.buffers.journal import Journal
 from trivium.config import config_from_mapping
 from trivium.runtime.launch import run
 
-pytestmark = pytest.mark.slow
-
 CONFIG = Path(__file__).with_name("shown.yaml")
 STEPS = (1, 2, 3)
 

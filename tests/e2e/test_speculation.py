@@ -12,8 +12,6 @@ from trivium.config import load_config
 from trivium.engines.torch.engine import TorchEngine
 from trivium.runtime.launch import run
 
-pytestmark = pytest.mark.slow
-
 RUN = """
 run: {dir: unset, seed: 0}
 model: {kind: tiny, alphabet: "0123456789+=", layers: 2, hidden: 32, heads: 4, kv_heads: 2, mlp: 64, max_position: 64}

@@ -20,8 +20,6 @@ from trivium.config import config_from_mapping, load_config
 from trivium.metrics import depends_on_machine
 from trivium.runtime.launch import run
 
-pytestmark = pytest.mark.slow
-
 CONFIG = Path(__file__).parent / "three_ways.yaml"
 STEPS = {"live": (1, 2), "recorded": (3, 4, 5, 6, 7)}
 WAYS = ("torchrun", "ray", "two processes")

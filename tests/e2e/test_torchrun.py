@@ -23,8 +23,6 @@ from tests.processes import Forked, alive, eventually, survivors, trivium
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.slow
-
 
 @contextmanager
 def torchrun(output: Path, *arguments: str, forked: int = 4) -> Generator[Forked]:

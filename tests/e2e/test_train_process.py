@@ -18,8 +18,6 @@ from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
 from tests.processes import Forked, commands, eventually, survivors
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5 + 40
 KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
 """How often the run is killed at a random call, and begun again at once."""

@@ -18,8 +18,6 @@ from trivium.errors import ConfigError, DataError, RoleFailed, RunDirError, Sync
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
 from trivium.frontdoors.trinity.objects.boards.actors import forget
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def namespace() -> str:

@@ -20,7 +20,6 @@ from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer,
 from trivium.frontdoors.trinity.objects.boards.actors import forget
 from trivium.types import SyncStyle
 
-pytestmark = pytest.mark.slow
 RUNNING, REQUIRE, WAITING, STOPPED = (
     RunningStatus.RUNNING,
     RunningStatus.REQUIRE_SYNC,

@@ -38,7 +38,6 @@ def can_make_namespaces() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2"),
 ]
 

@@ -16,7 +16,6 @@ from tests.e2e.test_kill import outcome_of
 
 pytest.importorskip("verifiers", reason="verifiers is not installed here; `make test-verifiers` has it")
 
-pytestmark = pytest.mark.slow
 TASKSET = {"id": "verifiers_game"}
 ENV = {
     "taskset": TASKSET,

@@ -17,8 +17,6 @@ from trivium.frontdoors.verl.translation import translate
 from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel
 
-pytestmark = pytest.mark.slow
-
 CALLS = [
     "cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh",
     "gmpo_trainer/test_dapo_7b_math.sh",

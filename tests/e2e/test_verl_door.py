@@ -28,7 +28,6 @@ from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.types import Group, StopReason, Trajectory, Turn
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
 from trivium.frontdoors.verl import (  # noqa: E402
     ActorRolloutRefWorker,

@@ -14,7 +14,7 @@ from tests.processes import Forked
 from trivium.text.tiny import TinyModel
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
+pytestmark = pytest.mark.usefixtures("connected")
 
 SCRIPT = Path(__file__).with_name("verl_main_ppo.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"

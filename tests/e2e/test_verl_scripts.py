@@ -21,7 +21,7 @@ from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
+pytestmark = pytest.mark.usefixtures("connected")
 
 from trivium.frontdoors.verl import (  # noqa: E402
     ActorRolloutRefWorker,

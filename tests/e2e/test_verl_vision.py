@@ -17,9 +17,8 @@ from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.tiny_vision import TinyVisionModel
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
-from trivium.frontdoors.verl import (  # noqa: E402
+from trivium.frontdoors.verl import (
     ActorRolloutRefWorker,
     CriticWorker,
     RayPPOTrainer,

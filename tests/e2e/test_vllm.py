@@ -45,7 +45,6 @@ from trivium.types import Completion, Experience, Media, Request, Sampling, Stop
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here; `make test-vllm` has it"
     ),

@@ -39,7 +39,7 @@ from trivium.frontdoors.verl.objects.workers.worker_group import (
 from trivium.types import Batch, Experience
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
+pytestmark = pytest.mark.usefixtures("connected")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from algebra import policy_objective, section
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -151,7 +152,7 @@ def test_rejection_is_the_definition(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.endswith("k1")])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=number_of(30))
 @given(low=st.floats(0.2, 0.99), high=st.floats(1.01, 5.0), seed=st.integers(0, 2**16))
 def test_k1_bounds_engine_over_trainer_at_both_ends(option: str, low: float, high: float, seed: int) -> None:
     """Random rows against a loop over the probabilities themselves; the bounds of the weights are about the inverse."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from algebra import finite_differences, variants
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -241,7 +242,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=10)
+@settings(max_examples=number_of(10))
 @given(data=st.data())
 def test_cutting_between_pairs_their_order_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
     log_prob, mask, reference = rows(seed=data.draw(st.integers(0, 99)))

@@ -29,7 +29,7 @@ from trivium.training.distributed.torchrun import TorchrunRanks, serve_rank, sto
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the ranks of all tests run in the first one
+pytestmark = pytest.mark.timeout(900)  # the ranks of all tests run in the first one
 
 MAX_RESPONSE_LENGTH = 32
 SPLIT = {"vocab_size": 34, "intermediate_size": 26}

@@ -18,8 +18,6 @@ from trivium.models.backbone.packed import pack
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 MODELS = {
     "qwen3": {},

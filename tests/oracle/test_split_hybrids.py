@@ -12,7 +12,7 @@ from hybrid_parts import HYBRID_OF, write_hybrid
 from rank_parts_of_splitting import HYBRID_CASES, HYBRID_LAYOUTS, Step, engine_of, hybrids_on_ranks, planned_part, step
 from rank_processes import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the ranks of all tests run in the first one
+pytestmark = pytest.mark.timeout(900)  # the ranks of all tests run in the first one
 CASES = [(size, kind, layout) for size, cases in HYBRID_CASES.items() for kind, layout in cases]
 CONTINUED = "qwen3_next"
 

@@ -32,7 +32,7 @@ from trivium.config.parallel import EXPERT_MODELS
 from trivium.models.heads.vocabulary_part import WHOLE
 from trivium.training.engine import TorchTrainEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the ranks of all tests run in the first one
+pytestmark = pytest.mark.timeout(1200)  # the ranks of all tests run in the first one
 SIZES = (2, 4)
 EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 4}
 """Of all types, so that config.json has the size of experts whichever key the type reads. The memory plan counts no

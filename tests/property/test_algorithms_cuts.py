@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from algebra import STEP, Outcome, Step, make_step, objectives, policy_objective, run, selected
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def orders(objective: Any, rows: int, data: st.DataObject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=3)
+@settings(max_examples=number_of(3))
 @given(step=steps(), data=st.data())
 def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data: st.DataObject) -> None:
     check_cut(OBJECTIVES[name](), step, data)
@@ -52,7 +53,7 @@ def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-mean"])
 @pytest.mark.parametrize("name", ["value", "loss:ppo", "loss:mix", "loss:clip_cov", "kl:mse", "entropy:sampled"])
-@settings(max_examples=3)
+@settings(max_examples=number_of(3))
 @given(step=steps(), data=st.data())
 def test_nor_do_they_with_another_mean(name: str, mode: str, step: Step, data: st.DataObject) -> None:
     check_cut(BY_MODE[mode][name](), step, data)
@@ -69,7 +70,7 @@ AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selec
 
 
 @pytest.mark.parametrize("name", AHEAD)
-@settings(max_examples=3)
+@settings(max_examples=number_of(3))
 @given(step=steps(), data=st.data())
 def test_what_is_selected_does_not_depend_on_the_order_of_rows(name: str, step: Step, data: st.DataObject) -> None:
     objective = OBJECTIVES[name]()
@@ -93,7 +94,7 @@ def test_a_loss_that_looks_at_its_micro_batch_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=3)
+@settings(max_examples=number_of(3))
 @given(step=steps())
 def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step: Step) -> None:
     for name in ("loss:ppo", "loss:mix", "value"):
@@ -105,7 +106,7 @@ def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str,
         Outcome(ranks.loss / 2, halved, {}, {}).assert_same(Outcome(alone.loss, alone.gradients, {}, {}))
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of(40))
 @given(step=steps())
 def test_aggregation_is_the_mean_it_is_named_after(step: Step) -> None:
     mask, loss = step.mask, step.columns["advantages"]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def random_logits(rows: int, size: int, seed: int, scale: float) -> torch.Tensor
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@settings(max_examples=100)
+@settings(max_examples=number_of(100))
 @given(
     SIZES,
     st.integers(0, 999),
@@ -47,7 +48,7 @@ def test_the_uniform_falls_into_the_tokens_interval(
     assert log_prob[0] == pytest.approx(float(probs[token].log()), abs=1e-4)
 
 
-@settings(max_examples=100)
+@settings(max_examples=number_of(100))
 @given(
     SIZES,
     st.integers(0, 999),
@@ -84,7 +85,7 @@ def test_truncation_renormalises(
         assert float(log_prob[0]) == pytest.approx(np.log(weight[token] / mass), abs=1e-3)
 
 
-@settings(max_examples=30)
+@settings(max_examples=number_of(30))
 @given(SIZES, st.integers(1, 70), st.integers(0, 999), st.booleans(), st.booleans())
 def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cut: bool, mixed: bool) -> None:
     rng = np.random.default_rng(seed)

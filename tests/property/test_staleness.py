@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,7 +152,7 @@ def assert_every_slot_is_accounted_for(schedule: Schedule, session: Session) -> 
     assert set(map(int, counted["attempts"])).isdisjoint(consumed)
 
 
-@settings(max_examples=30)
+@settings(max_examples=number_of(30))
 @given(
     ahead=st.integers(0, 3),
     interval=st.integers(1, 3),
@@ -196,7 +197,7 @@ def test_no_group_is_staler_than_the_bound_or_trained_twice(
 KILLS = st.lists(st.tuples(st.sampled_from(["take", "put"]), st.integers(1, 12)), min_size=1, max_size=3)
 
 
-@settings(max_examples=30)
+@settings(max_examples=number_of(30))
 @given(
     staleness=st.integers(0, 3),
     groups=st.integers(1, 4),
@@ -241,7 +242,7 @@ def assert_versions_follow_the_schedule(schedule: Schedule, groups: Sequence[Gro
         }
 
 
-@settings(max_examples=6)
+@settings(max_examples=number_of(6))
 @given(
     staleness=st.integers(0, 2),
     groups=st.integers(1, 3),

@@ -10,6 +10,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
+from example_counts import number_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def reencoded(renderer_name: str, engine: IdEngine) -> bool:
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=40)
+@settings(max_examples=number_of(40))
 @given(
     asks=st.lists(st.text(min_size=1, max_size=8), min_size=3, max_size=3),
     length=st.integers(1, 12),
@@ -177,7 +178,7 @@ def test_the_loss_sees_the_tokens_that_were_sampled(name, asks, length, eos_rate
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=25)
+@settings(max_examples=number_of(25))
 @given(length=st.integers(1, 12), eos_rate=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 2**40))
 def test_between_two_replies_stands_what_the_template_says_and_each_turn_is_closed_once(name, length, eos_rate, seed):
     """Context between replies is the same whether the policy closed its turn or was cut, but for the closing itself."""
@@ -219,7 +220,7 @@ def seeing(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
-@settings(max_examples=25)
+@settings(max_examples=number_of(25))
 @given(
     asks=st.lists(st.text(min_size=1, max_size=6), min_size=3, max_size=3),
     shown=st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=3, max_size=3),
@@ -251,7 +252,7 @@ def test_pictures_stay_at_their_tokens_whatever_is_sampled_between_them(
             assert len(request.unexpanded) == len(request.prompt_tokens) - spare
 
 
-@settings(max_examples=20)
+@settings(max_examples=number_of(20))
 @given(seed=st.integers(0, 2**40))
 def test_a_workflow_that_rewrites_history_starts_a_new_experience(seed):
     renderer = RENDERERS["bytes-own"]

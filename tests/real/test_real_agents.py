@@ -29,7 +29,7 @@ from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 31, "b": 42}}\n</tool_call>'
 ASKED = f"Repeat this: {CALL}"

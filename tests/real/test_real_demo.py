@@ -14,7 +14,7 @@ from trivium.config import load_config
 from trivium.runtime.demo import demo, is_installed, questions
 from trivium.runtime.launch import run
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 TWO_STEPS = (
     "schedule={steps: 2, groups_per_step: 2, group_size: 4}",

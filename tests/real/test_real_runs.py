@@ -20,7 +20,7 @@ from tests.real.sections import REWARD, assert_same_model_samples_and_trains, ch
 from trivium.inspection.rollouts import read_rollouts
 from trivium.models.backbone.load import load_lm
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 GSM8K = {
     "kind": "jsonl",

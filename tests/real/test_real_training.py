@@ -21,7 +21,7 @@ from tests.real.sections import (
 from trivium.config import load_config
 from trivium.runtime.launch import run
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 ANSWERS = ("salt water, everywhere.", "a ripe pear.", "the baker does.", "frozen rain.")
 WORSE = ("The sea is a large body of water.", "An apple is a fruit.", "A baker.", "Snow is white.")

@@ -17,7 +17,6 @@ from trivium.config.plan import plan_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.slow
 
 
 def shell_lines(name: str) -> list[list[str]]:

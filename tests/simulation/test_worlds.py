@@ -40,7 +40,6 @@ def test_worlds_keep_their_promises(model: Path) -> None:
     assert {"kill", "power", "pause", "clock", "slow_disk", "twin"} <= set(faults)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_further_worlds_keep_their_promises(model: Path) -> None:
     assert not [outcome for outcome in run_seeds(range(40, 400), 2, model) if outcome.problems]
@@ -84,7 +83,6 @@ def test_a_fault_is_read_as_it_is_printed() -> None:
         Fault.parsed("kill@soon:trainer:1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, model: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ FILTERS: list[list[object]] = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=number_of(25))
 @given(
     ahead=st.integers(0, 2),
     interval=st.integers(1, 2),

@@ -17,6 +17,7 @@ import configs
 import episodes
 import numpy as np
 import pytest
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,7 +205,7 @@ def test_the_noise_is_normal_and_drawn_anew_after_each_use(tmp_path: Path) -> No
     assert np.abs(np.corrcoef(noise.T) - np.eye(4)).max() < 0.2
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of(40))
 @given(
     groups=st.integers(2, 6),
     fraction=st.floats(0.2, 0.9),
@@ -333,7 +334,7 @@ async def test_whatever_lags_behind_no_group_is_older_than_the_bound(tmp_path: P
 # --------------------------------------------------------------------------- mix
 
 
-@settings(max_examples=30)
+@settings(max_examples=number_of(30))
 @given(
     groups=st.integers(2, 7),
     ratio=st.floats(0.05, 0.8),

@@ -291,22 +291,15 @@ class TestEstimate:
         ("sizes", "how", "rows", "length"),
         [
             ({"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}, {}, 12, 256),
-            pytest.param(
+            (
                 {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6},
                 {"gradient_checkpointing": True},
                 12,
                 256,
-                marks=pytest.mark.slow,
             ),
             # Narrow and short: much to keep for the backward pass, little to multiply. A CPU without bfloat16
             # instructions is a hundred times slower in it than in float32.
-            pytest.param(
-                {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6},
-                {"dtype": "bfloat16"},
-                24,
-                64,
-                marks=pytest.mark.slow,
-            ),
+            ({"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}, {"dtype": "bfloat16"}, 24, 64),
         ],
     )
     def test_a_real_step_takes_about_as_much(

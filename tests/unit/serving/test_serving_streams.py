@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ PIECES[HERMES] += ['<|python_tag|>{"name": "f", "parameters": {}}', '{"name": "f
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=number_of(300))
 def test_what_is_certain_begins_the_final_parts(data: st.DataObject) -> None:
     how = data.draw(st.sampled_from(FORMATS))
     text = data.draw(st.lists(st.sampled_from(PIECES[how])).map("".join))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from configs import configured, problems_of
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def session(schedule: Schedule, directory: Path, style: SyncStyle, seed: int, bo
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=number_of(25))
 @given(
     style=st.sampled_from(SyncStyle),
     ahead=st.integers(0, 3),

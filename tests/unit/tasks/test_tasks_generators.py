@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def test_arithmetic_problems_are_right_and_unique() -> None:
         assert task.columns == dict.fromkeys(["answer", "completion"], str(eval(task.task_id)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=number_of(25))
 @given(st.integers(0, 99), st.integers(0, 99), st.floats(0.05, 0.6))
 def test_holdout_shares_no_pair_with_training_whatever_seed_range_or_operation(
     seed: int, other_seed: int, fraction: float

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,7 +128,7 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
         TinyModel.Config(**wrong)
 
 
-@settings(max_examples=60)
+@settings(max_examples=number_of(60))
 @given(st.text())
 def test_bytes_encode_any_text_and_give_it_back(text):
     ids = BYTES(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -248,7 +248,6 @@ CASES = [(1, 2), (1, 4), (2, 1), (4, 1), (4, 2)]
 """(ranks that resume, ranks that had saved)."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("size", "saved"), CASES)
 def test_resumed_on_another_number_of_ranks_it_goes_on_as_it_would_have(
@@ -263,7 +262,6 @@ def test_resumed_on_another_number_of_ranks_it_goes_on_as_it_would_have(
         torch.testing.assert_close(tensor, expected.weights[name], rtol=CLOSE[dtype], atol=CLOSE[dtype] * scale)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_files_do_not_tell_how_many_ranks_wrote_them(
@@ -274,7 +272,6 @@ def test_the_files_do_not_tell_how_many_ranks_wrote_them(
     assert "rank 1's part" in played[size][dtype, "failed"]  # file 1 is rank 1's, and its place was taken
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_take_turns_where_the_strategy_says_so(
     size: int, played: dict[int, dict[Any, Any]], folder: Path

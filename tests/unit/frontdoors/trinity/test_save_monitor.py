@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ async def say(target: CheckpointMonitor, step: int, what: str, is_state_dict: bo
         await target.notify_finished(step, is_state_dict)
 
 
-@settings(max_examples=60)
+@settings(max_examples=number_of(60))
 @given(saves=st.lists(save_of_a_step(), min_size=1, max_size=4), data=st.data())
 def test_complete_is_announced_and_everybody_done_in_any_order(
     saves: list[list[Event]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -1,0 +1,170 @@
+"""What tests cost in CPU seconds: which belong to `make test`, which files run first, and whether `make test` grew.
+
+costs.json has the seconds of each file as one machine measured them in a run of all tests (`make costs`), and its
+functions that are slow. Another machine needs other seconds, in about the same proportions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent
+FILE = ROOT / "costs.json"
+MOST = 0.5
+"""CPU seconds, on the machine of costs.json, that each case of a test of `make test` needs at most."""
+GROWTH = 1.2
+"""By how much the share of `make test` in the cost of all tests may exceed its recorded share."""
+WHOLE = ("e2e", "simulation", "doors/e2e")
+"""Folders of tests that start whole runs, mostly in processes of their own. `make test` has the chosen ones only."""
+CHOSEN = frozenset(
+    {
+        "golden/test_golden.py::test_golden_case",
+        "oracle/test_log_prob_head.py::test_finite_differences",
+        "contract/test_buffers_contract.py::test_the_sql_buffer_keeps_the_contract_on_sqlite",
+        "contract/test_engines.py::test_the_torch_engine",
+        "contract/test_tool_formats.py::test_each_format_reads_what_it_writes",
+        "contract/test_train_engines.py::test_shipped_engines",
+        "e2e/test_first_hour.py::test_the_example_of_the_readme_learns_and_says_so",
+        "e2e/test_kill.py::test_killed_at_random_times",
+        "e2e/test_rl_loop.py::test_the_policy_learns_within_a_few_steps",
+        "e2e/test_lightrft_launcher.py::test_the_launcher_trains_and_continues",
+        "e2e/test_trinity_door.py::test_the_run_of_a_trainer_is_that_of_trivium_run",
+        "e2e/test_verl_door.py::test_the_script_runs",
+    }
+)
+"""Functions of `make test` that cost more: golden values, contracts, a run, a resume, a run through each front door."""
+_PROPERTY = "cpu_s"
+
+
+class Recorded(NamedTuple):
+    """The costs of a file."""
+
+    seconds: float
+    quick: float
+    """The seconds of its tests in `make test`."""
+    slow: frozenset[str]
+    """Its functions that are not in `make test`."""
+
+
+def name_of(nodeid: str) -> tuple[str, str]:
+    """(file, function) of a node id; the file relative to this folder."""
+    file, _, test = nodeid.partition("::")
+    return file.removeprefix("tests/"), test.partition("[")[0]
+
+
+def recorded() -> dict[str, Recorded]:
+    """The content of costs.json, by file."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    return {file: Recorded(each["seconds"], each["quick"], frozenset(each["slow"])) for file, each in content.items()}
+
+
+def is_slow(file: str, function: str, before: Mapping[str, Recorded]) -> bool:
+    """Whether `make test` leaves a function out."""
+    if f"{file}::{function}" in CHOSEN:
+        return False
+    return file.startswith(tuple(f"{folder}/" for folder in WHOLE)) or (
+        file in before and function in before[file].slow
+    )
+
+
+def write(costs: Mapping[str, float]) -> None:
+    """Writes costs.json from the CPU seconds of each node id. Files without a measurement keep theirs."""
+    before = recorded() if FILE.is_file() else {}
+    files = defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
+    for nodeid, seconds in costs.items():
+        file, function = name_of(nodeid)
+        files[file][function].append(seconds)
+    now = {file: each for file, each in before.items() if (ROOT / file).is_file()}
+    for file, functions in files.items():
+        heavy = {name for name, each in functions.items() if max(each) > MOST}
+        measured = Recorded(0.0, 0.0, frozenset(heavy))
+        quick = [sum(each) for name, each in functions.items() if not is_slow(file, name, {file: measured})]
+        now[file] = Recorded(round(sum(map(sum, functions.values())), 1), round(sum(quick), 1), frozenset(heavy))
+    content = {
+        file: {"seconds": each.seconds, "quick": each.quick, "slow": sorted(each.slow)}
+        for file, each in sorted(now.items())
+    }
+    FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def grown(costs: Mapping[str, float]) -> list[str]:
+    """The files whose part of `make test` grew most in a run of all tests, if the whole part did; else none.
+
+    The costs of all tests of such a run, divided by the recorded ones, are the pace of this machine."""
+    before = recorded()
+    seconds, quick = defaultdict[str, float](float), defaultdict[str, float](float)
+    for nodeid, cost in costs.items():
+        file, function = name_of(nodeid)
+        seconds[file] += cost
+        quick[file] += 0.0 if is_slow(file, function, before) else cost
+    known = [file for file in seconds if file in before]
+    pace = sum(seconds[file] for file in known) / max(1e-9, sum(before[file].seconds for file in known))
+    expected = {file: pace * before[file].quick if file in before else 0.0 for file in quick}
+    if sum(quick.values()) <= GROWTH * sum(expected.values()):
+        return []
+    most = sorted(quick, key=lambda file: expected[file] - quick[file])[:10]
+    return [f"{file}: {quick[file]:.1f} CPU s in `make test`, {expected[file]:.1f} expected" for file in most]
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def spent() -> float:
+    """CPU seconds of this process and of those that it waited for, and of its server of forks."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    server: int | None = forkserver._forkserver._forkserver_pid
+    stat = Path(f"/proc/{server}/stat")
+    if server is not None and stat.is_file():
+        ticks = stat.read_text().rpartition(")")[2].split()[11:15]
+        seconds += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+class Costs:
+    """Measures the tests of a run of all tests. At its end it records them, or fails the run if `make test` grew."""
+
+    def __init__(self, *, records: bool) -> None:
+        self.records = records
+        self._grown: list[str] = []
+        self._began = 0.0
+        self._costs: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+        self._began = spent()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        if call.when == "teardown":  # the last report of a test; pytest-xdist sends it to the first process
+            item.user_properties.append((_PROPERTY, spent() - self._began))
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._costs[report.nodeid] = float(str(dict(report.user_properties)[_PROPERTY]))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):  # a process of pytest-xdist
+            return
+        if self.records:
+            write(self._costs)
+        elif session.exitstatus == 0 and (found := grown(self._costs)):
+            self._grown, session.exitstatus = found, 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._grown:
+            terminalreporter.section(
+                "`make test` grew by more than 20 %: make these cheaper, or record them (make costs)"
+            )
+            terminalreporter.write("\n".join(self._grown) + "\n")
