@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import chdir, contextmanager, suppress
 from functools import cache
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from tests.ahead import Ahead
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,17 +112,6 @@ def commands(directory: Path) -> Generator[Callable[..., Forked]]:
             command.kill()
 
 
-def eventually(
-    happened: Callable[[], bool], seconds: float, why: Callable[[], str], process: Forked | None = None
-) -> None:
-    """Waits until it has happened; AssertionError after `seconds`, or when the process has ended without it."""
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, why()
-        assert process is None or process.poll() is None or happened(), why()
-        time.sleep(0.02)
-
-
 def _work(
     output: str, directory: str, environment: dict[str, str], work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
@@ -153,7 +142,7 @@ def alive(pid: int) -> bool:
 
 def survivors(pids: Iterable[int], seconds: float = 120) -> list[int]:
     """The processes that still run after so long: Ray ends an actor, and what it owned, some time after its command."""
-    remaining, end = [*pids], time.monotonic() + seconds
-    while (remaining := [pid for pid in remaining if alive(pid)]) and time.monotonic() < end:
-        time.sleep(0.05)
-    return remaining
+    remaining = [*pids]
+    with suppress(AssertionError):
+        eventually(lambda: not any(map(alive, remaining)), seconds)
+    return [pid for pid in remaining if alive(pid)]

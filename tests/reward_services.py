@@ -114,8 +114,8 @@ def computed(function: Callable[[Any], Any]) -> Behaviour:
 
 async def hung(received: Received, writer: asyncio.StreamWriter) -> None:
     """No response: waits until the client leaves."""
-    while not writer.transport.is_closing():
-        await asyncio.sleep(0.01)
+    with suppress(OSError):
+        await writer.wait_closed()
 
 
 async def drip(received: Received, writer: asyncio.StreamWriter) -> None:

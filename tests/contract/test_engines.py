@@ -17,6 +17,7 @@ from failing import refused
 from transformers import Qwen3ForCausalLM
 
 from tests.processes import Forked
+from tests.waiting import until
 from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch.engine import TorchEngine
@@ -318,9 +319,7 @@ def hosted(folder: Path) -> None:
 async def test_an_engine_whose_process_dies_is_named(tmp_path: Path) -> None:
     process = Forked("host", tmp_path / "host.out", hosted, tmp_path)
     try:
-        async with asyncio.timeout(60):
-            while not (tmp_path / "address").exists():
-                await asyncio.sleep(0.02)
+        await until((tmp_path / "address").exists, why=lambda: process.text)
         host, port = json.loads((tmp_path / "address").read_text())
         pool = ProcessPool(scripted(delay_s=600.0), [("rank 1", (host, port))], b"secret", 60.0)
         requests = (Request(PROMPTS[0], Sampling(4), SampleKey(0, "test", "train", "t", 0, n)) for n in range(2))

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from typing import Any
 import trivium.checkpoint.atomic as atomic
 import trivium.runtime.run_dir as run_dir_module
 from tests.processes import Forked, fork_server, trivium
+from tests.waiting import eventually
 from trivium.buffers.journal import Journal
 from trivium.buffers.media import MediaFiles
 from trivium.checkpoint.store import CheckpointStore
@@ -97,10 +97,12 @@ def not_pruned(original: Callable[..., Any], store: CheckpointStore, pinned: Any
 
 def wait_for_a_step(run_dir: Path, saved: int) -> None:
     """Until a step after the one that is being saved was logged."""
-    deadline = time.monotonic() + 60
-    while not any(json.loads(row)["step"] > saved for row in (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]):
-        assert time.monotonic() < deadline, "training waits for the save"
-        time.sleep(0.002)
+
+    def stepped() -> bool:
+        rows = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
+        return any(json.loads(row)["step"] > saved for row in rows)
+
+    eventually(stepped, why=lambda: "training waits for the save")
 
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {

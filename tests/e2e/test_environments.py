@@ -22,6 +22,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from tests.e2e.test_kill import outcome_of
+from tests.waiting import until
 from trivium.buffers.journal import Journal
 from trivium.config import config_from_mapping, load_config, merged
 from trivium.inspection.rollout_view import calls_of, decoder, rollouts_of
@@ -217,9 +218,7 @@ def test_an_agent_that_plays_the_same_rows_over_http_gives_them_too(
 
     async def agent() -> None:
         path = tmp_path / "run" / "serve.json"
-        async with asyncio.timeout(60):
-            while not path.is_file():
-                await asyncio.sleep(0.02)
+        await until(path.is_file, 240)
         url = json.loads(path.read_text())["url"]
         for group in groups_of(run_dir):
             await asyncio.gather(*(play(url, group.task.task_id, index) for index in reversed(range(6))))

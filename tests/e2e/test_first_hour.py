@@ -24,7 +24,8 @@ import yaml
 from openai import BadRequestError, OpenAI, PermissionDeniedError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.processes import Forked, commands, eventually, trivium
+from tests.processes import Forked, commands, trivium
+from tests.waiting import eventually
 from trivium import __file__ as trivium_file
 from trivium import __version__
 from trivium.cli import app

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import Forked, commands, eventually
-from reward_services import port_below_ephemeral
+
+from tests.processes import Forked, commands
+from tests.reward_services import port_below_ephemeral
+from tests.waiting import eventually
 
 TINY = Path(__file__).with_name("tiny.yaml")
 TOKEN = "sesame-of-the-tests"

@@ -20,7 +20,8 @@ import httpx
 import pytest
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from tests.processes import Forked, commands, eventually
+from tests.processes import Forked, commands
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"algorithms.md", "config.md", "metrics.md", "mistakes.md", "models.md"}

@@ -13,7 +13,8 @@ import pytest
 
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
-from tests.processes import Forked, commands, eventually, trivium
+from tests.processes import Forked, commands, trivium
+from tests.waiting import eventually
 
 OVERRIDES = ("checkpoint.save_every=1000", "stages.1.schedule.steps=40")
 FULL = "/dev/full"

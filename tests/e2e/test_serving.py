@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from failing import check_error, refused
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 
 from tests.processes import Forked, commands
+from tests.waiting import eventually, until
 from trivium.config import load_config
 from trivium.errors import ConfigError, RolloutsFailing
 from trivium.runtime.launch import run
@@ -42,8 +42,7 @@ def the_example() -> Any:
 
 def kill_after(server: Forked, checkpoint: Path) -> None:
     """SIGKILL once the checkpoint is there, in the middle of whatever is going on."""
-    while not (checkpoint / "manifest.json").is_file() and server.poll() is None:
-        time.sleep(0.01)
+    eventually((checkpoint / "manifest.json").is_file, 240, lambda: server.text, server)
     os.kill(server.pid, signal.SIGKILL)
 
 
@@ -109,8 +108,7 @@ def test_what_stops_the_training_stops_the_server_and_is_said(tmp_path: Path) ->
 
     async def fail() -> str:
         path = tmp_path / "run" / "serve.json"
-        while not path.is_file():
-            await asyncio.sleep(0.02)
+        await until(path.is_file, 240)
         url = json.loads(path.read_text())["url"]
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="swordfish", max_retries=8) as client:
 
@@ -154,11 +152,9 @@ def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
     for thread in roles:
         thread.start()
     path = tmp_path / "serve" / "serve.json"
-    while not path.is_file() and all(thread.is_alive() for thread in roles):
-        time.sleep(0.02)
+    eventually(lambda: path.is_file() or not all(thread.is_alive() for thread in roles), 240)
     url = json.loads(path.read_text())["url"]
-    while not httpx.get(f"{url}/health").json()["loaded"]:
-        time.sleep(0.02)
+    eventually(lambda: httpx.get(f"{url}/health").json()["loaded"], 240)
     means = asyncio.run(example.run_episodes(url))
     for thread in roles:
         thread.join(120)

@@ -14,7 +14,8 @@ from postgres import Server
 
 from tests.e2e.test_curricula import SOURCES
 from tests.e2e.test_kill import outcome_of
-from tests.processes import Forked, commands, eventually
+from tests.processes import Forked, commands
+from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 BEAT_S = 3.0

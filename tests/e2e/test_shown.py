@@ -19,7 +19,8 @@ from tests.e2e.shown import square, tasks
 from tests.e2e.test_kill import outcome_of
 from tests.e2e.test_three_ways import rows, tensors
 from tests.e2e.test_torchrun import assert_ranks_end
-from tests.processes import Forked, eventually, trivium
+from tests.processes import Forked, trivium
+from tests.waiting import eventually
 from trivium.buffers.journal import Journal
 from trivium.config import config_from_mapping
 from trivium.runtime.launch import run

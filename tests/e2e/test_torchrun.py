@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 
 from tests.ahead import Ahead, children
 from tests.e2e.test_kill import outcome_of
-from tests.processes import Forked, alive, eventually, survivors, trivium
+from tests.processes import Forked, alive, survivors, trivium
+from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,8 @@ import pytest
 from tests.ahead import children
 from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
-from tests.processes import Forked, commands, eventually, survivors
+from tests.processes import Forked, commands, survivors
+from tests.waiting import eventually
 
 STEPS = 5 + 40
 KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))

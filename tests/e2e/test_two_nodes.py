@@ -21,6 +21,7 @@ from tests.e2e.killing import launches
 from tests.e2e.test_kill import outcome_of
 from tests.e2e.test_torchrun import as_agent, as_rank, assert_ranks_end, steps
 from tests.processes import Forked, trivium
+from tests.waiting import eventually
 
 CONFIG = Path(__file__).parent / "ray.yaml"
 PLAIN = str(CONFIG)
@@ -132,13 +133,8 @@ def sockets() -> Generator[str]:
         yield directory
 
 
-def until(happened: object, output: Path, *running: Forked) -> None:
-    assert callable(happened)
-    end = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < end, output.read_text()
-        assert all(process.poll() is None for process in running), output.read_text()
-        time.sleep(0.05)
+def until(happened: Callable[[], bool], output: Path, *running: Forked) -> None:
+    eventually(happened, 300, output.read_text, *running)
 
 
 def assert_ends_well(output: Path, *processes: Forked) -> None:

@@ -20,7 +20,8 @@ import pytest
 import yaml
 from browser import Page, browser, chromium
 
-from tests.processes import Forked, commands, eventually
+from tests.processes import Forked, commands
+from tests.waiting import eventually
 from trivium.buffers.journal import write_groups
 from trivium.config import load_config
 from trivium.inspection.rollouts import read_rollouts

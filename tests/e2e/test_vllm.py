@@ -27,6 +27,7 @@ import torch
 from failing import refused
 from vision_parts import by_transformers, picture, tiny, user
 
+from tests.waiting import eventually, until
 from trivium.config import config_from_mapping
 from trivium.engines.endpoint.engine import EndpointEngine
 from trivium.engines.vllm.engine import VllmEngine
@@ -359,8 +360,7 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
     os.kill(victim, signal.SIGSTOP)  # it dies before it has adopted anything
     adopting = asyncio.ensure_future(ran.engine.load(99, weights_of(ran.models[0]).items(), in_flight="update"))
     async with asyncio.timeout(120):
-        while not ran.engine._exclusive.locked():
-            await asyncio.sleep(0.01)
+        await until(ran.engine._exclusive.locked, 120)
         assert not any(call.done() for call in calls)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
@@ -504,8 +504,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        while served.poll() is None and not answers(f"{url}/health"):
-            time.sleep(0.2)
+        eventually(lambda: served.poll() is not None or answers(f"{url}/health"), 600, log.read_text)
         assert served.poll() is None, log.read_text()
         yield f"{url}/v1", model
     finally:

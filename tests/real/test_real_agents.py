@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.real.sections import (
     rows,
     written,
 )
+from tests.waiting import eventually
 from trivium.config import load_config
 from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
@@ -122,15 +122,14 @@ def test_agents_with_the_openai_client_train_the_policy_that_they_call(
 
 def served(server: Forked, run_dir: Path, version: int) -> str:
     """The URL of the endpoint, once it serves this version."""
-    end = time.monotonic() + 300
-    while time.monotonic() < end and server.poll() is None:
-        if (run_dir / "serve.json").is_file():
-            url = json.loads((run_dir / "serve.json").read_text())["url"]
-            health = httpx.get(f"{url}/health", timeout=60).json()
-            if health["loaded"] and health["version"] == version:
-                return url
-        time.sleep(0.1)
-    raise AssertionError(server.text)
+    path = run_dir / "serve.json"
+
+    def serves() -> bool:
+        health = httpx.get(f"{json.loads(path.read_text())['url']}/health", timeout=60).json()
+        return health["loaded"] and health["version"] == version
+
+    eventually(lambda: path.is_file() and serves(), 300, lambda: server.text, server)
+    return json.loads(path.read_text())["url"]
 
 
 def greedy(client: OpenAI) -> str:

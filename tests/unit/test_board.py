@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from trivium.board import Board, FileTable, MemoryBoard, SharedBoard, Values
 from trivium.buffers.sql.database import Database, SqlTable
 
@@ -69,8 +70,7 @@ async def test_what_changes_nothing_wakes_nobody(boards: Boards) -> None:
         return False
 
     waiting = asyncio.create_task(board.poll(look, 60.0))
-    while not looked:
-        await asyncio.sleep(0.01)
+    await until(lambda: looked)
     before = len(looked)
     for _ in range(10):
         await asyncio.to_thread(board.write, lambda values: values)

@@ -16,6 +16,7 @@ import pytest
 from failing import check_error, refused
 
 from tests.sessions import Plays
+from tests.waiting import until
 from trivium import concurrency
 from trivium.board import MemoryBoard
 from trivium.buffers.journal import encode_group
@@ -405,9 +406,7 @@ async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: p
     assert {t.failure.side for t in group.trajectories if t.failure} == {"deadline"}
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
     release.set()
-    async with asyncio.timeout(60):
-        while concurrency._abandoned:
-            await asyncio.sleep(0.005)
+    await until(lambda: not concurrency._abandoned)
     assert len(late) == 4
     assert "the rollout has ended" in str(late[0])
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
@@ -480,9 +479,7 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
     assert 2 <= concurrency.left_behind() - before <= 4
     assert "call(s) of plain functions still run" in failures[-1].message
     resolve("environments", f"{where}:gate").set()
-    async with asyncio.timeout(60):
-        while concurrency.left_behind() > before:
-            await asyncio.sleep(0.01)
+    await until(lambda: concurrency.left_behind() <= before)
     assert len((await play(playing)).alive) == 4
 
 
@@ -638,9 +635,7 @@ async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
     fill = filled(playing, lambda slot, index: False)
     playing.workflow = Plays(plays)
     begun = [asyncio.ensure_future(fill(slot)) for slot in range(18)]
-    async with asyncio.timeout(60):
-        while sum(task.done() for task in begun) < 6:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(task.done() for task in begun) >= 6)
     assert sum(task.done() for task in begun) == 6
     begun[1].cancel()
     release.set()

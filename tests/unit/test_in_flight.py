@@ -17,6 +17,7 @@ from failing import check_error, refused
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from tests.sessions import Plays
+from tests.waiting import until
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RunConfig, config_from_mapping
@@ -81,12 +82,6 @@ async def engine_at(path: Path, eos: frozenset[int] = frozenset(), **config: Any
 def request(index: int = 0, length: int = 9, tokens: int = LONG) -> Request:
     prompt = np.random.default_rng(length).integers(3, 12, length).astype(np.int32)
     return Request(prompt, Sampling(tokens), SampleKey(0, "test", "t", str(length), 0, index))
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # --------------------------------------------------------------------------- weights that change in mid-reply

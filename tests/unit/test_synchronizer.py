@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from failing import refused
 
+from tests.waiting import until
 from trivium.board import MemoryBoard, SharedBoard, Values
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
@@ -266,8 +267,7 @@ async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
 
     a.board = Away()
     async with going(a.monitor("a")) as (monitoring,):  # the others have no heartbeat
-        while len(looks) < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(looks) >= 5)
         assert dead_explorers(a.check_alive()) == {}
         with refused(RoleFailed, "trainer failed", "no heartbeat"):
             await soon(monitoring, 10 * HEARTBEAT_S)

@@ -11,6 +11,7 @@ import time
 import pytest
 from failing import refused
 
+from tests.waiting import until
 from trivium import concurrency
 from trivium.concurrency import Threads, left_behind
 from trivium.errors import RolloutError
@@ -100,9 +101,7 @@ async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> Non
     assert left_behind() == 1
     assert await pool.run(lambda: 5) == 5
     go_on.set()
-    async with asyncio.timeout(60):
-        while left_behind():
-            await asyncio.sleep(0.005)
+    await until(lambda: not left_behind())
 
 
 @pytest.mark.usefixtures("none_left_behind")
@@ -116,18 +115,14 @@ async def test_there_are_only_so_many_left_behind(monkeypatch: pytest.MonkeyPatc
     with refused(RolloutError, "2 calls", "`workers`"):
         await pool.run(lambda: 1)
     go_on.set()
-    async with asyncio.timeout(60):
-        while left_behind():
-            await asyncio.sleep(0.005)
+    await until(lambda: not left_behind())
     assert await pool.run(lambda: 1) == 1
 
 
 async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "_IDLE_S", 0.01)
     thread = await Threads(1, "test").run(threading.current_thread)
-    async with asyncio.timeout(60):
-        while thread.is_alive():
-            await asyncio.sleep(0.005)
+    await until(lambda: not thread.is_alive())
 
 
 def test_an_endless_function_does_not_outlive_its_deadline() -> None:

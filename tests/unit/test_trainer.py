@@ -18,6 +18,7 @@ from configs import tiny_model
 from failing import refused
 
 from tests.sessions import RENDERER, TASKS, Counting, Kept, Lengths, memory_buffer
+from tests.waiting import until
 from trivium.algorithms import build_algorithm
 from trivium.board import MemoryBoard
 from trivium.buffers.strategies import DefaultStrategy
@@ -358,8 +359,7 @@ async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no
     broken = Run(tmp_path, cadence=Cadence(save_every=0), make=make)
 
     async def fail_in_the_third_step() -> None:
-        while not hasattr(broken, "made") or not cast(Overtaken, broken.made).stepping.is_set():
-            await asyncio.sleep(0.001)
+        await until(lambda: hasattr(broken, "made") and cast(Overtaken, broken.made).stepping.is_set())
         broken.made.synchronizer.mark_dead("judge", "it failed")
         threading.Timer(0.2, cast(Overtaken, broken.made).failed.set).start()
         raise LookupError("no such row")
@@ -404,8 +404,7 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
     broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering, make=Waiting)
 
     async def fail_in_the_third_step() -> None:
-        while not hasattr(broken, "made") or not cast(Lingering, broken.made.engine).stepping.is_set():
-            await asyncio.sleep(0.001)
+        await until(lambda: hasattr(broken, "made") and cast(Lingering, broken.made.engine).stepping.is_set())
         raise LookupError("no such row")
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -419,8 +418,7 @@ async def test_ctrl_c_waits_for_a_long_step_and_saves_it(tmp_path: Path, monkeyp
     monkeypatch.setattr("trivium.trainer.interrupted", pressed := threading.Event())
     run = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering)
     playing = asyncio.ensure_future(run.play())
-    while not hasattr(run, "made") or not cast(Lingering, run.made.engine).stepping.is_set():
-        await asyncio.sleep(0.001)
+    await until(lambda: hasattr(run, "made") and cast(Lingering, run.made.engine).stepping.is_set())
     pressed.set()
     playing.cancel()
     threading.Timer(0.5, cast(Lingering, run.made.engine).going_on.set).start()

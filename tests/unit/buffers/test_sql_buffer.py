@@ -25,6 +25,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import InvalidRequestError
 
 from tests.processes import fork_server
+from tests.waiting import until
 from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.buffers.sql.database import Database
 from trivium.buffers.sql.slot_tables import CALLS, GROUPS, SLOTS
@@ -375,9 +376,7 @@ async def together(buffer: SqlBuffer, *works: Callable[[Any], Any]) -> list[Any]
 
     with buffer._writing:
         calls = [asyncio.create_task(call(number, work)) for number, work in enumerate(works)]
-        async with asyncio.timeout(60):
-            while len(buffer._waiting) < len(works):
-                await asyncio.sleep(0.001)
+        await until(lambda: len(buffer._waiting) >= len(works))
     async with asyncio.timeout(60):
         return await asyncio.gather(*calls, return_exceptions=True)
 

@@ -20,6 +20,7 @@ from serving import served
 from transformers import Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from tests.waiting import until
 from trivium.cli import app
 from trivium.clients.http import EndpointFailed, EndpointTimeout, MalformedResponse
 from trivium.engines.endpoint.engine import EndpointEngine
@@ -255,8 +256,7 @@ async def test_no_more_requests_than_the_limit_are_in_progress(model_dirs: list[
 async def test_a_cancelled_completion_closes_its_connection(model_dirs: list[Path]) -> None:
     async with service(drip, path="/v1") as here:
         call = asyncio.ensure_future(endpoint(here.url, model_dirs[0]).generate(request()))
-        while not here.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: here.requests)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -17,6 +17,7 @@ from failing import refused
 from torch import Tensor
 
 from tests.sessions import RENDERER
+from tests.waiting import until
 from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError
@@ -218,9 +219,7 @@ async def test_tensors_of_any_kind_arrive_bit_for_bit_and_no_sooner_than_the_slo
     pool = ProcessPool(engines[0], [("rank 1", addresses[0]), ("rank 2", addresses[1])], b"key", 60.0)
     loading = asyncio.ensure_future(pool.load(1, Described(tuple(map(spec, "abcdef", KINDS)), weights())))
     for number in range(len(KINDS)):
-        async with asyncio.timeout(60):
-            while len(arrived) <= number:
-                await asyncio.sleep(0.001)
+        await until(lambda number=number: len(arrived) > number)
         assert len(read) <= number + 2  # the one after what the slow one has is on its way
         may_take.release()
     await asyncio.wait_for(loading, 60)

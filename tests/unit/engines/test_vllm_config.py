@@ -15,7 +15,8 @@ import pytest
 from failing import refused
 from training_parts import write_model
 
-from tests.processes import Forked, eventually
+from tests.processes import Forked
+from tests.waiting import eventually
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import RUNTIME, MemoryPlan, hosts_engine
 from trivium.engines.torch.engine import TorchEngine

@@ -15,7 +15,8 @@ from failing import refused
 from training_parts import write_model
 from vision_parts import tiny
 
-from tests.processes import Forked, eventually
+from tests.processes import Forked
+from tests.waiting import eventually
 from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_directory
 from trivium.errors import SyncError
 from trivium.models.backbone.load import load_lm

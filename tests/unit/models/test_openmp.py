@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.waiting import until
 from trivium.engines.torch.engine import TorchEngine
 from trivium.models.cpu.openmp import _libgomp, release_team
 from trivium.randomness import SampleKey
@@ -87,9 +88,7 @@ async def test_an_idle_engine_ends_its_team(tmp_path: Path, monkeypatch: pytest.
     try:
         # Both threads read a long prompt.
         await engine.generate(Request(np.ones(900, np.int32), Sampling(2), SampleKey(0, "a", "b", "c")))
-        async with asyncio.timeout(60):
-            while not ended:
-                await asyncio.sleep(0.01)
+        await until(lambda: ended)
     finally:
         await engine.close()
     assert any(ended)

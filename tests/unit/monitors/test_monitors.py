@@ -21,6 +21,7 @@ from failing import refused
 from rich.console import Console
 
 from tests.sessions import Kept
+from tests.waiting import eventually
 from trivium.config import RunConfig
 from trivium.config.plan import plan_run
 from trivium.errors import DataError, MissingPackage, RunDirError, StorageError
@@ -437,9 +438,7 @@ def wandb_records(run_dir: Path, kind: str) -> list[Any]:
     """The records of a kind in every offline session that is over, in order. W&B's own process writes them a moment
     after `finish` returns."""
     sessions = len(list(run_dir.glob("wandb/offline-run-*")))
-    end = time.monotonic() + 20
-    while len(_wandb_records(run_dir, "exit")) < sessions and time.monotonic() < end:
-        time.sleep(0.02)
+    eventually(lambda: len(_wandb_records(run_dir, "exit")) >= sessions)
     return _wandb_records(run_dir, kind)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tests.waiting import until
 from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.engines.process_pool import EngineHost
 from trivium.engines.torch import layers
@@ -93,9 +94,7 @@ def host(model_dir: Path, folder: Path) -> None:
     (folder / "new").rename(folder / "address")
 
     async def run() -> dict[str, object]:
-        async with asyncio.timeout(120):
-            while not engine.version:
-                await asyncio.sleep(0.01)
+        await until(lambda: engine.version, 120)
         return {"rise": rise(), "whole": await holds_shifted(engine, model_dir)}
 
     (folder / "written").write_text(json.dumps(asyncio.run(run())))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from failing import refused
 
+from tests.waiting import until
 from trivium.errors import ConfigError, RoleFailed, TriviumError
 from trivium.models.weights.stream import Named
 from trivium.processes.answers import Answer, Failures
@@ -171,15 +172,11 @@ async def test_concurrent_calls_are_cancelled_one_by_one_and_all_by_the_last_cal
     slow.cancel()
     with pytest.raises(CancelledError):
         slow.result(0)
-    async with asyncio.timeout(PATIENCE_S):
-        while cancelled != {"slow"}:
-            await asyncio.sleep(0.01)
+    await until(lambda: cancelled == {"slow"}, PATIENCE_S)
     assert not stays.done()
     one.call(CLOSE)
     await asyncio.wait_for(serving, PATIENCE_S)
-    async with asyncio.timeout(PATIENCE_S):
-        while cancelled != {"slow", "stays"}:
-            await asyncio.sleep(0.01)
+    await until(lambda: cancelled == {"slow", "stays"}, PATIENCE_S)
 
 
 def test_a_cancelled_call_is_reported_to_the_process_that_runs_it(links: tuple[Link, Link]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from failing import check_error, refused
 
+from tests.waiting import until
 from trivium import concurrency
 from trivium.config import RewardConfig, plugin
 from trivium.errors import ConfigError, DataError, RewardError, UnknownName
@@ -23,6 +24,7 @@ USER_FILE = """
 import asyncio, ctypes, functools, os, sys, threading, time
 import numpy as np
 from trivium.config import RewardConfig
+from tests.waiting import until
 
 threads = []
 seen = []
@@ -302,9 +304,7 @@ def test_cancelling_stops_the_worker_after_the_reward_it_is_in(rewards):
 
     async def main() -> None:
         scoring = asyncio.ensure_future(rewards("slow", "next_one").score(task(calls=calls), *trajectories_of("x")))
-        async with asyncio.timeout(60):
-            while not calls:
-                await asyncio.sleep(0.005)
+        await until(lambda: calls)
         scoring.cancel()
         await asyncio.sleep(0.7)
         assert scoring.cancelled()
@@ -357,9 +357,7 @@ async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(re
             await judge.score(task(seconds=120), two)
     assert time.perf_counter() - began < 50
     assert await judge.score(task(seconds=0), two) == {"blocks": 2.0}
-    async with asyncio.timeout(60):
-        while concurrency.left_behind() > before:
-            await asyncio.sleep(0.01)
+    await until(lambda: concurrency.left_behind() <= before)
 
 
 async def test_the_kernel_ends_what_nobody_is_left_to_kill(rewards, tmp_path):
@@ -411,9 +409,7 @@ async def test_a_coroutine_that_does_not_heed_its_cancellation_holds_up_nobody(r
             async with asyncio.timeout(0.02):
                 await rewards("stubborn").score(task(release=release), *trajectories_of("x"))
     release.set()
-    async with asyncio.timeout(60):
-        while concurrency._abandoned:
-            await asyncio.sleep(0.005)
+    await until(lambda: not concurrency._abandoned)
 
 
 def test_a_config_names_a_shipped_reward_and_a_users_own(tmp_path):

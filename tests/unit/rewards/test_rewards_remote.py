@@ -33,6 +33,7 @@ from reward_services import (
     service,
 )
 
+from tests.waiting import until
 from trivium.clients.http import (
     EndpointClient,
     EndpointError,
@@ -323,9 +324,8 @@ async def test_errors_of_single_samples_in_our_own_form() -> None:
 async def test_a_service_that_is_away_for_a_while_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     port = port_below_ephemeral()
     call = asyncio.ensure_future(remote(f"http://127.0.0.1:{port}/get_reward", max_attempts=1).score_batch(TWO))
-    while "is tried again" not in caplog.text:
-        assert not call.done()
-        await asyncio.sleep(0.01)
+    await until(lambda: call.done() or "is tried again" in caplog.text)
+    assert not call.done()
     async with service(computed(lengths), port=port):
         assert rewards(await call) == [5.0, 6.0]
 

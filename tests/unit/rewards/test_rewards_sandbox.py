@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from failing import refused
 
+from tests.waiting import eventually
 from trivium.errors import ConfigError
 from trivium.rewards.graders.programs import program_score
 from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox, runs
@@ -461,20 +462,13 @@ def test_it_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
     code = "from trivium.rewards.sandbox import Sandbox\nSandbox().run('import time\\ntime.sleep(600)')"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path / "sandboxes")})
     try:
-        until(lambda: any(" (python" in each and " S " in each for each in survivors(tmp_path)))
+        eventually(lambda: any(" (python" in each and " S " in each for each in survivors(tmp_path)))
         time.sleep(0.2)  # past its confinement
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    until(lambda: not survivors(tmp_path))
+    eventually(lambda: not survivors(tmp_path))
     shutil.rmtree(tmp_path / "sandboxes")
-
-
-def until(true, deadline_s: float = 60.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # --------------------------------------------------------------------------- who runs it, and where

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from failing import check_error
 
+from tests.waiting import eventually, until
 from trivium.concurrency import ProcessLife, Threads, left_behind
 from trivium.config import RewardConfig
 from trivium.errors import RewardError
@@ -36,6 +37,7 @@ from trivium.types import Message, StopReason, Task, Trajectory, Turn
 OF_THE_USER = """
 import os, signal, threading, time
 from signal import SIGALRM, alarm, signal as handle
+from tests.waiting import eventually, until
 
 class Late(Exception):
     pass
@@ -223,14 +225,8 @@ def test_what_goes_wrong_in_the_process_is_named(
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await scored(judge, "hang")
-        end = time.monotonic() + 60
-        while life():
-            assert time.monotonic() < end, "a process that hangs is killed"
-            await asyncio.sleep(0.01)
-
-        while left_behind() > before:
-            assert time.monotonic() < end, "and its thread ends"
-            await asyncio.sleep(0.01)
+        await until(lambda: not life(), why=lambda: "a process that hangs is killed")
+        await until(lambda: left_behind() <= before, why=lambda: "and its thread ends")
 
     asyncio.run(main())
     assert "a reward may print" in capfd.readouterr().out
@@ -272,10 +268,7 @@ def test_processes_end_with_what_uses_them(tmp_path: Path) -> None:
     inner = ProcessLife.of(answer_of(outer)["result"])
     assert inner()
     outer.kill()
-    end = time.monotonic() + 120
-    while inner():
-        assert time.monotonic() < end, "a fork outlives the process that made it"
-        time.sleep(0.02)
+    eventually(lambda: not inner(), 120, lambda: "a fork outlives the process that made it")
 
 
 def test_a_fork_holds_nothing_that_others_wait_for(tmp_path: Path) -> None:

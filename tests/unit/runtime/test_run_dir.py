@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from failing import refused
 
-from tests.processes import Forked, eventually
+from tests.processes import Forked
+from tests.waiting import eventually
 from trivium.concurrency import ProcessLife
 from trivium.config import RunConfig, load_config
 from trivium.errors import RunDirError

@@ -17,6 +17,7 @@ import pytest
 from failing import refused
 
 from tests.serving import RENDERER, Babbler, Served, served
+from tests.waiting import until
 from trivium.errors import ConfigError, RolloutError
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
@@ -160,9 +161,7 @@ async def test_idle_connections_make_way_for_requests(tmp_path: Path) -> None:
 async def test_connections_in_use_are_kept_and_others_refused(tmp_path: Path) -> None:
     async with served(tmp_path, max_connections=1, delay_s=0.5) as here:
         asking = asyncio.create_task(here.chat("x", session="s"))
-        await asyncio.sleep(0)
-        while not here.gateway.health()["in_flight"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: here.gateway.health()["in_flight"])
         async with httpx.AsyncClient(base_url=here.url) as other:
             answer = await other.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

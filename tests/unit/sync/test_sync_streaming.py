@@ -17,6 +17,7 @@ from sync_parts import adopt, channel_end, engine_of, explore, holds_shifted, ho
 from training_parts import write_model
 
 from tests.processes import Forked
+from tests.waiting import until
 from trivium.engines.process_pool import ProcessPool
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import RoleFailed, SyncError
@@ -73,17 +74,13 @@ async def test_an_engine_that_another_process_hosts_needs_two_tensors_beside_its
     size, tensor = (model_dir / "model.safetensors").stat().st_size, LARGE["vocab_size"] * LARGE["hidden_size"] * 4
     other = Forked("host", tmp_path / "host.out", host, model_dir, tmp_path)
     try:
-        async with asyncio.timeout(120):
-            while not (tmp_path / "address").exists():
-                await asyncio.sleep(0.02)
+        await until((tmp_path / "address").exists, 120, lambda: other.text)
         address = tuple(json.loads((tmp_path / "address").read_text()))
         own = engine_of(model_dir)
         pool = ProcessPool(own, [("rank 1", address)], b"key", 120.0)
         await asyncio.wait_for(pool.load(1, shifted(model_dir)), 120)
         assert await holds_shifted(own, model_dir)
-        async with asyncio.timeout(120):
-            while not (tmp_path / "report.json").exists():
-                await asyncio.sleep(0.02)
+        await until((tmp_path / "report.json").exists, 120, lambda: other.text)
         await pool.close()
         assert await asyncio.to_thread(other.wait, 120) == 0, other.text
     finally:
@@ -150,8 +147,7 @@ async def test_before_the_first_tensor_the_old_version_still_answers(tmp_path: P
 
 async def test_an_update_in_flight_that_fails_ends_what_is_in_flight(tmp_path: Path, engine: TorchEngine) -> None:
     going = asyncio.ensure_future(engine.generate(asked(tokens=8000)))
-    while not engine.counters["steps"] and not going.done():
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.counters["steps"] or going.done())
     with pytest.raises(ConnectionResetError):
         await engine.load(1, ending(shifted(tmp_path / "model"), 2), in_flight="update")
     with refused(EngineFailure, "ConnectionResetError"):

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sessions import TASKS, Lengths, Session
+from tests.waiting import until
 from trivium.board import MemoryBoard, Values
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.errors import VersionGone
@@ -189,12 +190,12 @@ async def test_an_explorer_that_asks_for_more_than_a_slot_is_served_after_the_st
         await asyncio.sleep(0.05)
         assert (board.published, life.trainer.need_sync()) == ([0], False)
         await feed(0)
-        await eventually(lambda: board.published == [0, 1])
+        await until(lambda: board.published == [0, 1])
         sync.request_weights("hand", False)
         await feed(0)
         assert not life.trainer.need_sync()
         sync.request_weights("hand", True)  # now the trainer waits for groups
-        await eventually(lambda: board.published == [0, 1, 2])
+        await until(lambda: board.published == [0, 1, 2])
 
 
 @pytest.mark.parametrize("style", SyncStyle)
@@ -216,12 +217,6 @@ async def test_versions_that_anybody_can_fetch_are_offered_without_explorers(sty
         life.synchronizer.open()
         await train_loop(trainer)
         assert board.published == ([] if not keeps else [0, 3, 6] if style is FIXED else [0])
-
-
-async def eventually(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not happened():
-            await asyncio.sleep(0.005)
 
 
 async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_nothing_to_play(tmp_path: Path) -> None:
@@ -276,8 +271,7 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
         sync.mark_dead("one", "killed while it evaluated", replaced=True)
         assert await comes("two") == (1, 0)
         sync.answer_evaluation(1, {"eval/test/accuracy": 0.25})
-        while trainer.record.get("accuracy_before") is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer.record.get("accuracy_before") is not None)
     assert trainer.record["accuracy_before"] == 0.25
     training.cancel()
     await asyncio.gather(training, return_exceptions=True)
@@ -307,8 +301,7 @@ class hand_fed:
             assert lease is not None
             group: Group = await explorer.rollout_slot(life.schedule, lease)
             await life.buffer.put("hand", group)
-            while trainer.train_step_num == before:
-                await asyncio.sleep(0.002)
+            await until(lambda: trainer.train_step_num != before)
 
         return feed, sync
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from failing import refused
 
+from tests.waiting import until
 from trivium.config import RunConfig, build, plugin
 from trivium.engines.scripted import LOG_PROB, ScriptedEngine
 from trivium.errors import ConfigError, RolloutError, UnknownName
@@ -456,7 +457,5 @@ async def test_an_environment_that_is_made_after_its_rollout_ended_is_closed(can
         await rollout
     assert held.ended == before
     held.going_on.set()
-    async with asyncio.timeout(60):
-        while held.ended == before:
-            await asyncio.sleep(0.01)
+    await until(lambda: held.ended != before)
     assert held.ended == before + 1
