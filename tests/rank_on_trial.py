@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.concurrency import ProcessLife, end_with
@@ -46,7 +47,10 @@ class Rank:
     def reach(self, host: str) -> None:
         raise ConnectionRefusedError(host)
 
-    def rest(self, seconds: float) -> None:
+    def rest(self, seconds: float, begun: str = "") -> None:
+        """A call that hangs. Creates the file `begun` first."""
+        if begun:
+            Path(begun).touch()
         time.sleep(seconds)
 
     def compute(self, seconds: float) -> float:

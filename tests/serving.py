@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
+from tests.waiting import until
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
@@ -84,14 +85,16 @@ class Served:
         return answer.json()
 
     async def take(self, count: int = 1, version: int = 0) -> list[Group]:
-        return await asyncio.wait_for(self.buffer.take(count, version), 5)
+        return await asyncio.wait_for(self.buffer.take(count, version), 60)
 
     async def eventually(self, **health: Any) -> None:
-        for _ in range(500):
-            if health.items() <= (now := (await self.client.get("/health")).json()).items():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(now)
+        now: dict[str, Any] = {}
+
+        async def holds() -> bool:
+            now.update((await self.client.get("/health")).json())
+            return health.items() <= now.items()
+
+        await until(holds, why=lambda: now)
 
 
 @asynccontextmanager

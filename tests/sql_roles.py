@@ -45,7 +45,7 @@ def write(url: str, number: int, rollouts: Path, owner: str) -> None:
         while True:
             lease = await buffer.lease(owner)
             assert lease is not None
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.002)  # a rollout takes its time
             await buffer.put(owner, make_group(lease))
 
     try:

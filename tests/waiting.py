@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ def eventually(
 
 
 async def until(happened: Callable[[], object], seconds: float = 60.0, why: Callable[[], object] = lambda: "") -> None:
-    """Waits until it has happened, while the event loop goes on; AssertionError after `seconds`."""
+    """Waits until it has happened, while the event loop goes on; AssertionError after `seconds`. `happened` may be a
+    coroutine function."""
     end = time.monotonic() + seconds
-    while not happened():
+    while not (await now if isinstance(now := happened(), Awaitable) else now):
         assert time.monotonic() < end, _late(seconds, why)
         await asyncio.sleep(_LOOK_S)
 

@@ -243,7 +243,7 @@ async def test_an_update_in_flight_samples_with_the_new_weights_from_one_token_o
         asyncio.ensure_future(ran.engine.generate(asked([5, 6], i, max_new_tokens=90, min_new_tokens=90)))
         for i in range(8)
     ]
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # a part of their 90 tokens
     await ran.engine.load(new, uniform(weights).items(), in_flight="update")
     late = await ran.engine.generate(asked([5, 6], 9, min_new_tokens=24))
     done = await asyncio.gather(*calls)
@@ -280,7 +280,7 @@ async def test_an_adapter_alone_is_what_merged_weights_are(ran: Ran) -> None:
             check_log_probs(ran, load_lm(ran.models[0], dtype=torch.float32), requests[-1], completions[-1])
     requests = [asked(prompt, index, max_new_tokens=90, min_new_tokens=90) for index in range(8)]
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # a part of their 90 tokens
     await ran.engine.load(new, change(module, 3), in_flight="update")
     late = await ran.engine.generate(asked(prompt, 9, min_new_tokens=24))
     check_log_probs(ran, module, asked(prompt, 9, min_new_tokens=24), late)

@@ -17,7 +17,6 @@ import torch
 from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
 from tests.failing import refused
 from tests.processes import survivors
-from tests.waiting import eventually
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
@@ -340,7 +339,14 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: A
             group.first()
         group.shutdown()  # once more changes nothing
         assert pool.placements == ()
-        eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED", 120)
+        assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
+
+
+def eventually(happened: Any) -> bool:
+    end = time.monotonic() + 120
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
+    return happened()
 
 
 # --------------------------------------------------------------------------- pools

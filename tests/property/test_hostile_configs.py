@@ -153,13 +153,13 @@ def test_devices_and_pipes_are_read_as_far_as_a_config_goes(tmp_path: Path, monk
     def write() -> None:
         with pipe.open("w") as file:
             file.write("a: 1\n")
-            time.sleep(0.2)
+            time.sleep(0.2)  # the reader is at the end of what is there, and must wait
             file.write("b: 2\n")
 
     writer = threading.Thread(target=write)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # as a shell's `<(...)`: both ends are open
     writer.start()
-    time.sleep(0.1)
+    time.sleep(0.1)  # it reads between the two lines; what it gets is the same at any moment
     assert read_bounded(pipe) == "a: 1\nb: 2\n"
     writer.join()
     os.close(reader)

@@ -45,10 +45,16 @@ async def test_no_change_is_lost_when_many_write_at_once(boards: Boards) -> None
 
 
 async def test_who_waits_is_woken_by_others_and_sees_what_they_wrote(boards: Boards) -> None:
-    waiting = asyncio.create_task(boards().poll(lambda v: v.get("count", 0) >= 2, 10.0))
-    await asyncio.sleep(0.01)
+    looks = list[int]()
+
+    def look(values: Values) -> bool:
+        looks.append(values.get("count", 0))
+        return looks[-1] >= 2
+
+    waiting = asyncio.create_task(boards().poll(look, 60.0))
+    await until(lambda: looks == [0])
     await asyncio.to_thread(boards().write, counted)
-    await asyncio.sleep(0.05)
+    await until(lambda: looks == [0, 1])
     assert not waiting.done()
     await asyncio.to_thread(boards().write, counted)
     assert await asyncio.wait_for(waiting, 60) == {"count": 2}
@@ -71,11 +77,11 @@ async def test_what_changes_nothing_wakes_nobody(boards: Boards) -> None:
 
     waiting = asyncio.create_task(board.poll(look, 60.0))
     await until(lambda: looked)
-    before = len(looked)
     for _ in range(10):
         await asyncio.to_thread(board.write, lambda values: values)
-    await asyncio.sleep(0.1)
-    assert len(looked) == before
+    await asyncio.to_thread(board.write, counted)
+    await until(lambda: {"count": 1} in looked)
+    assert looked == [{}, {"count": 1}]
     waiting.cancel()
 
 

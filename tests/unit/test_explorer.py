@@ -6,10 +6,11 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -126,8 +127,9 @@ async def test_a_cancellation_that_escapes_a_workflow_is_its_failure() -> None:
 
 
 async def test_a_cancellation_from_outside_ends_the_playing() -> None:
-    playing = asyncio.create_task(play(explorer(delay_s=60)))
-    await asyncio.sleep(0.01)
+    plays = explorer(delay_s=60)
+    playing = asyncio.create_task(play(plays))
+    await until(lambda: cast(ScriptedEngine, plays.engine).requests)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
@@ -370,7 +372,7 @@ async def test_retries_share_one_deadline_and_a_deadline_is_final() -> None:
 
     async def slow(task: Task, policy: Policy) -> None:
         calls.append(1)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # a hundred of these take 5 s
         raise ValueError("broken")
 
     playing = explorer(slow, deadline_s=1.0)
@@ -378,7 +380,7 @@ async def test_retries_share_one_deadline_and_a_deadline_is_final() -> None:
     (trajectory,) = (await play(playing, 1)).trajectories
     assert trajectory.failure is not None
     assert trajectory.failure.side == "deadline"
-    assert 2 <= len(calls) <= 20
+    assert len(calls) <= 20
 
 
 # --------------------------------------------------------------------------- deadlines and cancelling
@@ -415,7 +417,7 @@ async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: p
 async def test_what_is_answered_after_the_deadline_counts_for_nothing() -> None:
     async def takes_what_it_has(task: Task, policy: Policy) -> dict[str, float]:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             return {"played": 1.0}
         return {}
@@ -446,12 +448,12 @@ async def test_the_first_broken_engine_ends_the_siblings() -> None:
         if policy._key.index == 3:
             await policy.generate(task.prompt)
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append(policy._key.index)
 
     with refused(EngineFailure):
-        await asyncio.wait_for(play(explorer(waits, break_after=0)), 2)
+        await asyncio.wait_for(play(explorer(waits, break_after=0)), 60)
     assert sorted(ended) == [0, 1, 2]
 
 
@@ -493,9 +495,12 @@ class Timed:
         self.seconds, self.played = seconds, list[int]()
         self.asked: dict[int, tuple[int, ...]] = {}
         self.compared: list[list[int]] = []
+        self.over = defaultdict[int, asyncio.Event](asyncio.Event)
+        """Of each member: it is being judged, or has failed."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> dict[str, float]:
         self.asked[trajectory.index] = tuple(self.played)
+        self.over[trajectory.index].set()
         await asyncio.sleep(self.seconds)
         return {"own": float(trajectory.index)}
 
@@ -506,18 +511,17 @@ class Timed:
 
 def timed(order: Sequence[int], failing: Sequence[int] = (), **engine: Any) -> tuple[Explorer, Timed]:
     """An explorer whose members finish in this order."""
-    judge, over = Timed(), [asyncio.Event() for _ in order]
+    judge = Timed()
 
     async def plays(task: Task, policy: Policy) -> dict[str, float]:
         index = policy._key.index
         place = order.index(index)
         if place:
-            await over[place - 1].wait()
-            await asyncio.sleep(0.01)
+            await judge.over[order[place - 1]].wait()
         await policy.generate(task.prompt)
         judge.played.append(index)
-        over[place].set()
         if index in failing:
+            judge.over[index].set()
             raise ValueError("broken")
         return {"played": 1.0}
 

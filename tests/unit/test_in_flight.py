@@ -6,7 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,7 +164,7 @@ async def test_an_update_that_does_not_fit_changes_nothing(policies: tuple[Path,
         expected = [await engine.generate(request(index)) for index in range(2)]
         read = engine.counters["prompts_read"]
         running = [asyncio.ensure_future(engine.generate(request(index))) for index in range(2)]
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.counters["prompts_read"] > read)
         with refused(SyncError, "missing"):
             await engine.load(7, weights_at(new)[:-2], in_flight="update")
         done = await asyncio.gather(*running)
@@ -193,21 +195,21 @@ async def test_a_row_that_moves_keeps_the_versions_of_its_tokens(policies: tuple
     assert counts[8] >= 30
 
 
-async def test_a_script_says_the_rest_in_the_words_of_the_new_version() -> None:
+async def test_a_script_says_the_rest_in_the_words_of_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(step=0.05)  # read at the begin and at the load: half of the delay lies between
+    monkeypatch.setattr("trivium.engines.scripted.time", SimpleNamespace(monotonic=lambda: next(clock)))
     engine = ScriptedEngine(
-        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=4.0),
+        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=0.1),
         eos_token_ids=frozenset({1}),
         decode=lambda tokens: "",
     )
     running = asyncio.ensure_future(engine.generate(request(tokens=50)))
-    await asyncio.sleep(0.5)
+    while not engine._pausing:  # a turn of the loop at a time: nothing is over before the load
+        await asyncio.sleep(0)
     await engine.load(4, [], in_flight="update")
-    assert not running.done()
     done = await running
-    at = done.policy_version.tolist().count(0)
-    assert 0 < at < 20
-    assert done.tokens.tolist() == [10] * at + [14] * (20 - at) + [1]
-    assert done.policy_version.tolist() == [0] * at + [4] * (21 - at)
+    assert done.tokens.tolist() == [10] * 10 + [14] * 10 + [1]
+    assert done.policy_version.tolist() == [0] * 10 + [4] * 11
 
 
 def by_version(request: Request, version: int) -> list[int]:
@@ -250,10 +252,11 @@ async def test_a_deadline_frees_every_row_and_nothing_later_joins_the_record(pol
         group = await explorer.rollout(TASK, keys)
         assert [t.failure.side for t in group.trajectories if t.failure] == ["deadline"] * 4
         turns = [t.turns for t in group.trajectories]
-        await until(lambda: idle(engine), 2.0)
-        steps = engine.counters["steps"]
-        await asyncio.sleep(0.1)
-        assert engine.counters["steps"] == steps, "nobody samples for playings that are over"
+        await until(lambda: idle(engine))
+        read, steps = engine.counters["prompts_read"], engine.counters["steps"]
+        await engine.generate(request(tokens=9))
+        now = engine.counters["prompts_read"], engine.counters["steps"]
+        assert now == (read + 1, steps + 8), "nobody samples for playings that are over"
         assert [t.turns for t in group.trajectories] == turns
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 from failing import refused
 
 from tests.waiting import until
-from trivium.board import MemoryBoard, SharedBoard, Values
+from trivium.board import Board, MemoryBoard, SharedBoard, Values
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
-from trivium.run_role import dead_explorers, live_explorers
+from trivium.run_role import _without_beats, dead_explorers, live_explorers
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 
@@ -29,12 +30,36 @@ HEARTBEAT_S = 0.4
 def role(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     board = MemoryBoard()
 
-    def make(deadline_s: float = 5.0, **options: Any) -> Synchronizer:
+    def make(deadline_s: float = 30.0, **options: Any) -> Synchronizer:
         database = request.param == "database"
         mine = SharedBoard(SqlTable(Database(f"sqlite:///{tmp_path / 'b.db'}"), "run")) if database else board
-        return Synchronizer(mine, deadline_s=deadline_s, **options)
+        return Synchronizer(Watched(mine), deadline_s=deadline_s, **options)
 
     return make
+
+
+class Watched:
+    """A board that keeps what each task that waits for a change has looked at last."""
+
+    seen: ClassVar[WeakKeyDictionary[Any, Values]] = WeakKeyDictionary()
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def read(self) -> Values:
+        return self.board.read()
+
+    def write(self, change: Callable[[Values], Values]) -> None:
+        self.board.write(change)
+
+    async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
+        task = asyncio.current_task()
+
+        def look(values: Values) -> bool:
+            self.seen[task] = values
+            return until(values)
+
+        return await self.board.poll(look, patience_s)
 
 
 async def trio(role: Make, **options: Any) -> tuple[Synchronizer, Synchronizer, Synchronizer]:
@@ -47,11 +72,28 @@ async def trio(role: Make, **options: Any) -> tuple[Synchronizer, Synchronizer, 
     return trainer, a, b
 
 
-async def pending(awaitable: Awaitable[Any], seconds: float = 0.1) -> asyncio.Future[Any]:
-    waiting = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(seconds)
-    assert not waiting.done()
+async def still_wait(sync: Synchronizer, *tasks: asyncio.Future[Any]) -> None:
+    """Waits until the tasks have looked at what the board holds now; none may be done."""
+
+    def looked() -> bool:
+        values = _without_beats(sync.board.read())
+        return all(task.done() or _without_beats(Watched.seen.get(task, {})) == values for task in tasks)
+
+    await until(looked)
+    for _ in range(3):  # what a look ends is done some turns of the event loop later
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+
+
+async def pending(sync: Synchronizer, awaitable: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """The task, once it waits."""
+    waiting = asyncio.create_task(awaitable)
+    await still_wait(sync, waiting)
     return waiting
+
+
+def beats_of(trainer: Synchronizer) -> int:
+    return trainer.board.read().get("beats", {}).get(TRAINER, 0)
 
 
 async def soon(awaitable: Awaitable[Any], seconds: float = 60.0) -> Any:
@@ -89,7 +131,7 @@ async def test_statuses_are_counted(role: Make) -> None:
 
 async def test_next_version_waits_for_publish_from_another_thread(role: Make) -> None:
     trainer, a, _ = await trio(role)
-    waiting = await pending(a.next_version("a", None, newest=True))
+    waiting = await pending(a, a.next_version("a", None, newest=True))
     await asyncio.to_thread(trainer.publish, 0)
     assert await soon(waiting) == 0
 
@@ -131,8 +173,8 @@ async def test_a_wait_that_is_not_answered_names_both_sides(role: Make) -> None:
 async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_none(role: Make) -> None:
     trainer, a, b = await trio(role, deadline_s=2.0)
     waiting = asyncio.ensure_future(a.next_version("a", None, newest=True))
-    for step in range(4):
-        await asyncio.sleep(0.6)
+    for step in range(50):  # 2.5 s, which is longer than the deadline
+        await asyncio.sleep(0.05)
         trainer.report_step(step)
     trainer.publish(1)
     assert await waiting == 1
@@ -144,7 +186,7 @@ async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_non
 async def test_with_dynamic_by_trainer_an_explorer_answers_the_trainer(role: Make) -> None:
     trainer, a, _ = await trio(role, style=SyncStyle.DYNAMIC_BY_TRAINER)
     a.adopted("a", 0)
-    waiting = await pending(a.next_version("a", 0, newest=True))
+    waiting = await pending(a, a.next_version("a", 0, newest=True))
     assert live_explorers(trainer.board.read())["a"]["status"] == RunningStatus.RUNNING
     trainer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
     values = await trainer.board.poll(lambda v: live_explorers(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 4.0)
@@ -166,11 +208,10 @@ async def test_the_death_of_an_explorer_is_borne_and_its_slots_come_back_once(ro
     async with going(trainer.monitor(TRAINER, reap), b.monitor("b")) as monitoring:
         a.mark_dead("a", "out of memory")
         a.mark_dead("a", "something later")
-        values = await trainer.board.poll(lambda v: v["explorers"]["a"].get("reaped", False), 4.0)
+        values = await trainer.board.poll(lambda v: v["explorers"]["a"].get("reaped", False), 60.0)
         assert dead_explorers(values) == {"a": "out of memory"}
-        await asyncio.sleep(0.1)
+        await still_wait(trainer, *monitoring)
         assert reaped == ["a"]
-        assert not any(task.done() for task in monitoring)
         with refused(RoleFailed, "a failed", "memory"):
             await soon(a.monitor("a"))
         a.adopted("a", 7)  # the dead stay dead
@@ -184,12 +225,15 @@ async def test_the_death_of_an_explorer_is_borne_and_its_slots_come_back_once(ro
 async def test_an_explorer_that_was_asked_to_stop_ends_no_run(role: Make) -> None:
     trainer, a, b = await trio(role)
     for name, sync in (("a", a), ("b", b)):
+        stands = asyncio.Event()
 
-        async def stands(name: str = name, sync: Synchronizer = sync) -> None:
+        async def works(stands: asyncio.Event = stands, name: str = name, sync: Synchronizer = sync) -> None:
             with sync.report_failure(name):
-                await asyncio.sleep(60)
+                stands.set()
+                await asyncio.Event().wait()
 
-        task = await pending(stands())
+        task = asyncio.create_task(works())
+        await soon(stands.wait())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     assert dead_explorers(trainer.check_alive()) == {"a": "it was stopped", "b": "it was stopped"}
@@ -218,9 +262,9 @@ async def test_a_heart_that_stops_is_a_death_and_a_busy_loop_is_none(role: Make)
         async with going(trainer.monitor(TRAINER, reap), a.monitor("a")) as monitoring:
             with b.heartbeat("b"):
                 threading.Event().wait(2 * HEARTBEAT_S)  # nobody's coroutines get on
-                await asyncio.sleep(2 * HEARTBEAT_S)
+                await asyncio.sleep(2 * HEARTBEAT_S)  # longer than a silent one has
                 assert dead_explorers(a.check_alive()) == {}
-            await trainer.board.poll(lambda v: bool(v["explorers"]["b"].get("reaped")), 10 * HEARTBEAT_S)
+            await trainer.board.poll(lambda v: bool(v["explorers"]["b"].get("reaped")), 60.0)
             assert dead_explorers(a.check_alive()) == {"b": f"no heartbeat for {HEARTBEAT_S} s"}
             assert (reaped, [task.done() for task in monitoring]) == (["b"], [False, False])
 
@@ -230,11 +274,11 @@ async def test_a_trainer_whose_heart_stops_ends_every_explorer(role: Make) -> No
     with a.heartbeat("a"), b.heartbeat("b"):
         async with going(a.monitor("a"), b.monitor("b"), a.next_version("a", None, newest=True)) as waiting:
             with trainer.heartbeat(TRAINER):
-                await asyncio.sleep(2 * HEARTBEAT_S)
+                await asyncio.sleep(2 * HEARTBEAT_S)  # longer than a silent one has
                 assert not any(task.done() for task in waiting)
             for task in waiting:
                 with refused(RoleFailed, "trainer failed", "no heartbeat", "0.4 s"):
-                    await soon(task, 10 * HEARTBEAT_S)
+                    await soon(task, 60.0)
 
 
 async def test_a_role_that_is_done_may_stop_beating(role: Make) -> None:
@@ -244,7 +288,7 @@ async def test_a_role_that_is_done_may_stop_beating(role: Make) -> None:
             trainer.finish()
             await soon(a.wait_finished("a"))
         async with going(b.monitor("b")) as (monitoring,):
-            await asyncio.sleep(3 * HEARTBEAT_S)
+            await asyncio.sleep(3 * HEARTBEAT_S)  # longer than a silent one has
             assert not monitoring.done()
         assert dead_explorers(b.check_alive()) == {}
 
@@ -261,7 +305,7 @@ async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
         async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
             looks.append(patience_s)
             if len(looks) in (2, 4):
-                await asyncio.sleep(2 * HEARTBEAT_S)
+                await asyncio.sleep(2 * HEARTBEAT_S)  # longer than a silent one has
                 return board.read()
             return await board.poll(until, 0.01)
 
@@ -270,7 +314,7 @@ async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
         await until(lambda: len(looks) >= 5)
         assert dead_explorers(a.check_alive()) == {}
         with refused(RoleFailed, "trainer failed", "no heartbeat"):
-            await soon(monitoring, 10 * HEARTBEAT_S)
+            await soon(monitoring, 60.0)
 
 
 async def test_a_heart_that_cannot_reach_the_board_is_heard(role: Make) -> None:
@@ -307,7 +351,7 @@ async def test_a_name_is_free_once_its_dead_are_reaped(role: Make) -> None:
     async with going(trainer.monitor(TRAINER, reap)):
         with trainer.heartbeat(TRAINER), b.heartbeat("b"):
             a.mark_dead("a", "killed")
-            joining = await pending(again.join("a"))
+            joining = await pending(again, again.join("a"))
             released.set()
             await soon(joining)
             assert live_explorers(again.board.read())["a"]["version"] is None
@@ -332,8 +376,7 @@ async def test_a_trainer_that_was_started_again_ends_whoever_waited_for_the_firs
         first.monitor(TRAINER),
     )
     async with going(*waits) as waiting:
-        await asyncio.sleep(0.1)
-        assert not any(task.done() for task in waiting)
+        await still_wait(first, *waiting)
         second = role()
         second.open()
         for task in waiting:
@@ -350,8 +393,8 @@ async def test_a_trainer_that_was_started_again_ends_whoever_waited_for_the_firs
 
 async def test_a_trainer_that_was_started_again_ends_an_exchange_under_way(role: Make) -> None:
     first, a, _ = await trio(role, collective=True)
-    gathering = await pending(first.ready_to_nccl_sync(TRAINER, 1, "here:1"))
-    standing = await pending(a.ready_to_nccl_sync("a", 1))
+    gathering = await pending(first, first.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    standing = await pending(a, a.ready_to_nccl_sync("a", 1))
     role().open()
     for waiting in (gathering, standing):
         with refused(RoleFailed, "another one", "run.name"):
@@ -365,13 +408,11 @@ async def test_a_stage_that_ends_is_no_failure_for_who_hears_of_it_late(role: Ma
         following,
         ended,
     ):
-        await asyncio.sleep(0.1)
+        await still_wait(trainer, monitoring, following, ended)
         trainer.finish()
         trainer.open(stage=1)
         await soon(ended)
-        await asyncio.sleep(0.1)
-        assert not monitoring.done()
-        assert not following.done()
+        await still_wait(trainer, monitoring, following)
     assert live_explorers(trainer.board.read()) == {}  # the next stage begins without those of the last
 
 
@@ -382,17 +423,20 @@ async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
     dead_trainer = role(heartbeat_s=HEARTBEAT_S)
     dead_trainer.open()
     with dead_trainer.heartbeat(TRAINER):
-        await asyncio.sleep(0.1)
+        await until(lambda: beats_of(dead_trainer))
     with refused(SyncError, "explorer 'a'", "run.mode=train"):
         await late.wait_for_trainer("a")  # what it left says RUNNING for ever
     a, trainer = role(heartbeat_s=HEARTBEAT_S), role(heartbeat_s=HEARTBEAT_S)
-    meeting = await pending(a.wait_for_trainer("a"))
+    meeting = await pending(a, a.wait_for_trainer("a"))
     trainer.open(stage=2, last=False)
     with trainer.heartbeat(TRAINER):
         assert await soon(meeting) == 2
         await a.join("a")
         trainer.finish()
-        following = await pending(a.wait_for_trainer("a"), 2 * HEARTBEAT_S)  # not the stage that is over
+        following = await pending(a, a.wait_for_trainer("a"))
+        beats = beats_of(trainer)
+        await until(lambda: beats_of(trainer) > beats + 2)
+        await still_wait(a, following)  # a trainer that lives, but in the stage that is over
         trainer.open(stage=3)
         assert await soon(following) == 3
         trainer.mark_dead(TRAINER, "gone wrong")
@@ -442,7 +486,7 @@ async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
 async def test_an_exchange_is_between_those_who_lack_the_version(role: Make) -> None:
     trainer, a, b = await trio(role, collective=True)
     b.adopted("b", 1)
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
     assert await a.next_version("a", None, newest=True) == 1
     standing = asyncio.ensure_future(a.ready_to_nccl_sync("a", 1))
     one, other = await soon(gathering), await soon(standing)
@@ -451,7 +495,7 @@ async def test_an_exchange_is_between_those_who_lack_the_version(role: Make) -> 
     assert trainer.trainer_status is RunningStatus.RUNNING
     a.adopted("a", 1)
     assert await soon(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1")) is None  # nobody lacks it
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
     both = [asyncio.ensure_future(sync.ready_to_nccl_sync(name, 2)) for name, sync in (("b", b), ("a", a))]
     agreed = await soon(gathering)
     assert (agreed.number, agreed.members) == (3, ("a", "b"))
@@ -463,9 +507,9 @@ async def test_an_exchange_goes_on_without_those_who_die_or_stop_while_it_gather
     c = role(collective=True)
     c._incarnation = trainer._incarnation
     await c.join("c")
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
-    standing = await pending(a.ready_to_nccl_sync("a", 1))
-    going_down = await pending(b.ready_to_nccl_sync("b", 1))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    standing = await pending(a, a.ready_to_nccl_sync("a", 1))
+    going_down = await pending(b, b.ready_to_nccl_sync("b", 1))
     b.mark_dead("b", "killed while it stood")
     c.set_explorer_status("c", RunningStatus.STOPPED)
     agreed = await soon(gathering)
@@ -478,18 +522,18 @@ async def test_an_exchange_waits_for_who_joins_while_it_gathers(role: Make) -> N
     trainer, a, _ = await trio(role, collective=True)
     b, c = role(collective=True), role(collective=True)
     b._incarnation = c._incarnation = trainer._incarnation
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
     await c.join("c")
-    standing = await pending(asyncio.gather(a.ready_to_nccl_sync("a", 1), b.ready_to_nccl_sync("b", 1)))
-    assert not gathering.done()
+    standing = [await pending(sync, sync.ready_to_nccl_sync(name, 1)) for name, sync in (("a", a), ("b", b))]
+    await still_wait(trainer, gathering)
     assert (await soon(c.ready_to_nccl_sync("c", 1))).members == ("a", "b", "c")
-    assert await soon(standing) == [await soon(gathering)] * 2
+    assert await soon(asyncio.gather(*standing)) == [await soon(gathering)] * 2
 
 
 async def test_who_comes_with_another_version_in_mind_is_not_let_in(role: Make) -> None:
     trainer, a, b = await trio(role, collective=True)
     assert await soon(a.ready_to_nccl_sync("a", 1)) is None  # nothing was ever offered
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
     assert await soon(a.ready_to_nccl_sync("a", 1)) is None
     both = asyncio.gather(a.ready_to_nccl_sync("a", 2), b.ready_to_nccl_sync("b", 2))
     assert (await soon(gathering)).members == ("a", "b")
@@ -504,7 +548,7 @@ async def test_who_waits_in_vain_for_an_exchange_says_for_whom(role: Make) -> No
     with refused(SyncError, "explorer 'a'", "version 1", "exchange"):
         await a.ready_to_nccl_sync("a", 1)
     a.mark_dead("a", "killed")
-    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:1"))
+    gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 2, "here:1"))
     a.mark_dead("b", "killed too")
     with refused(RoleFailed, "b failed", "killed too"):
         await soon(gathering)
@@ -517,22 +561,19 @@ async def test_one_explorer_that_has_the_version_plays_an_evaluation(role: Make)
     trainer, a, b = await trio(role)
     a.adopted("a", 3)
     b.adopted("b", 2)
-    asking = await pending(trainer.request_evaluation(3))
-    other = await pending(b.next_evaluation("b", 0))
+    asking = await pending(trainer, trainer.request_evaluation(3))
+    other = await pending(b, b.next_evaluation("b", 0))
     assert await soon(a.next_evaluation("a", 0)) == (1, 3)
     b.adopted("b", 3)
-    await asyncio.sleep(0.1)
-    assert not other.done()  # it is claimed
-    assert not asking.done()
+    await still_wait(b, other, asking)  # it is claimed
     a.answer_evaluation(1, {"eval/test/accuracy": 0.5})
     assert await soon(asking) == {"eval/test/accuracy": 0.5}
-    following = await pending(a.next_evaluation("a", 1))
+    following = await pending(a, a.next_evaluation("a", 1))
     asking = asyncio.ensure_future(trainer.request_evaluation(3))
     (done,), (left,) = await asyncio.wait({following, other}, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     assert done.result() == (2, 3)
     a.answer_evaluation(1, {"stale": 1.0})
-    await asyncio.sleep(0.1)
-    assert not asking.done()
+    await still_wait(trainer, asking)
     a.answer_evaluation(2, {"right": 1.0})
     assert await soon(asking) == {"right": 1.0}
     left.cancel()
@@ -546,9 +587,8 @@ async def test_two_that_want_the_same_evaluation_get_it_once(role: Make) -> None
         asking = asyncio.ensure_future(trainer.request_evaluation(number))
         racing = {asyncio.ensure_future(s.next_evaluation(n, number - 1)) for n, s in (("a", a), ("b", b))}
         done, left = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
-        await asyncio.sleep(0.05)
+        await still_wait(trainer, *left)
         assert [task.result() for task in done] == [(number, number)]
-        assert not any(task.done() for task in left)
         for task in left:
             task.cancel()
         a.answer_evaluation(number, {"n": float(number)})
@@ -559,9 +599,9 @@ async def test_an_evaluation_whose_player_dies_is_played_by_another(role: Make) 
     trainer, a, b = await trio(role)
     a.adopted("a", 0)
     b.adopted("b", 0)
-    asking = await pending(trainer.request_evaluation(0))
+    asking = await pending(trainer, trainer.request_evaluation(0))
     await soon(a.next_evaluation("a", 0))
-    other = await pending(b.next_evaluation("b", 0))
+    other = await pending(b, b.next_evaluation("b", 0))
     a.mark_dead("a", "killed")
     assert await soon(other) == (1, 0)
     b.answer_evaluation(1, {"n": 1.0})

@@ -33,9 +33,9 @@ async def test_results_and_errors_come_back() -> None:
 
 
 async def test_a_blocking_function_does_not_block_the_loop() -> None:
-    go_on = threading.Event()
-    slow = asyncio.create_task(Threads(1, "test").run(go_on.wait))
-    await asyncio.sleep(0.01)
+    begun, go_on = threading.Event(), threading.Event()
+    slow = asyncio.create_task(Threads(1, "test").run(lambda: (begun.set(), go_on.wait(120))[1]))
+    await until(begun.is_set)
     assert not slow.done()
     go_on.set()
     assert await slow
@@ -43,13 +43,15 @@ async def test_a_blocking_function_does_not_block_the_loop() -> None:
 
 async def test_no_more_threads_than_allowed_and_no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, lock, running, most = Threads(3, "test"), threading.Lock(), 0, 0
+    all_three = threading.Barrier(3)
 
     def work() -> threading.Thread:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.01)
+        all_three.wait(60)
+        time.sleep(0.01)  # in which a fourth one would begin
         with lock:
             running -= 1
         return threading.current_thread()

@@ -395,9 +395,8 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
             engine = cast(Lingering, self.engine)
             if engine.stepping.is_set():
                 engine.going_on.set()
-                while self.train_step_num < 3:
-                    await asyncio.sleep(0.001)
-                await asyncio.sleep(0.1)  # the thread ends
+                assert self._step is not None
+                await asyncio.wait({self._step}, timeout=60)
             await super().wait_for_save()
 
     monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
@@ -713,7 +712,7 @@ async def test_a_background_save_that_fails_ends_the_run_and_is_named(tmp_path: 
         async def sample(self, count: int, version: int) -> Sample:
             if version == 5:
                 cast(Slow, self.trainer.engine).allowed.set()
-                await asyncio.sleep(20)
+                await asyncio.Event().wait()
             return await super().sample(count, version)
 
         trainer: Trainer

@@ -184,7 +184,7 @@ async def test_explorers_that_come_before_the_trainer_wait_for_it(url: str, tmp_
     assert await early.lease("e", wait=False) is None
     waiting = [asyncio.ensure_future(early.advance("e", 0)), asyncio.ensure_future(early.lease("e"))]
     hearing = asyncio.ensure_future(early.cancelled_leases("e"))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # in which they would end
     assert not any(task.done() for task in waiting)
     await opened(url, tmp_path)
     assert (await asyncio.gather(*waiting))[1] == Lease(0)
@@ -211,7 +211,7 @@ async def test_a_look_that_began_before_the_trainer_opened_the_buffer_finds_no_o
     assert await asyncio.to_thread(has_read.wait, 60)
     await shared.restore(None, 0)
     go_on.set()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # in which it would end
     assert not hearing.done()
     hearing.cancel()
 
@@ -238,7 +238,7 @@ async def test_whoever_worked_for_the_trainer_before_is_told_that_another_has_ta
     await explorer.advance("e", 0)
     lease = await leased(explorer)
     waiting = asyncio.ensure_future(first.take(2, 0))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
     await opened(url, tmp_path)
     for work in (explorer.put("e", make_group(lease)), explorer.lease("e"), waiting, first.state()):
         with refused(RoleFailed, "trainer", "another one", "run.name"):
@@ -427,28 +427,31 @@ async def test_a_wait_reads_the_tables_only_after_a_commit(each_url: str, tmp_pa
     table: Any = mine._table
     taking = asyncio.ensure_future(buffer.take(2, 0))
     polling = asyncio.ensure_future(mine.poll(lambda values: "here" in values, 30.0))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # both have read the tables once
     with counted(buffer) as of_buffer, counted(table) as of_board:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # in which they would read them again
     at_most = 0 if each_url.startswith("sqlite") else 1  # once a second, in case a notification was lost
     for statements in (of_buffer, of_board):
         assert sum(statement.startswith("BEGIN") for statement, _ in statements) <= at_most
     theirs.write(lambda values: {**values, "here": True})
-    assert "here" in await asyncio.wait_for(polling, 5)
+    assert "here" in await asyncio.wait_for(polling, 60)
     await played(other, 2)
-    assert len(await asyncio.wait_for(taking, 5)) == 2
+    assert len(await asyncio.wait_for(taking, 60)) == 2
 
 
 async def test_a_wait_on_a_server_outlives_its_connections(postgres: Server, tmp_path: Path) -> None:
     url = postgres.create_database(uuid.uuid4().hex)
     buffer, other = await opened(url, tmp_path), make_end(url, make_schedule(), tmp_path)
     taking = asyncio.ensure_future(buffer.take(2, 0))
-    for _ in range(2):
-        await asyncio.sleep(0.3)
-        assert buffer._database.commits() is not None  # it listens, again
-        assert await asyncio.to_thread(postgres.drop_connections) > 0
+
+    async def dropped() -> bool:
+        listens = buffer._database.commits() is not None
+        return listens and await asyncio.to_thread(postgres.drop_connections) > 0
+
+    for _ in range(2):  # it listens, again
+        await until(dropped)
     await played(other, 2)
-    assert len(await asyncio.wait_for(taking, 5)) == 2
+    assert len(await asyncio.wait_for(taking, 60)) == 2
 
 
 async def test_waiting_never_holds_up_the_event_loop(url: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from sql_roles import make_end, make_group, make_schedule, train, write
 from sqlalchemy.exc import OperationalError
 
 from tests.processes import fork_server
+from tests.waiting import until
 from trivium.buffers.slot_machine import Slots
 from trivium.buffers.slots import SlotState
 from trivium.buffers.sql.buffer import SqlBuffer
@@ -76,7 +77,7 @@ def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: P
     while len(trained()) < number:
         assert time.monotonic() < deadline, (states(url), len(trained()))
         keep_running()
-        time.sleep(chance.uniform(0.02, 0.12))
+        time.sleep(chance.uniform(0.02, 0.12))  # a kill at a random moment
         if sum(kills.values()) < 12 and len(trained()) < number - 30:
             victim = ("train", "write-0", "write-1")[sum(kills.values()) % 3]
             running[victim].kill()
@@ -116,8 +117,7 @@ async def test_dropped_connections_and_a_server_that_restarts_change_nothing(pos
                 await asyncio.to_thread(postgres.stop)
                 await asyncio.to_thread(postgres.start)
             before = len(played)
-            while len(played) == before and not done.is_set():  # or it would never get on
-                await asyncio.sleep(0.005)
+            await until(lambda before=before: len(played) != before or done.is_set(), 120)  # or it would never get on
 
     async def explore(owner: str) -> None:
         buffer = make_end(url, schedule, tmp_path, patience_s=60)
@@ -214,7 +214,7 @@ async def test_a_server_that_is_gone_is_named_in_time(postgres: Server, tmp_path
     board = SqlBuffer.open_board(SqlBuffer.Config(url=url, patience_s=3), name="run")
     board.write(lambda values: {"on": True})
     waiting = asyncio.ensure_future(buffer.take(2, 0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # it waits; the rest holds at any moment
     postgres.stop()
     started = time.monotonic()
     try:
@@ -260,7 +260,7 @@ class Cut:
                 if forth and self.armed and b"COMMIT" in data:
                     self.armed, self.cuts = False, self.cuts + 1
                     source.shutdown(socket.SHUT_RDWR)
-                    time.sleep(0.3)
+                    time.sleep(0.3)  # its sender tries again meanwhile
                 target.sendall(data)
             target.shutdown(socket.SHUT_RDWR)
 

@@ -237,13 +237,14 @@ async def test_the_key_is_sent_shown_nowhere_and_its_refusal_ends_the_run(
 
 
 async def test_no_more_requests_than_the_limit_are_in_progress(model_dirs: list[Path]) -> None:
-    now = most = 0
+    now, most, three = 0, 0, asyncio.Barrier(3)
 
     async def behave(received: Any, writer: asyncio.StreamWriter) -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await asyncio.sleep(0.02)
+        await three.wait()
+        await asyncio.sleep(0.02)  # in which a fourth one would arrive
         now -= 1
         await json_of(answer())(received, writer)
 

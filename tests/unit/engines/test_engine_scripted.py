@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from failing import refused
 
+from tests.waiting import until
 from trivium.engines.scripted import LOG_PROB, ScriptedEngine
 from trivium.errors import ConfigError, RolloutError
 from trivium.policy import EngineFailure
@@ -75,7 +76,7 @@ async def test_breaking_and_closing() -> None:
         await engine.generate(request())
     engine = engine_for(hang_fraction=1.0)
     hanging = asyncio.ensure_future(engine.generate(request()))
-    await asyncio.sleep(0)
+    await until(lambda: engine._pausing)
     await engine.close()
     assert (await hanging).stop_reason is StopReason.ABORT
 

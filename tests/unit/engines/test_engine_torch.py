@@ -681,7 +681,7 @@ async def test_weights_that_do_not_fit_are_refused_whole(models: dict[str, Path]
 
 
 async def stepped(engine: TorchEngine, steps: int) -> None:
-    """Waits until it has made so many."""
+    """Waits until it has made so many, and looks all the time: completions are over after a few steps more."""
     async with asyncio.timeout(60):
         while engine.counters["steps"] < steps:
             await asyncio.sleep(0)

@@ -42,6 +42,7 @@ class _Blocks:
 
 
 async def _settle() -> None:
+    """Lets everything happen that can: nothing here waits for more than other tasks, a few turns of the loop each."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -197,7 +197,7 @@ def test_only_a_process_with_the_key_is_accepted(monkeypatch: pytest.MonkeyPatch
                 mine.send_bytes(b"hello")
                 assert theirs.recv_bytes() == b"hello"
                 reading = threads.submit(theirs.recv_bytes)
-                time.sleep(1.5)  # an accepted connection has no limit
+                time.sleep(1.2)  # an accepted connection has no limit
                 mine.send_bytes(b"late")
                 assert reading.result(PATIENCE_S) == b"late"
             silent.settimeout(PATIENCE_S)

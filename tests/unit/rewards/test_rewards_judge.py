@@ -42,12 +42,15 @@ def reads_all(prompt, completion, prompt_messages, **columns):
     return given == [("system", "be brief"), ("user", "1+1="), ("assistant", "hm")] and len(columns)
 
 running = most = 0
+all_run = asyncio.Event()
 
 async def later(completion, prompt, *, answer):
     global running, most
     running += 1
     most = max(most, running)
-    await asyncio.sleep(0.05)
+    if running == 40:
+        all_run.set()
+    await asyncio.wait_for(all_run.wait(), 60)
     running -= 1
     return completion == answer
 
@@ -83,9 +86,9 @@ def returns(prompt, completion, what):
 def raises(prompt, completion):
     raise KeyError("gone")
 
-def slow(prompt, completion, calls):
+def slow(prompt, completion, calls, release):
     calls.append("slow")
-    time.sleep(0.5)
+    release.wait(120)
     return 1.0
 
 def next_one(prompt, completion, calls):
@@ -301,13 +304,18 @@ def test_no_rewards_give_no_components():
 
 def test_cancelling_stops_the_worker_after_the_reward_it_is_in(rewards):
     calls: list[str] = []
+    release, before = threading.Event(), concurrency.left_behind()
 
     async def main() -> None:
-        scoring = asyncio.ensure_future(rewards("slow", "next_one").score(task(calls=calls), *trajectories_of("x")))
+        of = task(calls=calls, release=release)
+        scoring = asyncio.ensure_future(rewards("slow", "next_one").score(of, *trajectories_of("x")))
         await until(lambda: calls)
         scoring.cancel()
-        await asyncio.sleep(0.7)
+        await asyncio.wait({scoring}, timeout=60)
         assert scoring.cancelled()
+        assert concurrency.left_behind() == before + 1
+        release.set()
+        await until(lambda: concurrency.left_behind() == before)
 
     asyncio.run(main())
     assert calls == ["slow"]

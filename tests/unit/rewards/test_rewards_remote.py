@@ -161,13 +161,14 @@ async def test_calls_that_arrive_together_share_requests_and_get_their_own_rewar
 
 
 async def test_no_more_requests_are_in_progress_than_max_concurrent() -> None:
-    running, most = 0, 0
+    running, most, three = 0, 0, asyncio.Barrier(3)
 
     async def count(received: Any, writer: asyncio.StreamWriter) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.01)
+        await three.wait()
+        await asyncio.sleep(0.01)  # in which a fourth one would arrive
         running -= 1
         await computed(lengths)(received, writer)
 

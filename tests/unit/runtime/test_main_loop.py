@@ -186,10 +186,13 @@ def test_the_second_ctrl_c_ends_the_process_whatever_it_does(tmp_path: Path, blo
         os.kill(process.pid, signal.SIGINT)
         if block is sleeps:
             eventually(lambda: "Ctrl-C again" in process.text, 60, lambda: process.text)
-        while process.poll() is None:  # two at the same moment are one
+
+        def ends() -> bool:
             with suppress(ProcessLookupError):  # it has ended since
                 os.kill(process.pid, signal.SIGINT)
-            time.sleep(0.01)
+            return process.poll() is not None
+
+        eventually(ends, 60, lambda: process.text)  # two at the same moment are one
         assert process.poll() == -signal.SIGINT
     finally:
         process.kill()

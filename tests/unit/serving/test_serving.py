@@ -647,26 +647,29 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 
 
 async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> None:
-    app, leave, urls, arrived = FastAPI(), asyncio.Event(), asyncio.Queue[str](), asyncio.Event()
+    app, urls = FastAPI(), asyncio.Queue[str]()
+    arrived, leave, leaves, answer = (asyncio.Event() for _ in range(4))
 
     @app.get("/slow")
     async def slow() -> str:
         arrived.set()
-        await asyncio.sleep(0.3)
+        await answer.wait()
         return "there"
 
     async def serve() -> None:
         async with serve_app(app, "127.0.0.1", 0) as url:
             urls.put_nowait(url)
             await leave.wait()
+            leaves.set()
 
     serving = asyncio.create_task(serve())
     async with httpx.AsyncClient(base_url=await urls.get()) as client:
         asking = asyncio.create_task(client.get("/slow"))
         await asyncio.wait_for(arrived.wait(), 60)
         leave.set()
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(leaves.wait(), 60)
         serving.cancel()
+        answer.set()
         assert (await asking).json() == "there"
         await asyncio.wait([serving], timeout=60)
         assert serving.cancelled()

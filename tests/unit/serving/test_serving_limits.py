@@ -126,7 +126,7 @@ async def test_a_header_that_never_ends_is_not_waited_for(tmp_path: Path, monkey
         _, drips = streams[0]
         for byte in b"X-Slow: 1":
             drips.write(bytes([byte]))  # each byte is progress, but not a header
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # slower than the network, faster than the limit
         assert [await ended(reader) for reader, _ in streams] == [b""] * 3
         await here.feedback(id=(await asking)["id"], reward=1)
         for _, writer in streams:
@@ -158,13 +158,27 @@ async def test_idle_connections_make_way_for_requests(tmp_path: Path) -> None:
             writer.close()
 
 
+class Waits(Babbler):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+
+    async def generate(self, request: Request) -> Completion:
+        await self.may_answer.wait()
+        return await super().generate(request)
+
+
 async def test_connections_in_use_are_kept_and_others_refused(tmp_path: Path) -> None:
-    async with served(tmp_path, max_connections=1, delay_s=0.5) as here:
+    engine = Waits()
+    async with served(tmp_path, max_connections=1, policy=engine) as here:
         asking = asyncio.create_task(here.chat("x", session="s"))
         await until(lambda: here.gateway.health()["in_flight"])
         async with httpx.AsyncClient(base_url=here.url) as other:
             answer = await other.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        engine.may_answer.set()
         await asking
 
 
@@ -232,14 +246,12 @@ async def test_the_memory_of_bodies_that_arrive_is_bounded(tmp_path: Path, monke
         for _, writer in streams:
             writer.close()
             await writer.wait_closed()
-        for _ in range(500):
-            answer = await here.client.post(
-                "/v1/chat/completions", json={"model": "policy", "messages": [{"role": "user", "content": "x" * 100}]}
-            )
-            if answer.status_code == 200:
-                break
-            await asyncio.sleep(0.02)
-        assert answer.status_code == 200
+
+        async def answered() -> bool:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x" * 100}]}
+            return (await here.client.post("/v1/chat/completions", json=body)).status_code == 200
+
+        await until(answered)
 
 
 class SlowRenderer(ChatRenderer):

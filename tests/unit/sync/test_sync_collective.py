@@ -128,7 +128,9 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
     exchange = await bob.ready_to_nccl_sync("bob", 0)
     assert exchange is not None
     assert exchange.members == ("ann", "bob")
-    await asyncio.sleep(0.3)
+    checked, reason = threading.Event(), ann.abort_reason
+    ann.abort_reason = lambda *of: (reason(*of), checked.set())[0]
+    assert await asyncio.to_thread(checked.wait, 60)
     assert not entering.done()
     run.synchronizer.mark_dead("bob", "killed")
     async with asyncio.timeout(60):

@@ -128,7 +128,7 @@ async def test_an_explorer_that_asks_while_the_trainer_waits_gets_weights(style:
         assert (board.published, waiting.done()) == ([0], False)
         sync.request_weights("hand", True)
         if style is FIXED:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # in which it would end
             assert not waiting.done()
             await feed(0)
             await feed(0)
@@ -150,12 +150,12 @@ async def test_a_trainer_whose_interval_is_over_asks_and_is_answered(tmp_path: P
             waiting = asyncio.ensure_future(sync.next_version("hand", loaded, newest=True))
             await feed(loaded)
             if step % 2 == 0:
-                loaded = await asyncio.wait_for(waiting, 10)
+                loaded = await asyncio.wait_for(waiting, 60)
                 sync.adopted("hand", loaded)
                 assert loaded == step
                 assert sync.trainer_status is RunningStatus.RUNNING
             else:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # in which it would end
                 assert not waiting.done(), step
             waiting.cancel()
         assert board.published == [0, 2, 4]
@@ -187,7 +187,7 @@ async def test_an_explorer_that_asks_for_more_than_a_slot_is_served_after_the_st
     life = session(schedule, tmp_path, style, 0, board)
     async with hand_fed(life) as (feed, sync):
         sync.request_weights("hand", True)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # in which it would be published
         assert (board.published, life.trainer.need_sync()) == ([0], False)
         await feed(0)
         await until(lambda: board.published == [0, 1])

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from failing import refused
 
 from tests.rank_on_trial import weights
+from tests.waiting import eventually
 from trivium.concurrency import ProcessLife
 from trivium.errors import DataError, ProcessDied, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
@@ -135,20 +137,20 @@ def test_its_death_is_named() -> None:
     process.close()
 
 
-def test_a_call_that_does_not_end_is_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_end_is_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     process = started()
     process.run_on_all_ranks("spec")
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(process.run_on_all_ranks, "rest", 600.0)
+        call = threads.submit(process.run_on_all_ranks, "rest", 600.0, str(tmp_path / "begun"))
         monkeypatch.setattr(train_process, "_CLOSE_S", 0.5)
-        time.sleep(0.2)  # the call has begun; where it has not, it finds the connection closed
+        eventually((tmp_path / "begun").exists)
         process.close()
         assert isinstance(call.exception(120), RoleFailed | OSError)
 
 
 @pytest.mark.parametrize("moment", ["before a call", "in a call", "in a message"])
 def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
-    moment: str, monkeypatch: pytest.MonkeyPatch
+    moment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(train_process, "_STOPPED_S", 1.0)
     process = started()
@@ -156,8 +158,8 @@ def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
     argument = torch.zeros(10_000_000) if moment == "in a message" else 600.0
     with ThreadPoolExecutor(1) as threads:
         if moment == "in a call":
-            call = threads.submit(process.run_on_all_ranks, "rest", argument)
-            time.sleep(0.3)
+            call = threads.submit(process.run_on_all_ranks, "rest", argument, str(tmp_path / "begun"))
+            eventually((tmp_path / "begun").exists)
             os.kill(process.pid, signal.SIGSTOP)
         else:
             os.kill(process.pid, signal.SIGSTOP)
@@ -169,22 +171,24 @@ def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
 
 def test_a_process_that_hangs_is_ended_at_the_deadline_and_a_slow_one_is_not() -> None:
     process = started(deadline_s=1.0)
-    assert process.run_on_all_ranks("compute", 2.5) == 2.5
-    time.sleep(1.5)  # an idle process that no call waits for
+    assert process.run_on_all_ranks("compute", 1.5) == 1.5
+    time.sleep(1.2)  # an idle process that no call waits for
     with refused(ProcessDied, "trainer's process", "'rest'"):
         process.run_on_all_ranks("rest", 600.0)
     process.close()
 
 
 @pytest.mark.parametrize("in_call", [False, True])
-def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(train_process, "_STOPPED_S", 1.0)
     monkeypatch.setattr(train_process, "_CLOSE_S", 600.0)
     process = started(deadline_s=600.0)
     process.run_on_all_ranks("spec")
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(process.run_on_all_ranks, "rest", 600.0) if in_call else None
-        time.sleep(0.3)
+        call = None
+        if in_call:
+            call = threads.submit(process.run_on_all_ranks, "rest", 600.0, str(tmp_path / "begun"))
+            eventually((tmp_path / "begun").exists)
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         process.close()

@@ -20,6 +20,7 @@ from failing import refused
 from gymnasium import spaces
 from workflow_parts import policy, shown, workflow
 
+from tests.waiting import until
 from trivium.config import RunConfig, plugin
 from trivium.errors import DataError, MissingPackage, UnknownName
 from trivium.policy import Policy
@@ -176,16 +177,18 @@ async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_re
 @asynccontextmanager
 async def mcp_at(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """An MCP server process that listens at a port of loopback."""
+
+    async def listens() -> bool:
+        with suppress(ConnectionRefusedError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return True
+        return False
+
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = await asyncio.create_subprocess_exec(sys.executable, guessing.__file__, str(port), env=env)
     try:
-        async with asyncio.timeout(60):
-            while True:
-                with suppress(ConnectionRefusedError):
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
-                    break
-                await asyncio.sleep(0.1)
-        writer.close()
+        await until(listens)
         yield process
     finally:
         if process.returncode is None:
@@ -218,7 +221,7 @@ async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_lat
             await episodes.run(TASK, player)
         assert "ConnectionClosed" in caught.value.found
     waiting = asyncio.ensure_future(episodes.run(TASK, policy(*COMPLETIONS)))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # in which it would give up
     assert not waiting.done()
     async with openenv(port):
         assert await waiting == EARNED

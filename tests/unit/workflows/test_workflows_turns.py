@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from trivium.workflows.multi_turn import MultiTurn
 GUESS = Path(__file__).parents[3] / "recipes" / "guess.py"
 RENDERER = ChatRenderer(tiny_tokenizer())
 TASK = Task("t", (Message("user", "digit?"),), {"secret": 6})
-LOCK, RELEASE = threading.Lock(), threading.Event()
+LOCK, TWO, RELEASE = threading.Lock(), threading.Barrier(2), threading.Event()
 
 
 def says(request: Request, version: int) -> str:
@@ -171,7 +170,7 @@ class Remembers:
         with LOCK:
             Remembers.inside += 1
             Remembers.most = max(Remembers.most, Remembers.inside)
-        time.sleep(0.05)
+        TWO.wait(60)
         with LOCK:
             Remembers.inside -= 1
         return [Message("user", "on")], 0.0, self.steps == 2
@@ -311,12 +310,12 @@ class Slow(Asynchronous):
 
     async def reset(self, task: Task) -> Sequence[Message]:
         if self.where == "reset":
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return await super().reset(task)
 
     async def step(self, completion: str) -> tuple[list[Message], float, bool]:
         if self.where == "step":
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return await super().step(completion)
 
     async def close(self) -> None:
