@@ -124,7 +124,7 @@ async def drip(received: Received, writer: asyncio.StreamWriter) -> None:
     while not writer.transport.is_closing():
         writer.write(b"1\r\n[\r\n")
         await writer.drain()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # slower than the network
     raise ConnectionResetError
 
 

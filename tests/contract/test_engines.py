@@ -324,7 +324,7 @@ async def test_an_engine_whose_process_dies_is_named(tmp_path: Path) -> None:
         pool = ProcessPool(scripted(delay_s=600.0), [("rank 1", (host, port))], b"secret", 60.0)
         requests = (Request(PROMPTS[0], Sampling(4), SampleKey(0, "test", "train", "t", 0, n)) for n in range(2))
         calls = [asyncio.ensure_future(pool.generate(request)) for request in requests]  # one for each engine
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # both are sent, or find the process dead
         process.kill()
         with refused(EngineFailure, "rank 1"):
             await asyncio.wait_for(calls[1], 60)

@@ -139,7 +139,7 @@ def test_a_killed_side_is_waited_for_and_the_run_goes_on(victim: str, pause_s: f
         dying, other = both.pop(victim), next(iter(both.values()))
         eventually(lambda: steps(tmp_path / "run") >= 4, 200, lambda: dying.text + other.text)
         dying.kill()
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # at once, or after the others have missed its heartbeats
         again = start("again", "run", str(path), f"run.mode={victim}", "run.explorer=b")
         assert_ends_well(again, other)
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16

@@ -346,7 +346,7 @@ async def test_a_wait_lasts_as_long_as_something_happens(url: str, tmp_path: Pat
     await buffer.restore(None, 0)
     taking = asyncio.ensure_future(buffer.take(2, 0))
     for number in range(6):
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.8)  # together longer than the deadline
         await buffer.advance(f"other-{number}", 0)
     await played(buffer, 2)
     assert len(await taking) == 2

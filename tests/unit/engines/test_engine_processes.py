@@ -140,7 +140,7 @@ async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_
     request: Any = None  # nothing reads it
     waiting = asyncio.ensure_future(pool.replicas[1].generate(request))
     loading = asyncio.ensure_future(pool.load(1, [("w", np.zeros(8_000_000))]))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # both have begun
     waiting.cancel()
     with refused(EngineFailure, "rank 1"):
         await asyncio.wait_for(loading, 60)

@@ -35,7 +35,7 @@ def test_the_loop_goes_on_where_a_task_would_end_it(error: BaseException) -> Non
         with pytest.raises(type(error)):
             await asyncio.gather(raises(error), asyncio.sleep(0))
         asyncio.get_running_loop().stop()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # some turns of the loop
         return "finished"
 
     assert run_in_loop(main(), 60) == "finished"

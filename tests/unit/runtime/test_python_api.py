@@ -146,7 +146,7 @@ async def test_an_interrupt_beside_a_loop_ends_the_run_in_its_thread() -> None:
     def work() -> None:
         try:
             signal.pthread_kill(main, signal.SIGINT)
-            for _ in range(10_000):
+            for _ in range(10_000):  # until the interrupt
                 time.sleep(0.001)
         finally:
             ended.set()

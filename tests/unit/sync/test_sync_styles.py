@@ -262,7 +262,7 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
                 await asyncio.to_thread(lambda version=version: list(life.end(name).collect(version)))
                 break
             except VersionGone:  # the exchange had begun without it: explorers ask again
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # the trainer has the table meanwhile
         sync.adopted(name, version)
         return await sync.next_evaluation(name, 0)
 

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from workflow_parts import TOKENIZER, policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
 from trivium.errors import ConfigError, RolloutError
+from trivium.registry import resolve
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tools import TOOLS
@@ -67,7 +69,12 @@ def hang(seconds: float) -> str:
     return "late"
 
 
-OTHER = threading.Event()
+OTHER, OVER = threading.Event(), threading.Event()
+
+
+def hang_until_it_is_over() -> str:
+    OVER.wait(120)
+    return "late"
 
 
 def wait_for_the_other() -> str:
@@ -183,9 +190,20 @@ async def test_an_error_of_a_tool_is_its_result(completion: str, error: str) -> 
     assert player.metrics["tool_errors"] == 1
 
 
+@pytest.fixture
+def over() -> Iterator[None]:
+    """Ends the calls that hang when the test ends."""
+    it_is_over = resolve("tools", f"{__file__}:OVER")
+    it_is_over.clear()
+    yield
+    it_is_over.set()
+
+
+@pytest.mark.usefixtures("over")
 async def test_a_late_tool_is_an_error_for_the_policy_and_in_a_process_so_is_a_crash(tmp_path: Path) -> None:
     late = call("hang", seconds=60)
-    (found,), _ = await results(tools("hang", call_deadline_s=0.2), late, "ok")
+    hung = call("hang_until_it_is_over")
+    (found,), _ = await results(tools("hang_until_it_is_over", call_deadline_s=0.2), hung, "ok")
     assert found == "error: TimeoutError: no answer within 0.2 s"
     file = tmp_path / "apart.py"  # the processes import it; this module would take each of them seconds
     file.write_text("import asyncio, os, time\n\n" + "\n".join(map(inspect.getsource, (hang, crash, look))))
@@ -227,13 +245,14 @@ async def test_a_row_chooses_among_the_tools_and_a_long_result_is_cut() -> None:
         assert caught.value.__cause__ is not None
 
 
+@pytest.mark.usefixtures("over")
 async def test_a_call_that_no_thread_could_begin_fails_the_rollout() -> None:
     """The policy is not told that a tool failed which never ran."""
-    both = call("hang", seconds=1.0) * 2
+    both = call("hang_until_it_is_over") * 2
     with pytest.raises(RolloutError) as caught:
-        await tools("hang", threads=1, call_deadline_s=0.2).run(TASK, policy(both, "a"))
+        await tools("hang_until_it_is_over", threads=1, call_deadline_s=0.2).run(TASK, policy(both, "a"))
     assert "no answer" not in str(caught.value)
-    check_error(caught.value.__cause__, RolloutError, "hang", "0.2 s")
+    check_error(caught.value.__cause__, RolloutError, "hang_until_it_is_over", "0.2 s")
 
 
 async def test_calls_are_read_in_the_format_of_the_model() -> None:

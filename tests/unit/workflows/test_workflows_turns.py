@@ -326,9 +326,9 @@ class Slow(Asynchronous):
 
 @pytest.mark.parametrize("where", ["reset", "step", "close", "never"])
 async def test_a_slow_environment_fails_its_rollout_and_an_error_of_close_does_not(where: str) -> None:
-    episodes = here(
-        "Slow", environment_args={"where": where}, connect_deadline_s=0.1, call_deadline_s=0.1, max_environments=1
-    )
+    deadlines = {"connect_deadline_s": 60.0, "call_deadline_s": 60.0}
+    deadlines |= {"reset": {"connect_deadline_s": 0.3}, "step": {"call_deadline_s": 0.3}}.get(where, {})
+    episodes = here("Slow", environment_args={"where": where}, max_environments=1, **deadlines)
     slow = resolve("environments", f"{__file__}:Slow")
     before = slow.closed
     for _ in range(2):  # a failed episode leaves its place to the next
@@ -336,7 +336,7 @@ async def test_a_slow_environment_fails_its_rollout_and_an_error_of_close_does_n
             with pytest.raises(EnvironmentFailure) as caught:
                 await episodes.run(TASK, policy("a", "b", "c"))
             assert caught.value.asked.startswith(f"Slow.{where}")
-            assert "0.1 s" in caught.value.found
+            assert "0.3 s" in caught.value.found
         else:
             assert await episodes.run(TASK, policy("a", "b", "c")) == {"environment": 1.5}
     assert slow.closed == before + 2
@@ -447,7 +447,7 @@ async def test_an_environment_that_is_made_after_its_rollout_ended_is_closed(can
     held.making.clear()
     held.going_on.clear()
     before = held.ended
-    episodes = here("Held", environment_args={"late": True}, connect_deadline_s=60 if cancelled else 0.1)
+    episodes = here("Held", environment_args={"late": True}, connect_deadline_s=60 if cancelled else 0.5)
     rollout = asyncio.ensure_future(episodes.run(TASK, policy("6")))
     assert await asyncio.to_thread(held.making.wait, 60)
     if cancelled:
