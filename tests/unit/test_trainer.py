@@ -395,8 +395,7 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
             engine = cast(Lingering, self.engine)
             if engine.stepping.is_set():
                 engine.going_on.set()
-                assert self._step is not None
-                await asyncio.wait({self._step}, timeout=60)
+                await until(lambda: not self._thread.is_computing)
             await super().wait_for_save()
 
     monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
