@@ -30,25 +30,22 @@ settings.load_profile("trivium")
 
 
 TOGETHER = {
-    "e2e/test_ray": (
-        "e2e/test_ray_parts",
-        "e2e/test_ray_ranks",
-        "e2e/test_trinity_monitor",
-        "e2e/test_verl_scripts",
-        "e2e/test_worker_group",
+    "e2e/test_ray": ("e2e/test_ray_parts", "e2e/test_ray_ranks", "e2e/test_shown", "e2e/test_three_ways"),
+    "doors/e2e/test_verl_door": (
+        "doors/e2e/test_trinity_door",
+        "doors/e2e/test_trinity_synchronizer",
+        "doors/e2e/test_verl_vision",
     ),
-    "e2e/test_verl_door": (
-        "e2e/test_shown",
-        "e2e/test_three_ways",
-        "e2e/test_trinity_door",
-        "e2e/test_trinity_synchronizer",
-        "e2e/test_verl_main_ppo",
-        "e2e/test_verl_vision",
+    "doors/e2e/test_verl_main_ppo": (
+        "doors/e2e/test_trinity_monitor",
+        "doors/e2e/test_verl_scripts",
+        "doors/e2e/test_worker_group",
     ),
     "unit/monitors/test_monitors": ("unit/inspection/test_report",),
 }
-"""Files of one test process: those that use the Ray instance of a test process, in two parts, since every test process
-would start its own for five CPU seconds; and those that import wandb and mlflow, which takes as long."""
+"""Files of one test process: those that use the Ray instance of a test process, since every test process would start
+its own for five CPU seconds; and those that import wandb and mlflow, which takes as long. A part lies in `doors` or
+outside of it: these are two commands."""
 
 
 PART = {f"tests/{name}.py": f"tests/{first}.py" for first, names in TOGETHER.items() for name in names}

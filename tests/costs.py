@@ -36,9 +36,9 @@ CHOSEN = frozenset(
         "e2e/test_first_hour.py::test_the_example_of_the_readme_learns_and_says_so",
         "e2e/test_kill.py::test_killed_at_random_times",
         "e2e/test_rl_loop.py::test_the_policy_learns_within_a_few_steps",
-        "e2e/test_lightrft_launcher.py::test_the_launcher_trains_and_continues",
-        "e2e/test_trinity_door.py::test_the_run_of_a_trainer_is_that_of_trivium_run",
-        "e2e/test_verl_door.py::test_the_script_runs",
+        "doors/e2e/test_lightrft_launcher.py::test_the_launcher_trains_and_continues",
+        "doors/e2e/test_trinity_door.py::test_the_run_of_a_trainer_is_that_of_trivium_run",
+        "doors/e2e/test_verl_door.py::test_the_script_runs",
     }
 )
 """Functions of `make test` that cost more: golden values, contracts, a run, a resume, a run through each front door."""

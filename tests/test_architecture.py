@@ -539,16 +539,18 @@ def test_commands_that_need_no_model_import_neither_torch_nor_transformers(tmp_p
     commands = [["check", str(root / "recipes" / f"{name}.yaml")] for name in recipes]
     commands += [["explain", str(root / "recipes" / "arithmetic.yaml")], ["doctor", str(run)], ["rollouts", str(run)]]
     commands += [["translate", "--from=verl", str(verl)]]
-    commands += [["translate", "--from=trinity", str(root / "tests" / "e2e" / "trinity.yaml")]]
+    commands += [["translate", "--from=trinity", str(root / "tests" / "doors" / "e2e" / "trinity.yaml")]]
     after = modules_after(commands, {"torch", "transformers"})
     assert {command: found for command, found in after.items() if found} == {}
 
 
 def test_unit_tests_are_in_the_folder_of_their_package() -> None:
-    unit = Path(__file__).parent / "unit"
-    folders = {str(test.parent.relative_to(unit)) for test in unit.rglob("test_*.py")} - {".", "tools"}
+    unit, doors = Path(__file__).parent / "unit", Path(__file__).parent / "doors"
     packages = {str(path.parent.relative_to(PRODUCT_ROOT)) for path in PRODUCT_ROOT.rglob("__init__.py")}
-    assert folders <= packages
+    folders = {str(test.parent.relative_to(unit)) for test in unit.rglob("test_*.py")} - {".", "tools"}
+    assert folders <= packages - {"frontdoors"}
+    of_doors = {str(test.parent.relative_to(doors)) for test in doors.rglob("test_*.py")} - {".", "e2e"}
+    assert {f"frontdoors/{door}" for door in of_doors} <= packages
 
 
 def test_every_exception_to_a_rule_is_still_needed() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.doors.parts import verl_user_code as user
+from tests.doors.verl.test_frontdoor_reward_managers import view
 from tests.failing import refused
-from tests.unit.frontdoors.verl.test_frontdoor_reward_managers import view
-from tests.unit.parts import verl_user_code as user
 from trivium.errors import ConfigError, RewardError, UnknownName
 from trivium.frontdoors.verl import (
     BatchView,
@@ -223,7 +223,7 @@ DEFAULT = {"source": "register", "name": "naive", "module": {"path": None, "name
                 "reward_manager": {
                     "source": "importlib",
                     "name": "SingleRewardManager",
-                    "module": {"path": "pkg://tests.unit.parts.verl_user_code"},
+                    "module": {"path": "pkg://tests.doors.parts.verl_user_code"},
                 }
             },
             "SingleRewardManager",

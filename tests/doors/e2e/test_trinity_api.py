@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_trinity_door import EXPLORED, config, experiences, steps
-from tests.e2e.test_trinity_facts import shaped_in
+from tests.doors.e2e.test_trinity_door import EXPLORED, config, experiences, steps
+from tests.doors.e2e.test_trinity_facts import shaped_in
 from trivium.errors import ConfigError
 from trivium.frontdoors import trinity
 from trivium.frontdoors.trinity import (

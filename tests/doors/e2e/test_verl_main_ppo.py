@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("connected")
 
 SCRIPT = Path(__file__).with_name("verl_main_ppo.py")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_ppo_trainer.py"
 STEPS = 25
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -66,7 +66,7 @@ def arguments(folder: Path, estimator: str, group_size: int) -> list[str]:
 
 
 def test_the_page_prints_the_imports_of_the_script() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
     block = page.partition("```diff\n")[2].partition("```")[0]
     added = "\n".join(line[1:] for line in block.splitlines() if line.startswith("+"))
     printed, imported = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.algebra import policy_objective
-from tests.e2e import verl_user
+from tests.doors.e2e import verl_user
 from tests.failing import refused
 from trivium.algorithms import AdvantageInputs, PolicyObjective, policy_inputs
 from trivium.config import merged
@@ -30,7 +30,7 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0],
 
 def objectives(mode: str, weighted: bool) -> tuple[PolicyObjective, PolicyObjective]:
     """Returns (objective with the user's loss, objective with the shipped loss)."""
-    options = {"function": "tests.e2e.verl_user:my_loss", "loss_agg_mode": mode, "config": CONFIG}
+    options = {"function": "tests.doors.e2e.verl_user:my_loss", "loss_agg_mode": mode, "config": CONFIG}
     mine = policy_objective("trivium.frontdoors.verl.registered:computed", mode, weighted=weighted, **options)
     ships = policy_objective("ppo", mode, weighted=weighted, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     return mine, ships
@@ -92,7 +92,7 @@ def test_a_users_estimator_sees_responses_from_their_first_token_on() -> None:
     rewards = torch.zeros(4, 6, dtype=torch.float64)
     rewards[0, 4], rewards[1, 5], rewards[2, 4] = 1.0, 0.25, 0.5
     x = AdvantageInputs(rewards, MASK, torch.tensor([0, 0, 0, 0]), torch.arange(4))
-    mine = estimated(x, function="tests.e2e.verl_user:my_advantages")
+    mine = estimated(x, function="tests.doors.e2e.verl_user:my_advantages")
     scores = torch.tensor([1.0, 0.25, 0.5, 0.0], dtype=torch.float64)
     wanted = ((scores - scores.mean()) / (scores.std() + 1e-6)).unsqueeze(-1) * MASK
     torch.testing.assert_close(mine.advantages, wanted)
@@ -165,7 +165,7 @@ def test_a_config_names_them_and_gives_them_keys_of_their_own() -> None:
     assert section["advantage"]["config"]["gamma"] == 0.9  # verl refuses none of its own keys to a user's function
     assert section["policy_loss"]["config"]["policy_loss"]["my_clip_high"] == 0.28
     assert section["policy_loss"]["config"]["clip_ratio"] == 0.2
-    assert section["policy_loss"]["function"] == "tests.e2e.verl_user:my_loss"
+    assert section["policy_loss"]["function"] == "tests.doors.e2e.verl_user:my_loss"
     with refused(ConfigError, "algorithm.my_epsilon"):
         settings_of(config(algorithm={"adv_estimator": "grpo"}))
     peer_config = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": "yours", "my_clip_high": None}}})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.lightrft_folder import examples_in
+from tests.doors.e2e.lightrft_folder import examples_in
 from tests.peers import peer_file
 from tests.processes import Forked, commands
 

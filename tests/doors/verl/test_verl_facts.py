@@ -1,6 +1,6 @@
 """Each fact of verl's trainer documentation, once, in our own words: by what the door has and does, or refuses.
 
-A fact that only a whole run shows names the test of `tests/e2e` with that run.
+A fact that only a whole run shows names the test of `tests/doors/e2e` with that run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from trivium.frontdoors.verl import (
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.translation import settings_of, translated
 
-TESTS = Path(__file__).parents[3]
-DOOR, GROUPS = "e2e/test_verl_door.py", "e2e/test_worker_group.py"
+TESTS = Path(__file__).parents[2]
+DOOR, GROUPS = "doors/e2e/test_verl_door.py", "doors/e2e/test_worker_group.py"
 REQUIRED = inspect.Parameter.empty
 
 
@@ -423,7 +423,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
         "processor",
         "a processor is for rows with images",
         lambda *_: shown_by(
-            "unit/frontdoors/verl/test_frontdoor_trainer.py",
+            "doors/verl/test_frontdoor_trainer.py",
             "test_images_are_read_with_the_processor_that_is_the_models",
         ),
     ),

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.e2e.trinity_savers import Start, forked
+from tests.doors.e2e.trinity_savers import Start, forked
 from tests.failing import refused
-from tests.processes import eventually
+from tests.processes import ROOT, eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.errors import ConfigError, SyncError, UnknownName
 from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer, TrainEngineWrapper, Trainer
@@ -30,7 +30,7 @@ RUNNING, REQUIRE, WAITING, STOPPED = (
 
 def config_in(directory: Path, *changes: str) -> RunConfig:
     overrides = [f"run.dir={directory / 'run'}", f"run.name={directory}", *changes]
-    return load_config(Path(__file__).with_name("tiny.yaml"), overrides)
+    return load_config(ROOT / "tests" / "e2e" / "tiny.yaml", overrides)
 
 
 def counts(synchronizer: Synchronizer) -> dict[RunningStatus, int]:

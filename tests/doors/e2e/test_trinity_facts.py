@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.e2e.test_trinity_door import EXPLORED, config, experiences, rows, steps, trained
+from tests.doors.e2e.test_trinity_door import EXPLORED, config, experiences, rows, steps, trained
 from trivium.config import build
 from trivium.frontdoors.trinity import (
     MONITOR,

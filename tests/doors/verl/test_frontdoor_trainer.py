@@ -196,7 +196,7 @@ SAMPLERS: list[tuple[dict[str, Any], str]] = [
 def test_a_sampler_of_the_config_that_cannot_work_is_refused(
     model: str, tmp_path: Path, more: dict[str, Any], name: str
 ) -> None:
-    sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
+    sampler = {"sampler": {"class_path": "pkg://tests.doors.e2e.verl_user", "class_name": "Hardest"}}
     data = merged({**sampler, "dataloader_num_workers": 0, "filter_overlong_prompts": True}, more)
     config = verl_config(model, tmp_path, **data)
     with refused(ConfigError, name):
@@ -204,7 +204,7 @@ def test_a_sampler_of_the_config_that_cannot_work_is_refused(
 
 
 def test_a_sampler_of_the_config_counts_the_rows_that_are_left(model: str, tmp_path: Path) -> None:
-    sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
+    sampler = {"sampler": {"class_path": "pkg://tests.doors.e2e.verl_user", "class_name": "Hardest"}}
     config = verl_config(model, tmp_path, **sampler, filter_overlong_prompts=True)
     rows = Sources(rows_of_pairs(1, 30, 1))
     setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=rows)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import trinity_savers
-from tests.e2e.trinity_savers import STEP, Start, intervals, on_ray
+from tests.doors.e2e import trinity_savers
+from tests.doors.e2e.trinity_savers import STEP, Start, intervals, on_ray
 from tests.failing import refused
 from trivium.errors import ConfigError, DataError, RoleFailed, RunDirError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy

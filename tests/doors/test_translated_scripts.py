@@ -14,7 +14,7 @@ from trivium.frontdoors.shell import commands
 from trivium.frontdoors.translate import translate_file
 from trivium.text.tiny import TinyModel
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 LORA = "train.lora"
 ROWS = {"buffer": {"kind": "files"}}
 QWEN = {"model.path": "Qwen/Qwen2-0.5B-Instruct"}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
+from tests.doors.e2e.ray_workers import Broken, Counting, Talking, Traced
 from tests.failing import refused
 from tests.processes import survivors
 from trivium.cluster.actors import ActorDied

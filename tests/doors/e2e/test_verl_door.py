@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
 
-from tests.e2e import verl_user
-from tests.e2e.ppo_workers import NotingActor, NotingCritic
+from tests.doors.e2e import verl_user
+from tests.doors.e2e.ppo_workers import NotingActor, NotingCritic
 from tests.failing import refused
 from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
@@ -41,7 +41,7 @@ from trivium.frontdoors.verl import (  # noqa: E402
     register_policy_loss,
 )
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "ray_ppo_trainer.py"
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
     """The config names dataset, sampler and manager; two ranks train; then the run is resumed."""
     example.write_data(tmp_path)
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.5, "horizon": 20}}
-    monkeypatch.setattr("tests.e2e.verl_user.Hardest.seen", [])
+    monkeypatch.setattr("tests.doors.e2e.verl_user.Hardest.seen", [])
 
     def run(folder: Path, steps: int) -> Any:
         config = small(
@@ -351,8 +351,8 @@ def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
             data={
                 "train_files": "pairs-16",
                 "val_files": "pairs-4",
-                "custom_cls": {"path": "pkg://tests.e2e.verl_user", "name": "Pairs"},
-                "sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"},
+                "custom_cls": {"path": "pkg://tests.doors.e2e.verl_user", "name": "Pairs"},
+                "sampler": {"class_path": "pkg://tests.doors.e2e.verl_user", "class_name": "Hardest"},
                 "dataloader_num_workers": 0,
             },
             trainer={"default_local_dir": str(folder / "run"), "val_before_train": False, "test_freq": -1},
@@ -551,7 +551,7 @@ def test_an_engine_over_two_gpus_is_that_of_every_second_worker(example: Any, co
             "model": {"kind": "hf", "path": str(tmp_path / "model")},
             "tasks": {"train": {"kind": "parquet", "path": str(tmp_path / "train.parquet")}},
             "rewards": ["exact"],
-            "engine": {"kind": "tests.e2e.ppo_workers:Wide", "sampling": {"max_new_tokens": 3}},
+            "engine": {"kind": "tests.doors.e2e.ppo_workers:Wide", "sampling": {"max_new_tokens": 3}},
             "schedule": {"steps": 1, "groups_per_step": 4, "group_size": 2},
             "monitors": [{"kind": "jsonl"}],
         }

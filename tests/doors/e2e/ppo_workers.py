@@ -59,7 +59,7 @@ class Wide(TorchEngine):
     """Counts as an engine over two GPUs."""
 
     class Config(TorchEngine.Config):
-        kind: str = "tests.e2e.ppo_workers:Wide"
+        kind: str = "tests.doors.e2e.ppo_workers:Wide"
 
         @property
         def gpus(self) -> int:

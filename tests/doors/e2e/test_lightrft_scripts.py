@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.e2e import lightrft_user
-from tests.e2e.lightrft_folder import examples_in
+from tests.doors.e2e import lightrft_user
+from tests.doors.e2e.lightrft_folder import examples_in
 from tests.peers import peer_file
 from trivium.frontdoors.lightrft.launcher import train
 

@@ -27,7 +27,7 @@ from trivium.frontdoors.verl.objects.algorithms.core_algos import RegistryError
 from trivium.frontdoors.verl.objects.algorithms.loss_modes import POLICY_LOSSES
 from trivium.frontdoors.verl.objects.batches.protocol import RowsError
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "data"
+GOLDEN = Path(__file__).parents[2] / "golden" / "data"
 
 
 def cases(file: str, *functions: str) -> list[Any]:
