@@ -128,7 +128,6 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({}, "run.name", "p/n"),
     ({"group": "g"}, "run.name", "p/g/n"),
     ({"ray_namespace": "space"}, "run.name", "space"),
-    ({"continue_from_checkpoint": False}, "run.resume", False),
     ({"mode": "colocate"}, "run.mode", "both"),
     ({}, "max_staleness", 0),
     ({"synchronizer.sync_interval": 10}, "max_staleness", 9),
@@ -140,7 +139,6 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"synchronizer.sync_style": "fully_async"}, "max_staleness", 2),
     ({"synchronizer.sync_method": "nccl"}, "sync.method", "memory"),
     ({"synchronizer.sync_method": "CHECKPOINT"}, "sync.method", "checkpoint"),
-    ({"synchronizer.sync_timeout": 60}, "sync.deadline_s", 60),
     (
         {
             "synchronizer.sync_interval": 2,
@@ -162,9 +160,6 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"algorithm.optimizer.warmup_style": "cosine"}, "train.optimizer.schedule", "cosine"),
     ({"trainer.trainer_config.actor_rollout_ref.actor.optim.lr": 3e-6}, "train.optimizer.lr", 3e-6),
     ({"trainer.actor_grad_clip": 0.5}, "train.max_grad_norm", 0.5),
-    ({"trainer.max_checkpoints_to_keep": 2}, "checkpoint.keep", 2),
-    ({"trainer.save_interval": 30}, "checkpoint.save_every", 30),
-    ({"trainer.save_strategy": "single_node"}, "checkpoint.save_strategy", "single_node"),
     ({}, "train.max_tokens_per_micro_batch", 256),
     ({"model.lora_configs": [{"lora_rank": 8, "lora_alpha": 16}]}, "train.lora.rank", 8),
     (
@@ -231,7 +226,6 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"model.max_response_tokens": None}, "engine.sampling.max_new_tokens", 64),
     ({f"{WHERE}.rollout_args.max_tokens": 5}, "engine.sampling.max_new_tokens", 5),
     ({f"{WHERE}.rollout_args.temperature": 0.7}, "engine.sampling.temperature", 0.7),
-    ({"explorer.max_timeout": 60}, "workflow.deadline_s", 60),
     ({"explorer.over_rollout.ratio": 0.2}, "schedule.over_rollout", 0.25),
     ({f"{WHERE}.format.system_prompt": "Say."}, "tasks.train.system", "Say."),
     ({f"{WHERE}.default_reward_fn_type": "countdown_reward"}, "rewards.0.name", "score"),
@@ -437,10 +431,8 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({"trainer.save_intervall": 3}, "trainer.save_intervall", "trainer.save_interval"),
     ({f"{WHERE}.format.promt_key": "q"}, f"{WHERE}.format.promt_key", "format.prompt_key"),
     ({"trainer.trainer_strategy": "megatron"}, "trainer.trainer_strategy", "Megatron"),
-    ({"explorer.rollout_model.engine_type": "external"}, "explorer.rollout_model.engine_type", "behind an endpoint"),
     ({"model.external_model.enable": True}, "model.external_model", "use mode bench"),
     ({"trainer.trainer_type": "tinker"}, "trainer.trainer_type", "my_engine.py:Mine"),
-    ({"model.tinker.enable": True}, "model.tinker", "Tinker"),
     ({"algorithm.algorithm_type": "grppo"}, "algorithm.algorithm_type", "did you mean 'grpo'"),
     ({"algorithm.algorithm_type": "cpt"}, "algorithm.algorithm_type", "use sft"),
     (
@@ -462,7 +454,6 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({f"{WHERE}.default_workflow_type": "as_react_workflow"}, f"{WHERE}.default_workflow_type", "run.mode serve"),
     ({f"{WHERE}.default_workflow_type": "simple_workflow"}, f"{WHERE}.default_reward_fn_type", "math_reward"),
     ({f"{WHERE}.default_reward_fn_type": "accuracy"}, f"{WHERE}.default_reward_fn_type", "accuracy_reward"),
-    ({f"{WHERE}.format.reply_prefix": "<think>"}, f"{WHERE}.format.reply_prefix", "leave it out"),
     (
         {f"{WHERE}.data_selector.selector_type": "difficulty_based"},
         f"{WHERE}.data_selector.selector_type",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, if_on, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored, under
 from trivium.frontdoors.trinity.config.keys_of_data import (
     DATA_PROCESSOR,
     EXPLORER_INPUT,
@@ -347,6 +347,8 @@ _OF_MEGATRON = (
 
 def _of_trainer_config(key: str, entry: Entry) -> Entry:
     """Returns the entry of a key of verl's config inside trainer.trainer_config."""
+    if isinstance(entry, Moved) and entry.to.partition(".")[0] in _SECTIONS:
+        return Ignored(_EXPLORED)
     if not isinstance(entry, Mapped):
         return entry
     if key.endswith("actor.ppo_epochs"):

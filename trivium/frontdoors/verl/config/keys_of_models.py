@@ -280,6 +280,7 @@ CRITIC_MODEL: dict[str, Entry] = {
     "enable_gradient_checkpointing": Ignored("train.gradient_checkpointing applies to every role"),
     "lora_rank": Restricted((None, 0), "leave it out: the critic is trained without LoRA"),
     "lora": Restricted((None,), "leave it out: the critic is trained without LoRA", switch="rank"),
+    "lora_adapter_path": Restricted((None,), "leave it out: the critic is trained without LoRA"),
     **ignored("the critic is trained without LoRA", "lora_alpha target_modules exclude_modules"),
 }
 
