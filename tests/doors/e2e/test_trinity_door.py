@@ -24,7 +24,6 @@ from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.trinity import (
     Experiences,
     RunningStatus,
-    TrainEngineWrapper,
     Trainer,
     VerlPPOTrainerWrapper,
     get_trainer_wrapper,
@@ -87,26 +86,6 @@ async def trained(trainer: Trainer) -> str:
         return await trainer.train()
 
 
-async def test_a_trainer_is_prepared_and_trains_with_an_explorer_that_ends(tmp_path: Path) -> None:
-    said = config(tmp_path, EXPLORED, checkpoint={"save_every": 2})
-    trainer = Trainer(said)
-    assert trainer.config is said
-    assert isinstance(trainer.engine, VerlPPOTrainerWrapper)
-    assert trainer.train_step_num == 0
-    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
-    await trainer.prepare()
-    assert trainer.synchronizer.trainer_status is RunningStatus.RUNNING
-    assert (trainer.last_sync_step, trainer.last_trainer_sync_step, trainer.train_continue) == (None, 0, True)
-    assert trainer.need_sync()
-    assert await trained(trainer) == "trainer"
-    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
-    assert (trainer.train_step_num, trainer.last_sync_step, trainer.train_continue) == (3, 3, False)
-    assert trainer.is_alive()
-    assert steps(tmp_path) == [2, 3]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-    await trainer.shutdown()
-
-
 async def test_the_run_of_a_trainer_is_that_of_trivium_run(tmp_path: Path) -> None:
     door, plain = tmp_path / "door", tmp_path / "plain"
     trainer = Trainer(config(door, SUPERVISED))
@@ -136,29 +115,6 @@ async def test_steps_are_taken_one_by_one(tmp_path: Path) -> None:
     await trained(again)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
     await again.shutdown()
-
-
-async def test_a_step_of_ones_own_is_made_of_the_trainers_parts(tmp_path: Path) -> None:
-    """As in Trinity-RFT's own Trainer."""
-    batches: list[Experiences] = []
-
-    class Mine(Trainer):
-        async def train_step(self) -> bool:
-            batch, metrics, samples = await self.sample_strategy.sample(self.train_step_num + 1)
-            batches.append(batch)
-            going_on, trained = self.engine.train_step(batch)
-            self.monitor.log(data={**trained, **metrics, "mine/samples": len(samples)}, step=self.train_step_num)
-            self.logger.info("step %d", self.train_step_num)
-            return going_on
-
-    trainer = Mine(config(tmp_path, EXPLORED))
-    trainer.prepare()
-    await trained(trainer)
-    await trainer.shutdown()
-    assert [batch.batch_size for batch in batches] == [4, 4, 4]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-    assert {"mine/samples", "train/loss/policy", "sample/task_count"} <= rows(tmp_path)[0].keys()
-    assert steps(tmp_path) == [3]
 
 
 async def test_overrides_of_a_subclass_take_effect(tmp_path: Path) -> None:
@@ -204,20 +160,6 @@ class Failing(Trainer):
         if self.train_step_num == 2:
             raise LookupError("no such row")
         return await super().train_step()
-
-
-async def test_a_failure_is_raised_with_the_status_stopped_and_the_last_step_saved(tmp_path: Path) -> None:
-    trainer = Failing(config(tmp_path, EXPLORED))
-    trainer.prepare()
-    with pytest.raises(LookupError, match="no such row"):
-        await trained(trainer)
-    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
-    assert steps(tmp_path) == [2]
-    await trainer.shutdown()
-    again = Trainer(config(tmp_path, EXPLORED))
-    await trained(again)
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-    await again.shutdown()
 
 
 @pytest.mark.parametrize(("kind", "code", "found"), [(Trainer, 0, ""), (Failing, 1, "LookupError: no such row")])
@@ -355,12 +297,6 @@ async def test_the_last_step_of_an_engine_that_fails_is_saved(tmp_path: Path) ->
 def test_an_engine_of_seven_members_is_driven_by_its_trainer_alone(tmp_path: Path) -> None:
     with refused(ConfigError, "Seven", "trivium.protocols.TrainEngine"):
         run(config(tmp_path, SUPERVISED, train={"kind": ENGINE}))
-
-
-def test_an_engine_lacks_no_member_but_those_of_the_seed() -> None:
-    members = {"prepare", "train_step_num", "train_step", "save_checkpoint"}
-    members |= {"sync_weight", "upload_state_dict", "save_state_dict"}
-    assert TrainEngineWrapper.__abstractmethods__ == members
 
 
 # --------------------------------------------------------------------------- the built-in engine
@@ -587,8 +523,6 @@ async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tm
     else:
         assert isinstance(trainer.engine, VerlPPOTrainerWrapper)
     await trainer.shutdown()
-    with refused(ConfigError, "trainer.trainer_type", "'tinker'", "my_engine.py:Mine"):
-        Trainer({**said, "trainer": {"trainer_type": "tinker"}})
 
 
 # --------------------------------------------------------------------------- several ranks

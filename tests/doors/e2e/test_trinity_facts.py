@@ -145,16 +145,20 @@ async def test_a_step_that_fails_after_it_moved_on_is_saved(tmp_path: Path) -> N
     again = Trainer(config(tmp_path, EXPLORED))
     assert (await trained(again), again.train_step_num) == ("trainer", 3)
     await again.shutdown()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
 
 
-async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config) -> None:
+async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config, tmp_path: Path) -> None:
     class AsWritten(Trainer):
         async def train_step(self) -> bool:
             asked = self.train_step_num + 1
             experiences, about_sample, examples = await self.sample_strategy.sample(asked)
+            sizes.append(experiences.batch_size)
             goes_on, about_step = self.engine.train_step(experiences)
             assert self.train_step_num == asked
-            self.monitor.log(about_step | prefix_metrics(about_sample, "sample"), asked)
+            about_mine = {"mine/examples": float(len(examples))}
+            self.monitor.log(about_step | prefix_metrics(about_sample, "sample") | about_mine, asked)
+            self.logger.info("step %d", asked)
             if examples and self.config.trainer.enable_preview:
                 self._log_experiences(examples)
             return goes_on
@@ -173,7 +177,7 @@ async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config)
                 self.monitor.log_table("rollout_examples", table, self.train_step_num)
                 self._sample_exps_to_log.clear()
 
-    shown: list[int] = []
+    shown, sizes = list[int](), list[int]()
     shaped.trainer.enable_preview = True
     trainer = AsWritten(shaped)
     assert trainer._sample_exps_to_log == []
@@ -181,6 +185,10 @@ async def test_the_documents_own_methods_run_as_they_are_written(shaped: Config)
     assert len(shown) == 3
     assert all(shown)
     await trainer.shutdown()
+    run_dir = tmp_path / "runs" / "facts" / "first"
+    assert (sizes, steps(run_dir)) == ([4, 4, 4], [3])
+    assert [row["step"] for row in rows(run_dir)] == [1, 2, 3]
+    assert {"mine/examples", "train/loss/policy", "sample/task_count"} <= rows(run_dir)[0].keys()
 
 
 def test_the_names_of_the_documents_exist(shaped: Config, tmp_path: Path) -> None:

@@ -220,11 +220,24 @@ def _step_length(f: Facts, max_norm: float) -> float:
 
 
 def _average(f: Facts) -> bool:
-    trainer = f.filled(ema_model=ActorVL(f.model), ema_beta=0.75)
+    """Whether the average follows each of four optimizer steps of a rollout."""
+    trainer = f.filled({"train_batch_size": 2}, ema_model=ActorVL(f.model), ema_beta=0.75)
+    expected, steps, step = dict(f.before), list[None](), trainer.actor_optim.step
+
+    def watched(*given: Any, **named: Any) -> Any:
+        result, now = step(*given, **named), weights(trainer)
+        steps.append(None)
+        expected.update({name: 0.75 * tensor + 0.25 * now[name] for name, tensor in expected.items()})
+        return result
+
+    trainer.actor_optim.step = watched
     trainer.ppo_train(1)
-    new = weights(trainer)
-    expected = {name: 0.75 * tensor + 0.25 * new[name] for name, tensor in f.before.items()}
-    return distance(expected, dict(trainer.ema_model.export_weights())) < 1e-6
+    return len(steps) == 4 and distance(expected, dict(trainer.ema_model.export_weights())) < 1e-6
+
+
+def _newest(f: Facts) -> bool:
+    kept, whole = (f.filled(buffer_limit=limit).replay_buffer.items for limit in (3, 0))
+    return [item.sequences.tolist() for item in kept] == [item.sequences.tolist() for item in whole[-3:]]
 
 
 def _micro_rollouts(f: Facts) -> bool:
@@ -286,9 +299,10 @@ def _continued(f: Facts) -> bool:
     return trainer.arguments("ppo_train") == [(2,)]
 
 
-def _evaluations(f: Facts) -> list[int]:
+def _evaluations(f: Facts, updates: int) -> list[int]:
+    """The steps of four rollouts, with two updates each, at which `fit` evaluates."""
     trainer = f.trainer({"eval_steps": -1, "train_batch_size": 4}, Watched)
-    trainer.fit(trainer.strategy.args, loader(4, 2), None, loader(2, 2), 0, 2)
+    trainer.fit(trainer.strategy.args, loader(8, 2), None, loader(2, 2), 0, updates)
     return [step for _, step in trainer.arguments("evaluate")]
 
 
@@ -433,7 +447,7 @@ FACTS: list[tuple[str, str, Check]] = [
         "bounds the rows of a pass",
         lambda f: [_passes(f, micro_train_batch_size=size) for size in (2, 8)] == [4, 1],
     ),
-    ("buffer_limit/use", "keeps the newest", lambda f: len(f.filled(buffer_limit=3).replay_buffer) == 3),
+    ("buffer_limit/use", "keeps the newest", _newest),
     (
         "buffer_cpu_offload/use",
         "keeps rows in host memory",
@@ -512,7 +526,7 @@ FACTS: list[tuple[str, str, Check]] = [
     (
         "fit/num_update_steps_per_episodes/use",
         "is the updates between evaluations",
-        lambda f: _evaluations(f) == [1, 2],
+        lambda f: (_evaluations(f, 1), _evaluations(f, 4)) == ([4], [2, 4]),
     ),
     ("fit/returns", "None", lambda f: f.run and f.returned is None),
     # ppo_train
@@ -554,7 +568,10 @@ FACTS: list[tuple[str, str, Check]] = [
     (
         "save/logs/train",
         "statistics of updates are logged",
-        lambda f: {"train/policy_loss", "train/critic_loss", "train/kl"} <= f.tags,
+        lambda f: (
+            {"train/policy_loss", "train/critic_loss", "train/kl", "train/actor_lr"} <= f.tags
+            and not {"train/reward", "train/return"} & f.tags
+        ),
     ),
     (
         "save/checkpoints",

@@ -202,8 +202,6 @@ def test_a_critic_of_transformers_is_trained_with_its_own_head(model: Path, args
     moved = {name for name, tensor in classifier.state_dict().items() if not torch.equal(tensor, before[name])}
     assert {"score.weight", "score.bias"} & before.keys() <= moved
     assert len(moved) == len(before)
-    with refused(ConfigError, "Linear"):
-        make_trainer(model, args, critic_and_optimizer=(torch.nn.Linear(2, 1), optimizer))
 
 
 def test_without_the_learners_update_nothing_is_trained(
@@ -417,28 +415,7 @@ def test_the_kl_penalty_is_in_the_reward_without_use_kl_loss(model: Path, args: 
     assert returns[0] != pytest.approx(returns[1])
 
 
-# --------------------------------------------------------------------------- the moving average, PTX, the buffer
-
-
-def test_moving_average_follows_every_optimizer_step(model: Path, args: Namespace) -> None:
-    args.train_batch_size = 4
-    trainer = make_trainer(model, args, ema=True, ema_beta=0.9, micro_train_batch_size=1)
-    average = {name: tensor.clone() for name, tensor in trainer.ema_model.model.named_parameters()}
-    steps: list[dict[str, torch.Tensor]] = []
-    step = trainer.training_step_actor
-
-    def watched(*given: Any, **named: Any) -> dict[str, float]:
-        status = step(*given, **named)
-        steps.append({name: tensor.detach().clone() for name, tensor in trainer.actor.model.named_parameters()})
-        return status
-
-    trainer.training_step_actor = watched  # pyright: ignore[reportAttributeAccessIssue]
-    fill(trainer, recorded())
-    trainer.ppo_train(1)
-    assert len(steps) == 4
-    for now in steps:
-        average = {name: 0.9 * average[name] + 0.1 * now[name] for name in average}
-    assert distance(average, dict(trainer.ema_model.model.named_parameters())) < 1e-6
+# --------------------------------------------------------------------------- pretraining
 
 
 def _supervised(rows: int = 3) -> list[tuple[Any, ...]]:
@@ -573,14 +550,6 @@ def test_pretraining_reads_images(vision_model: Path, args: Namespace) -> None:
     trainer.pretrain_dataloader = iter([(None, ids, mask, inputs["pixel_values"], inputs["image_grid_thw"])])
     fill(trainer, recorded())
     assert trainer.ppo_train(1)["ptx_loss"] == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_the_buffer_keeps_the_newest(model: Path, args: Namespace) -> None:
-    trainer = filled(model, args, buffer_limit=6)
-    everything = filled(model, args)
-    kept, all_items = trainer.replay_buffer.items, everything.replay_buffer.items
-    assert len(all_items) == PROMPTS * SAMPLES
-    assert [item.sequences.tolist() for item in kept] == [item.sequences.tolist() for item in all_items[-6:]]
 
 
 def test_freezing_actor_steps(model: Path, args: Namespace) -> None:
@@ -841,21 +810,6 @@ def test_an_evaluation_is_logged_at_its_step(model: Path, args: Namespace, tmp_p
     assert (event.step, event.value) == (3, measured["response_length_mean"])
 
 
-def test_evaluations_follow_the_update_steps_of_an_episode(model: Path, args: Namespace) -> None:
-    seen: list[int] = []
-
-    class Seen(PPOTrainerVL):
-        def evaluate(self, eval_dataloader: Any, global_step: int) -> dict[str, float]:
-            seen.append(global_step)
-            return super().evaluate(eval_dataloader, global_step)
-
-    args.train_batch_size = 8  # two optimizer steps for each rollout
-    for updates, steps in ((1, [4]), (4, [2, 4])):
-        seen.clear()
-        make_trainer(model, args, cls=Seen).fit(args, loader(16), None, loader(4), 0, updates)
-        assert seen == steps
-
-
 def test_completions_are_sampled_in_micro_batches(
     model: Path, args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -946,19 +900,6 @@ def test_checkpoints_have_the_names_of_the_original(model: Path, args: Namespace
     other = Namespace(**{**vars(args), "ckpt_path": str(folder / "other")})
     make_trainer(model, other, critic=True, disable_ds_ckpt=True).fit(other, loader(4), None)
     assert not Path(other.ckpt_path).exists()
-
-
-def test_logs_go_to_tensorboard(model: Path, args: Namespace, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    args.use_tensorboard, args.eval_steps = str(tmp_path / "logs"), 1
-    make_trainer(model, args).fit(args, loader(4), None, eval_dataloader=loader(4))
-    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {"rollout/reward", "train/policy_loss", "train/actor_lr", "eval/reward_mean", "train/episode"} <= tags
-    assert not {"train/reward", "train/return"} & tags
 
 
 def test_logs_outside_of_fit(model: Path, args: Namespace, tmp_path: Path) -> None:

@@ -528,7 +528,6 @@ def test_a_scorer_and_a_manager_of_the_users_own(tokenizer: Any, user_file: str)
         ({"reward_model": {"reward_manager": "niave"}}, UnknownName, "'naive'"),
         ({"reward_model": {"reward_kwargs": {"max_len": 3}}}, ConfigError, "'max_len'"),
         ({"custom_reward_function": {"path": "nowhere.py"}}, ConfigError, "nowhere.py"),
-        ({"reward_manager": {"source": "importlib", "name": "M"}}, ConfigError, "reward_manager.module.path"),
     ],
 )
 def test_configs_that_cannot_be(tokenizer: Any, config: Any, kind: type[ConfigError], name: str) -> None:
