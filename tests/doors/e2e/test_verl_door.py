@@ -599,8 +599,6 @@ def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[TriviumError], str]] = [
     ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, {}, ConfigError, "actor_rollout_ref.actor.strategy"),
-    ({"critic": {"strategy": "megatron"}}, {}, ConfigError, "critic.strategy"),
-    ({}, {"role_worker_mapping": {Role.ActorRollout: ActorRolloutRefWorker}}, ConfigError, "Critic"),
     ({"data": {"train_batch_size": 99}}, {}, DataError, "99"),
     ({"data": {"max_prompt_length": 3}}, {}, DataError, "data.max_prompt_length"),
     ({}, {"device_name": "npu"}, ConfigError, "'npu'"),
