@@ -283,7 +283,7 @@ async def test_a_wait_reports_every_group_to_the_activity_of_the_trainer(tmp_pat
         with phases.activity("rollouts", 3):
             return await made.take(3, 0)
 
-    shown: list[list[tuple[str, int | None]]] = []
+    shown: list[list[tuple[str, int]]] = []
     made = await buffer(tmp_path, groups_per_step=3)
     await made.advance("e", 0)
     end = phases.watch(Shown())
@@ -292,7 +292,7 @@ async def test_a_wait_reports_every_group_to_the_activity_of_the_trainer(tmp_pat
         with phases.activity("an explorer"):
             for done in range(1, 4):
                 await made.put("e", group(cast(Lease, await made.lease("e")).slot))
-                assert shown[-1] == [("rollouts", done), ("an explorer", None)]
+                assert shown[-1] == [("rollouts", done), ("an explorer", 0)]
         assert len(cast(list[Group], await taking)) == 3
     finally:
         end()
