@@ -111,8 +111,11 @@ evaluation: {every: 5}
 
 
 REWARDS = """
-def raises(prompt, completion, answer): raise KeyError("oops")
-def none(prompt, completion, answer): return None
+def raises(prompt, completion, answer):
+    if len(completion) < 4: raise KeyError("oops")  # as all completions of the run are
+    return 0.0
+def none(prompt, completion, answer): return None if len(completion) < 4 else 0.0
+def always(prompt, completion, answer): return None
 def sometimes(prompt, completion, answer):
     if int(answer) % 2: raise ValueError("odd")
     return float(len(completion))
@@ -124,6 +127,13 @@ def test_a_reward_that_gives_no_number_ends_the_run_by_name(tmp_path: Path, rewa
     (tmp_path / "mine.py").write_text(REWARDS)
     code, output, _ = run_with(tmp_path, f"rewards: [{{kind: mine.py:{reward}}}]\n")
     refused(code, output, "failed trajectories", "RewardError", repr(reward))
+
+
+def test_a_reward_that_never_gives_a_number_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    code, output, _ = run_with(tmp_path, "rewards: [mine.py:always]\n")
+    assert (code, problems_in(output), (tmp_path / "run").exists()) == (2, ["rewards"], False)
+    assert trivium("check", str(tmp_path / "config.yaml")) == (2, output)
 
 
 def test_some_failing_rewards_are_counted_and_never_scored(tmp_path: Path) -> None:

@@ -540,7 +540,7 @@ def test_a_policy_is_evaluated_once_between_stages_that_evaluate_alike(
 
 
 def test_a_reward_that_returns_text_is_told_once(start: Callable[..., Forked], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def judged(completion): return 'good'\n")
+    (tmp_path / "mine.py").write_text("def judged(completion): return 'good' if len(completion) < 9 else 0.0\n")
     command = start("run", "run", "base.yaml", "rewards=[{kind: mine.py:judged}]").ended(1)
     assert command.text.count("do: fix the reward: this trajectory is left out") == 1
     assert command.text.count("asked: a finite number from reward 'judged'") == 1

@@ -43,7 +43,8 @@ from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import Judge, make_judge
 from trivium.rewards.model import ModelReward
-from trivium.rewards.recipe import changed
+from trivium.rewards.recipe import changed, parts_of
+from trivium.rewards.trial import is_plain, trial
 from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_problems
@@ -229,6 +230,11 @@ def _explores_here(config: RunConfig) -> bool:
     return config.run.mode != "train"
 
 
+def _judges_elsewhere(config: RunConfig) -> bool:
+    """Whether other processes compute the rewards, perhaps on other machines."""
+    return config.cluster.kind == "ray" or not _explores_here(config)
+
+
 def _trains_here(config: RunConfig) -> bool:
     """Whether this process trains. A server with a shared buffer leaves training to another process."""
     return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config))
@@ -403,7 +409,7 @@ def _task_problems(
     """Problems of the tasks of a stage, or of the source of a stage that `where` names."""
     # With workers, only the signature of a class is read. Neither a reward model nor a reward that runs on another
     # machine is built here: this machine may lack what it needs (a GPU, a service).
-    elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
+    elsewhere = _judges_elsewhere(config)
     rewards = changed(
         config.rewards,
         lambda r: r.model_copy(update={"workers": 1}) if elsewhere or isinstance(r, ModelReward.Config) else r,
@@ -447,6 +453,25 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
         same = [f"an id of column {column!r} that occurred before"] * getattr(taskset.tasks, "num_duplicates", 0)
         do = "make the ids unique: a number is added to the later ones"
         yield from taskset.report("rows with unique ids", same, do, warns=True)
+
+
+@TASKSET_RULES.rule
+def reward_results(taskset: _Taskset) -> Iterator[Problem]:
+    """A reward function gives no number. It is called with one task, or with three while it gives none."""
+    config, judge, tasks = taskset.config, taskset.judge, taskset.tasks
+    others = taskset.name != "train" and _is_rolled_out(config, "train")  # that one's tasks are tried
+    if judge is None or others or _judges_elsewhere(config):
+        return
+    judged = [place for place in taskset.seen if not judge.lacking(tasks[place].columns)]
+    for part in parts_of(config.rewards):
+        places = [place for place in judged if part.weight(tasks[place].columns) is not None]
+        if not places or not is_plain(part.reward):
+            continue
+        chosen_ones = sorted({places[0], places[len(places) // 2], places[-1]})
+        failed = trial(part.reward, [tasks[place] for place in chosen_ones], config.schedule.group_size)
+        if failed is not None:
+            kind = Problem if failed.always and config.workflow.max_failed_fraction < 1 else Caution
+            yield kind("rewards", failed.error.asked, failed.error.found, failed.error.do)
 
 
 @TASKSET_RULES.rule

@@ -363,6 +363,78 @@ def test_rows_that_cannot_earn_a_reward_by_type_are_counted(reward: str, tmp_pat
     assert look(tmp_path, rows, {}).warnings == [], "`exact` compares the text of the answer"
 
 
+TRIED = """
+import os, time
+
+def nothing(prompt, completion, answer): ...
+def listed(prompt, completion): return [1.0]
+def nan(prompt, completion): return float("nan")
+def raises(prompt, completion, answer): return answer / 2
+def shared(prompt, completions): return 1.0
+def exits(prompt, completion): os._exit(3)
+
+def branch(prompt, completion, answer):
+    if completion == answer: return 1.0
+def slow(prompt, completion): time.sleep(60)
+
+def boxed(prompt, completion, answer): return float(completion.split("boxed{")[1].rstrip("}.") == answer)
+def second(prompt, completion, answer): return 1.0 / (int(answer) - 2)
+def each(prompt, completions, answer): return [float(text == answer) for text in completions]
+def prints(prompt, completion): print("graded"); return 0.0
+async def remote(prompt, completion): raise AssertionError("a call that may cost something")
+class Built:
+    def __init__(self, config): ...
+    def __call__(self, prompt, completion): raise AssertionError("a call that may cost something")
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "problems", "words"),
+    [
+        ("nothing", 1, "None"),
+        ("listed", 1, "[1.0]"),
+        ("nan", 1, "nan"),
+        ("raises", 1, "mine.py:7"),
+        ("shared", 1, "1.0"),
+        ("exits", 1, "code 3"),
+        ("branch", 0, "None"),
+        ("slow", 0, "0.5 s"),
+        *((reward, 0, "") for reward in ("boxed", "second", "each", "remote", "Built")),
+    ],
+)
+def test_a_reward_function_is_called_before_a_run(
+    reward: str, problems: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivium.rewards.trial._DEADLINE_S", 0.5 if reward == "slow" else 60.0)
+    (tmp_path / "mine.py").write_text(TRIED)
+    findings = look(tmp_path, ROWS, {"rewards": [f"mine.py:{reward}"]})
+    told = findings.problems + findings.warnings
+    assert (len(findings.problems), [each.where for each in told]) == (problems, ["rewards"] if words else [])
+    for each in told:
+        assert reward in each.asked
+        assert words in each.found
+        assert each.do
+
+
+def test_a_reward_is_called_where_and_as_the_run_calls_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(TRIED)
+    broken = {"rewards": ["mine.py:nothing"]}
+    allowed = look(tmp_path, ROWS, broken | {"workflow": {"max_failed_fraction": 1}})
+    assert (len(allowed.problems), len(allowed.warnings)) == (0, 1), "the run would go on"
+    assert look(tmp_path, ROWS, broken | {"cluster": {"kind": "ray"}}).problems == []
+    in_process = {"rewards": [{"kind": "mine.py:nothing", "workers": 1}]}
+    assert [each.where for each in look(tmp_path, ROWS, in_process).problems] == ["rewards"]
+    labels = {"kind": "recipe", "components": broken["rewards"] + ["exact"], "labels": {"b": {"nothing": 1.0}}}
+    labels["labels"] |= {"a": {"exact": 1.0}}
+    rows = [{**row, "label": "a"} for row in ROWS]
+    assert look(tmp_path, rows, {"rewards": [labels]}).problems == []
+    (problem,) = look(tmp_path, [*rows, {**ROWS[0], "label": "b"}], {"rewards": [labels]}).problems
+    assert problem.where == "rewards"
+    capfd.readouterr()
+    assert look(tmp_path, ROWS, {"rewards": ["mine.py:prints"]}).problems == []
+    assert capfd.readouterr() == ("", "graded\n"), "the output of check is a plan"
+
+
 def test_names_of_tools_that_the_workflow_lacks_are_counted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     rows = [{**row, "tools": [name]} for row, name in zip(ROWS, ("add", "ad", "add"), strict=True)]
