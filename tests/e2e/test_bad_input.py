@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from trivium.cli import app
+from trivium.text.tiny import TinyModel
 
 TINY = Path(__file__).parent / "tiny.yaml"
 
@@ -194,3 +196,22 @@ evaluation: {taskset: test, samples: 4, k: [1, 4], sampling: {temperature: 1.0, 
     )
     with torch.no_grad():
         assert model(**tokens).logits.shape[-1] == model.config.vocab_size
+
+
+def test_a_model_without_pad_token_and_generation_config_with_a_padded_embedding_is_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {"layers": 1, "hidden": 16, "heads": 2, "mlp": 16, "max_position": 24, "alphabet": "0123456789+="}
+    directory = TinyModel(TinyModel.Config.model_validate(values), seed=0).materialize(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.resize_token_embeddings(32, mean_resizing=False)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink()
+    for file, key in (("tokenizer_config.json", "pad_token"), ("config.json", "pad_token_id")):
+        content = json.loads((directory / file).read_text())
+        del content[key]
+        (directory / file).write_text(json.dumps(content))
+    capfd.readouterr()
+    code, output, rows = run_with(tmp_path, f"model: {{kind: hf, path: {directory}}}\nrewards: [exact]\n")
+    assert (code, len(rows)) == (0, 2), output
+    assert "Warning" not in output + capfd.readouterr().err

@@ -131,7 +131,9 @@ def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_c
     start: Callable[..., Forked], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "def bug(prompt, completion, answer): raise KeyError('answr')\n"
+        "def bug(prompt, completion, answer):\n"
+        "    if len(completion) < 4: raise KeyError('answr')\n"  # as all of the run are
+        "    return 0.0\n"
         "def mine(prompt, completion, answer): return float(len(completion))\n"
     )
     corrected = ("rewards=[{kind: mine.py:mine}]", "schedule.group_size=2", "model.hidden=8")

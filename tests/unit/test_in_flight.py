@@ -424,7 +424,12 @@ def test_the_same_keys_are_fine_where_nothing_depends_on_timing() -> None:
 
 
 def test_a_run_whose_groups_are_all_dropped_ends(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def never(prompt, completion):\n    raise ValueError('no judge today')\n")
+    (tmp_path / "broken.py").write_text(
+        "def never(prompt, completion):\n"
+        "    if completion != 'I do not know.':  # of the check before the run\n"
+        "        raise ValueError('no judge today')\n"
+        "    return 0.0\n"
+    )
     config = {
         **BASE,
         "run": {"dir": str(tmp_path / "run")},

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import cast
 
 import numpy as np
 
@@ -33,23 +32,11 @@ _MAX_ANSWERS = 3
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model", "target", "completion", "response", "chosen")
 """Columns whose texts are tried before those of others."""
 _WRONG = "I do not know."
-_FORMS = (
-    "ANSWER",
-    "The answer is ANSWER",
-    "The answer is \\boxed{ANSWER}.",
-    "#### ANSWER",
-    "<think>\nI work it out.\n</think>\n<answer>ANSWER</answer>",
-    "```python\nANSWER\n```",
-)
+_FORMS = ("ANSWER", "The answer is ANSWER", "The answer is \\boxed{ANSWER}.", "#### ANSWER", '{"answer": "ANSWER"}')
+_FORMS += ("<think>\nI work it out.\n</think>\n<answer>ANSWER</answer>", "```python\nANSWER\n```")
 """The forms in which rewards often read an answer."""
-
-
-class Trial(NamedTuple):
-    """Why a reward function gave no number."""
-
-    error: TriviumError
-    always: bool
-    """Whether it gave none for any of the completions."""
+Trial = tuple[TriviumError, bool] | None
+"""Why a reward function gave no number, and whether it gave none for any of the completions."""
 
 
 def is_plain(reward: RewardConfig) -> bool:
@@ -58,7 +45,7 @@ def is_plain(reward: RewardConfig) -> bool:
     return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
 
 
-def trial(reward: RewardConfig, tasks: Sequence[Task], group_size: int) -> Trial | None:
+def trial(reward: RewardConfig, tasks: Sequence[Task], group_size: int) -> Trial:
     """Calls a plain reward function with the first task and, while it gives no number, with further completions and
     tasks. Returns None if a completion gets a number and none gets another value: an exception for a completion that
     cannot be read is an error of that rollout only."""
@@ -67,68 +54,48 @@ def trial(reward: RewardConfig, tasks: Sequence[Task], group_size: int) -> Trial
     result = asyncio.run(UserCall(call, Threads(1, "a reward"), _DEADLINE_S)())
     if isinstance(result, TimeoutError):
         do = "nothing if it is that slow or loads something first; else give its requests a shorter deadline"
-        return Trial(RewardError(f"a number from reward {reward.label!r}, to check it", one_line(result), do), False)
-    if isinstance(result, TriviumError):
-        return Trial(result, True)  # its process ended
-    if isinstance(result, Exception):
+        return RewardError(f"a number from reward {reward.label!r}, to check it", one_line(result), do), False
+    if isinstance(result, Exception) and not isinstance(result, TriviumError):
         raise result
-    assert result is None or isinstance(result, Trial)
-    return result
+    return (result, True) if isinstance(result, TriviumError) else cast("Trial", result)
 
 
-async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial | None:
+async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial:
     failures: list[RewardError] = []
-    other: RewardError | None = None
-    """The first value that is not a number."""
     with redirect_stdout(sys.stderr):  # the output of the command is a plan
         for task in tasks:
             texts = [_WRONG, *_plausible(task)]
             for members in [[*islice(cycle(texts), group_size)]] if judge.comparing else [[text] for text in texts]:
                 error = await _error(judge, task, members)
                 if error is None:
-                    return None if other is None else Trial(other, False)
+                    return next(((each, False) for each in failures if each.__cause__ is None), None)
                 failures.append(error)
-                other = other or (error if error.__cause__ is None else None)
     asked, found, do = failures[0].args
     found += f"; {len(failures) - 1} further calls gave none either" if len(failures) > 1 else ""
-    return Trial(RewardError(asked, found, do), True)
+    return RewardError(asked, found, do), True
 
 
 async def _error(judge: Judge, task: Task, texts: Sequence[str]) -> RewardError | None:
     """The first error of the reward for completions of one task, with the place that raised it."""
-    members = [Trajectory(number, (_turn(text),)) for number, text in enumerate(texts)]
+    none = np.zeros(0, np.int32)
+    turns = [Turn(none, none, np.zeros(0, np.float32), none, StopReason.EOS, text) for text in texts]
+    members = [Trajectory(number, (turn,)) for number, turn in enumerate(turns)]
     scores = await judge.compare(task, members) if judge.comparing else [await judge.score(task, members[0])]
     for text, score in zip(texts, scores, strict=True):
         if isinstance(score, RewardError):
             frames = traceback.walk_tb(score.__cause__.__traceback__ if score.__cause__ else None)
             place = user_place([(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames])
             found = f"{score.found}{f' in {place}' if place else ''}, for the completion {text!r:.80}"
-            do = "let each of its branches return a number"
-            if place:
-                do = "correct it; for a completion that it cannot read, let it return a number, such as 0"
-            error = RewardError(score.asked, found, do)
+            unread = "correct it; for a completion that it cannot read, let it return a number, such as 0"
+            error = RewardError(score.asked, found, unread if place else "let each of its branches return a number")
             error.__cause__ = score.__cause__
             return error
     return None
 
 
-def _turn(text: str) -> Turn:
-    none = np.zeros(0, np.int32)
-    return Turn(none, none, np.zeros(0, np.float32), none, StopReason.EOS, text)
-
-
 def _plausible(task: Task) -> Iterator[str]:
     """The texts of a task's columns, in forms that rewards read."""
-    names = sorted(task.columns, key=lambda name: name not in _ANSWERS)
-    for answer in islice((text for name in names for text in _texts_in(task.columns[name])), _MAX_ANSWERS):
-        yield from (form.replace("ANSWER", answer) for form in _FORMS)
-        yield json.dumps({"answer": answer})
-
-
-def _texts_in(value: object) -> Iterator[str]:
-    """The texts and numbers in a JSON value."""
-    if isinstance(value, str | int | float):
-        yield str(value)
-    elif isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts_in(each)
+    columns = [task.columns[name] for name in sorted(task.columns, key=lambda name: name not in _ANSWERS)]
+    values = (v for each in columns for v in (each.values() if isinstance(each, Mapping) else [each]))
+    for value in islice((value for value in values if isinstance(value, str | int | float)), _MAX_ANSWERS):
+        yield from (form.replace("ANSWER", str(value)) for form in _FORMS)

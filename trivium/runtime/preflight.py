@@ -39,6 +39,7 @@ from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded, images_of
+from trivium.models.vision.processor import read_json
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import Judge, make_judge
@@ -175,6 +176,10 @@ class _Taskset:
         """The indices of the tasks to check."""
         return range(len(self.tasks) if digest_of(self.tasks) else min(len(self.tasks), _MADE_TASKS))
 
+    def row(self, place: int) -> int:
+        """The number of the row of a task in its file, from 1."""
+        return place + 1 + getattr(self.config.tasks[self.name], "skip", 0)
+
     def report(self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False) -> Iterator[Problem]:
         """Counts the failing tasks and describes the first. Failing tasks are a problem if they exceed
         `workflow.max_failed_fraction`, else a warning. With `warns` (a probable mistake), they are always a warning."""
@@ -228,11 +233,6 @@ def attempt(where: str, make: Callable[[], T]) -> Generator[Problem, None, T | N
 def _explores_here(config: RunConfig) -> bool:
     """Whether this process has a rollout engine."""
     return config.run.mode != "train"
-
-
-def _judges_elsewhere(config: RunConfig) -> bool:
-    """Whether other processes compute the rewards, perhaps on other machines."""
-    return config.cluster.kind == "ray" or not _explores_here(config)
 
 
 def _trains_here(config: RunConfig) -> bool:
@@ -395,6 +395,8 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
     """Model, rewards or tasks cannot be read, or do not fit each other. Checks that depend on a broken part are
     skipped."""
     renderer = yield from attempt("model", lambda: stage.renderer)
+    if renderer is not None:
+        yield from _beyond_embedding(stage.config, renderer)
     several = source_configs(stage.config)
     if "" not in several:
         others = {name: tasks for name, tasks in stage.config.tasks.items() if name != "train"}
@@ -403,13 +405,27 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
         yield from _task_problems(stage, config, f"tasks.train/{source}" if source else "", renderer)
 
 
+def _beyond_embedding(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem]:
+    """Reports tokens that the model lacks. It may have more than the tokenizer: embeddings are often padded."""
+    shape, model = shape_in(config), config.model
+    if shape is None or not isinstance(model, HuggingFaceModel.Config):
+        return
+    size, pad = shape.vocabulary, read_json(Path(model.path) / "config.json").get("pad_token_id") or 0
+    beyond = [name for name, number in {**renderer.vocabulary, "pad_token_id": pad}.items() if number >= size]
+    if beyond:
+        kind = Problem if max(pad, *renderer.eos_token_ids) >= size else Caution  # no harm if no text has the token
+        found = f"its embedding has {size}, and lacks {len(beyond)}, such as {beyond[0]!r}"
+        do = "save the tokenizer that belongs to the model, or enlarge the embedding (resize_token_embeddings)"
+        yield kind("model", f"a model with all tokens of the tokenizer in {model.path}", found, do)
+
+
 def _task_problems(
     stage: _StageHere, config: RunConfig, where: str, renderer: ChatRenderer | None
 ) -> Iterator[Problem]:
     """Problems of the tasks of a stage, or of the source of a stage that `where` names."""
     # With workers, only the signature of a class is read. Neither a reward model nor a reward that runs on another
     # machine is built here: this machine may lack what it needs (a GPU, a service).
-    elsewhere = _judges_elsewhere(config)
+    elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
     rewards = changed(
         config.rewards,
         lambda r: r.model_copy(update={"workers": 1}) if elsewhere or isinstance(r, ModelReward.Config) else r,
@@ -460,7 +476,7 @@ def reward_results(taskset: _Taskset) -> Iterator[Problem]:
     """A reward function gives no number. It is called with one task, or with three while it gives none."""
     config, judge, tasks = taskset.config, taskset.judge, taskset.tasks
     others = taskset.name != "train" and _is_rolled_out(config, "train")  # that one's tasks are tried
-    if judge is None or others or _judges_elsewhere(config):
+    if judge is None or others or config.cluster.kind == "ray" or not _explores_here(config):
         return
     judged = [place for place in taskset.seen if not judge.lacking(tasks[place].columns)]
     for part in parts_of(config.rewards):
@@ -468,10 +484,10 @@ def reward_results(taskset: _Taskset) -> Iterator[Problem]:
         if not places or not is_plain(part.reward):
             continue
         chosen_ones = sorted({places[0], places[len(places) // 2], places[-1]})
-        failed = trial(part.reward, [tasks[place] for place in chosen_ones], config.schedule.group_size)
-        if failed is not None:
-            kind = Problem if failed.always and config.workflow.max_failed_fraction < 1 else Caution
-            yield kind("rewards", failed.error.asked, failed.error.found, failed.error.do)
+        if failed := trial(part.reward, [tasks[place] for place in chosen_ones], config.schedule.group_size):
+            error, always = failed
+            kind = Problem if always and config.workflow.max_failed_fraction < 1 else Caution
+            yield kind("rewards", error.asked, error.found, error.do)
 
 
 @TASKSET_RULES.rule
@@ -506,6 +522,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     taskset.read.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
+    fitting = list[int]()
     for place in taskset.seen:
         task = taskset.tasks[place]
         messages = workflow.prompt(task)
@@ -513,6 +530,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         pictured += has_images
         # A small alphabet may lack characters of a short text: such prompts are all rendered.
         short = place not in counted and (limit is None or (_surely_below(limit, messages) and not small_alphabet))
+        short = short and not _is_empty(task)  # the template may make no token of it
         if pictured > _FIRST_IMAGES if has_images else short:  # not rendered
             continue
         with warnings.catch_warnings(record=True) as caught:
@@ -520,11 +538,13 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
             try:
                 length = len(renderer.render(messages))
             except DataError as error:
-                refused.append(f"task {task.task_id!r}: {error.found}")
+                refused.append(f"row {taskset.row(place)}, task {task.task_id!r}: {error.found}")
                 continue
         taskset.read.prompts += [length] * (place in counted)
         if limit is not None and length >= limit:
             too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
+        else:
+            fitting.append(length)
         if caught:
             unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
     do = "give them the roles that the model was trained on, and whole images"
@@ -535,6 +555,35 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     yield from taskset.report("prompts that leave space for a completion", too_long, do)
     do = "add them to model.alphabet, or set it to bytes: the policy cannot read them"
     yield from taskset.report("prompts with characters that the model knows", unreadable, do, warns=True)
+    yield from _short_completions(taskset, limit, fitting)
+
+
+@TASKSET_RULES.rule
+def empty_prompts(taskset: _Taskset) -> Iterator[Problem]:
+    """Prompts have no text. A workflow may make its prompts itself, and expert texts may all be without one."""
+    empty = [place for place in taskset.seen if _is_empty(taskset.tasks[place])]
+    meant = len(empty) == len(taskset.seen) and not _is_rolled_out(taskset.config, taskset.name)
+    if isinstance(taskset.config.workflow, SingleTurn.Config) and not meant:
+        rows = [f"the prompt of row {taskset.row(place)} is empty" for place in empty]
+        yield from taskset.report("prompts with text", rows, "give the rows a prompt, or drop them", warns=True)
+
+
+def _is_empty(task: Task) -> bool:
+    return not any(message.content.strip() or message.media for message in task.prompt if message.role != "system")
+
+
+def _short_completions(taskset: _Taskset, limit: int | None, lengths: Sequence[int]) -> Iterator[Problem]:
+    """The context leaves fewer tokens than the config asks for, after prompts of these lengths."""
+    config, sampling = taskset.config, taskset.config.engine.sampling
+    own = config.evaluation.sampling.max_new_tokens if taskset.name == config.evaluation.taskset != "train" else None
+    is_set = own or "max_new_tokens" in sampling.model_fields_set or getattr(config.engine, "max_context", None)
+    wanted = own or sampling.max_new_tokens
+    if limit and is_set and wanted < limit and (cut := sum(length + wanted > limit for length in lengths)):
+        found = f"the context of {limit} tokens leaves fewer after {cut} of {len(lengths)} prompts that were read: "
+        found += f"{limit - max(lengths)} after the longest, of {max(lengths)} tokens"
+        do = "lower it, shorten prompts, or raise engine.max_context: completions end at the end of the context"
+        key = f"{'evaluation' if own else 'engine'}.sampling.max_new_tokens"
+        yield Caution(key, f"completions of {wanted} tokens", found, do)
 
 
 def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
@@ -557,7 +606,7 @@ def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
 
 def _tokenizer(directory: Path) -> Any:
     """Returns the tokenizer of a model directory. Imports transformers only if `saved_tokenizer` cannot read it."""
-    return saved_tokenizer(directory) or hf_tokenizer(directory)
+    return saved_tokenizer(directory) or hf_tokenizer(directory, correct_pad_token=False)  # packs need no padding
 
 
 def _renderer(config: RunConfig) -> ChatRenderer | None:

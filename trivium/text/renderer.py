@@ -103,6 +103,11 @@ class ChatRenderer:
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
         self._known_bridge = lru_cache(maxsize=4096)(self._bridge)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The number of each token of the tokenizer."""
+        return self._tokenizer.get_vocab()
+
     def render(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a conversation, up to the opening of the assistant's next turn.
 
@@ -357,7 +362,7 @@ class ChatRenderer:
 def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS, tool_calls: str = "auto") -> ChatRenderer:
     """The renderer of the model in a directory, with images if the model reads them."""
     images = images_of(model_dir, max_pixels=max_image_pixels)
-    return ChatRenderer(hf_tokenizer(model_dir), images=images, tool_calls=tool_calls)
+    return ChatRenderer(hf_tokenizer(model_dir, correct_pad_token=False), images=images, tool_calls=tool_calls)
 
 
 def parts_of(message: Message) -> list[str]:

@@ -134,6 +134,18 @@ def test_a_config_may_name_the_file_or_a_package_that_holds_it(
         config_from_mapping({**mapping, "model": {"path": str(tmp_path / "broken.gguf")}})
 
 
+@pytest.mark.parametrize(("number", "name"), [(gguf.GGMLQuantizationType.I8, "I8"), (99, "99")])
+def test_a_quantization_that_cannot_be_read_is_named(tmp_path: Path, cache: Path, number: int, name: str) -> None:
+    file, tensor = tmp_path / "small.gguf", b"blk.0.ffn_up.weight"
+    write(file, gguf.GGMLQuantizationType.F32)
+    data = bytearray(file.read_bytes())
+    kind = data.index(tensor) + len(tensor) + 4 + 2 * 8  # after the number of dimensions and two sizes
+    data[kind : kind + 4] = int(number).to_bytes(4, "little")
+    file.write_bytes(data)
+    with refused(DataError, file, name, "Q8_0"):
+        converted(file)
+
+
 def test_what_cannot_be_read_is_refused_and_leaves_nothing(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +156,10 @@ def test_what_cannot_be_read_is_refused_and_leaves_nothing(
     (tmp_path / "odd.gguf").write_bytes(file.read_bytes().replace(b"llama", b"lxxma"))
     with refused(DataError, tmp_path / "odd.gguf", "lxxma"):
         converted(tmp_path / "odd.gguf")
+    for size in (10, 2000, file.stat().st_size // 2):
+        (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:size])
+        with refused(DataError, tmp_path / "cut.gguf"):
+            converted(tmp_path / "cut.gguf")
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "gguf" else found(name))
     with refused(MissingPackage, file, "'gguf'", "pip install 'trivium[gguf]'"):

@@ -24,7 +24,9 @@ from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
 from trivium.runtime.train_engines import check_vocabulary
 from trivium.tasks.drawings import png
+from trivium.text.renderer import renderer_of
 from trivium.text.tiny import TinyModel
+from trivium.types import Message
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}, {"prompt": "4+4=", "answer": "8"}]
 TINY = {
@@ -220,6 +222,36 @@ def test_a_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, ROWS, {"model": {"kind": "hf", "path": str(directory)}}).problems
     assert problem.where == "model"
     assert "tokenizer" in problem.asked
+
+
+def test_model_directories_without_what_is_usual(tmp_path: Path) -> None:
+    base = TinyModel(TinyModel.Config.model_validate(TINY), seed=0).materialize(tmp_path / "model")
+
+    def found_in(file: str, without: str = "", **values: Any) -> Findings:
+        """With this change of a file of the directory; it is restored afterwards."""
+        text = (base / file).read_text()
+        kept = {key: value for key, value in json.loads(text).items() if key != without}
+        (base / file).write_text(json.dumps({**kept, **values}))
+        findings = look(tmp_path, ROWS, {"model": {"kind": "hf", "path": str(base)}})
+        (base / file).write_text(text)
+        return findings
+
+    size = json.loads((base / "config.json").read_text())["vocab_size"]
+    fine = [found_in("tokenizer_config.json", without="pad_token"), found_in("config.json", without="pad_token_id")]
+    fine.append(found_in("config.json", vocab_size=size + 64))
+    assert [each.problems + each.warnings for each in fine] == [[], [], []]
+    assert renderer_of(base).render([Message("user", "1+1=")]).tokens.max() < size
+    for change in ({"vocab_size": size - 3}, {"pad_token_id": size}):
+        (problem,) = found_in("config.json", **change).problems
+        assert problem.where == "model"
+        assert str(change.get("vocab_size", size)) in problem.found.replace(",", "").split()
+    (warning,) = found_in("config.json", vocab_size=size - 1, pad_token_id=0).warnings
+    assert "'<|unk|>'" in warning.found, "a token that no text needs"
+    (base / "generation_config.json").unlink()
+    assert found_in("config.json").problems == []
+    (base / "chat_template.jinja").unlink()
+    (problem,) = found_in("config.json").problems
+    assert (problem.where, "model.chat_template" in problem.do) == ("model", True)
 
 
 def test_a_teacher_with_another_token_is_refused_by_a_check_and_by_training(tmp_path: Path) -> None:
@@ -475,7 +507,41 @@ def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
         "engine.sampling.max_new_tokens",
         "the context has 24 tokens, prompts included",
     )
-    assert look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 20}}}).warnings == []
+    assert look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 16}}}).warnings == []
+
+
+def test_a_context_that_leaves_fewer_tokens_than_completions_may_have_is_announced(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "1+1+1+1+1=", "answer": "5"}]
+    roomy = {"max_new_tokens": 11}
+    assert look(tmp_path, rows, {"engine": {"sampling": roomy}}).warnings == []
+    (warning,) = look(tmp_path, rows, {"engine": {"sampling": {"max_new_tokens": 12}}}).warnings
+    assert warning.where == "engine.sampling.max_new_tokens"
+    assert "1 of 4" in warning.found
+    assert "11 after the longest, of 13 tokens" in warning.found
+    (warning,) = look(tmp_path, rows, {"engine": {"max_context": 15}}).warnings
+    assert "2 after the longest" in warning.found
+    tasks = {"tasks": {"test": {"kind": "jsonl", "path": "rows.jsonl"}}}
+    own = {"evaluation": {"taskset": "test", "sampling": {"max_new_tokens": 12}}}
+    (warning,) = look(tmp_path, rows, merged(tasks, own)).warnings
+    assert warning.where == "evaluation.sampling.max_new_tokens"
+
+
+def test_an_empty_prompt_is_named_by_its_row(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": " ", "answer": "8"}, {"prompt": [{"role": "user", "content": ""}], "answer": "8"}]
+    findings = look(tmp_path, rows, {"tasks": {"train": {"kind": "jsonl", "path": "rows.jsonl", "skip": 1}}})
+    (warning,) = (each for each in findings.warnings if "row" in each.found)
+    assert (findings.problems, warning.where) == ([], "tasks.train")
+    assert "2 of 4" in warning.found
+    assert "row 4 " in warning.found
+    rows = [{"prompt": prompt, "completion": "5"} for prompt in ("", "2+3=")]
+    (warning,) = look(tmp_path, rows, EXPERT).warnings
+    assert "row 1 " in warning.found
+    assert look(tmp_path, rows[:1], EXPERT).warnings == [], "texts without prompts"
+    directory = TinyModel(TinyModel.Config.model_validate(TINY), seed=0).materialize(tmp_path / "model")
+    plain = {"model": {"kind": "hf", "path": str(directory), "chat_template": "plain"}}
+    many = [{"prompt": f"{n}+{n}=", "answer": "2"} for n in range(300)]
+    findings = look(tmp_path, [*many[:140], {"prompt": "", "answer": "2"}, *many[140:]], plain)
+    assert ["row 141" in warning.found for warning in findings.warnings] == [True, True]
 
 
 def test_random_weights_with_a_rate_for_fine_tuning_are_reported(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -71,11 +72,12 @@ def _convert(file: Path, directory: Path) -> None:
         with _parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
             read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
-    except (NotImplementedError, ValueError, KeyError) as error:  # what transformers and gguf raise for unknown formats
+    # What transformers and gguf raise for unknown formats, and for a file that is cut off.
+    except (NotImplementedError, ValueError, KeyError, struct.error) as error:
         raise DataError(
             f"the model in {file}",
             f"transformers cannot read it: {type(error).__name__}: {error}",
-            "give a file with another quantization (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16), or a Hugging Face directory",
+            "give a whole file in another quantization (Q4_0, Q4_K, Q6_K, Q8_0, F16), or a Hugging Face directory",
         ) from error
     # The weights are plain numbers now, but save_pretrained refuses a model whose config names a quantization.
     config: Any = read.config
