@@ -137,6 +137,41 @@ FAST = ("transformers.pytorch_utils", "transformers.utils.logging")
 
 Rule = Callable[[list[Module]], list[str]]
 
+ONLY_ON_LINUX = {
+    *("prctl", "sched_getaffinity", "sched_setaffinity", "pidfd_open", "mallopt", "malloc_trim", "sysv_signal"),
+    *("unshare", "setns", "mount", "umount2", "capset", "syscall", "eventfd", "memfd_create", "splice", "epoll"),
+    *("copy_file_range", "posix_fadvise", "posix_fallocate", "O_PATH", "O_TMPFILE", "O_DIRECT", "sched_setscheduler"),
+    *("RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_MEMLOCK", "ru_maxrss", "SIGRTMIN", "SIGSTKFLT", "SIGPWR", "SO_PEERCRED"),
+}
+"""Attributes of modules and of the C library that macOS lacks, or counts in another unit."""
+LINUX_FILES = ("/proc/", "/sys/", "/dev/shm")
+IN_CONFINED_PROCESSES = 'if sys.platform != "linux":'
+GUARDED = {
+    ("concurrency", "prctl"): "children.is_file()",
+    ("concurrency", "/proc/"): "except (FileNotFoundError, ProcessLookupError):",
+    ("concurrency", "sched_getaffinity"): 'hasattr(os, "sched_getaffinity")',
+    ("config.machine", "/proc/"): "if file.is_file()",
+    ("config.machine", "/sys/"): "if file.is_file()",
+    ("config.machine", "ru_maxrss"): "return own and own +",  # `own` is 0 without /proc
+    ("engines.vllm.weight_files", "/dev/shm"): "memory.is_dir()",
+    ("inspection.doctor", "/dev/shm"): 'shm := Path("/dev/shm")).is_dir()',
+    ("inspection.doctor", "/proc/"): "if about.is_file()",
+    ("models.cpu.allocator", "mallopt"): 'if sys.platform != "linux"',
+    ("processes.isolated.answers", "/proc/"): "about.exists()",
+    ("processes.isolated.answers", "RLIMIT_AS"): 'and sys.platform == "linux"',
+    ("rewards.sandbox.runs", "/proc/"): "except OSError:\n        ids = _MAX_IDS",
+    **{
+        ("rewards.sandbox.confine", name): IN_CONFINED_PROCESSES
+        for name in ("prctl", "unshare", "umount2", "mount", "capset", "syscall", "O_PATH", "/proc/")
+    },
+    ("runtime.main_loop", "sysv_signal"): 'if sys.platform != "linux"',
+    ("serving.connections", "/proc/"): "if table.is_dir()",
+    ("simulation.disk", "/proc/"): 'getattr(fcntl, "F_GETPATH", None)',
+    ("simulation.seeds", "/dev/shm"): "IN_MEMORY.is_dir()",
+    ("training.device", "/proc/"): "if info.is_file()",
+}
+"""(module, what only Linux has) -> the code beside it that does without."""
+
 
 # --------------------------------------------------------------------------- rules
 
@@ -390,6 +425,22 @@ def pickles(modules: list[Module]) -> list[str]:
     return found
 
 
+def unguarded_linux(modules: list[Module]) -> list[str]:
+    """Names and files that only Linux has, in modules that `GUARDED` does not list with a guard that they contain."""
+    found: list[str] = []
+    for module in modules:
+        documented = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}
+        for node in module.nodes:
+            named = [node.attr] if isinstance(node, ast.Attribute) and node.attr in ONLY_ON_LINUX else []
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+                named = [file for file in LINUX_FILES if node.value.startswith(file)]
+            for name in named:
+                guard = GUARDED.get((module.name.partition(".")[2], name))
+                if guard is None or guard not in module.source:
+                    found.append(f"{module.name}:{node.lineno}: {name} without a guard in GUARDED")
+    return found
+
+
 def frozen_sentences(modules: list[Module]) -> list[str]:
     """Tests that compare an error of Trivium with a sentence, more than two words, rather than with the names in it
     (`failing.refused`)."""
@@ -475,6 +526,7 @@ RULES: list[Rule] = [
     unread_config_fields,
     pickles,
     incomplete_errors,
+    unguarded_linux,
 ]
 
 
@@ -553,12 +605,26 @@ def test_unit_tests_are_in_the_folder_of_their_package() -> None:
     assert {f"frontdoors/{door}" for door in of_doors} <= packages
 
 
+def test_the_makefile_runs_with_what_macos_has() -> None:
+    """GNU make 3.81, a shell without bash's extensions, and the options of BSD's commands."""
+    text = (PRODUCT_ROOT.parent / "Makefile").read_text()
+    newer = r"\.ONESHELL|\.SHELLFLAGS|\$\((file|let|intcmp) |^[A-Z_]+ *!=|&:|^SHELL *[:?]?="  # make 3.82 to 4.4
+    bash = r"\[\[|\|&|&>|<<<|\bmapfile\b|\bdeclare\b|\$\$\{\w+(,,|\^\^|@)|\bsource "
+    gnu = r"\bnproc\b|\breadlink -f|\bsed -i|\bgrep -P|\bdate -d|\bcp --|\bstat -c|\bxargs -r"
+    pattern = re.compile(f"{newer}|{bash}|{gnu}", re.MULTILINE)
+    assert pattern.findall(text) == []
+    for wrong in (".ONESHELL:", "N != nproc", "x:\n\t[[ -f a ]]", "x:\n\tsed -i s/a/b/ c", "x:\n\techo $${A,,}"):
+        assert pattern.search(wrong), wrong
+
+
 def test_every_exception_to_a_rule_is_still_needed() -> None:
     names = {module.name: module for module in PRODUCT}
     assert MAY_PRINT | set(MAY_CATCH_EVERYTHING) <= set(names)
     basenames = Counter(name.rpartition(".")[2] for name in names)
     assert [name for name in SAME_BASENAME if basenames[name] < 2] == []
     assert {*all_package_cycles(PRODUCT)} == PACKAGE_CYCLES
+    used = {(module, name) for module, name in GUARDED if name in names[f"trivium.{module}"].source}
+    assert used == {*GUARDED}
     for module, target in LAZY_IMPORTS:
         assert target in {item.target for item in names[module].imports}, f"{module} no longer imports {target}"
 
@@ -638,6 +704,9 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (swallowed_exceptions, {"a.py": "with suppress(Exception):\n    f()"}, "a:1"),
     (swallowed_exceptions, {"a.py": "try:\n    f()\nexcept Exception as e:\n    x.set_exception(y)"}, "a:3"),
     (prints, {"engines/a.py": "def f():\n    print(1)"}, "engines.a:2"),
+    (unguarded_linux, {"a.py": "import os\n\nn = len(os.sched_getaffinity(0))"}, "a:3: sched_getaffinity"),
+    (unguarded_linux, {"a.py": "Path(f'/proc/{pid}/stat').read_text()"}, "a:1: /proc/"),
+    (unguarded_linux, {"concurrency.py": "os.sched_getaffinity(0)"}, "concurrency:1: sched_getaffinity"),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1"}, "Config.speed"),
     (unread_config_fields, {"a.py": "class B(A.Config):\n    speed: int = 1\nx.speed = 2"}, "B.speed"),
     (pickles, {"a.py": "import pickle"}, "imports pickle"),
@@ -705,6 +774,8 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (swallowed_exceptions, {"a.py": "try:\n    f()\nexcept BaseException as e:\n    future.set_exception(e)"}),
     (swallowed_exceptions, {"a.py": "try:\n    f()\nexcept OSError:\n    pass"}),
     (prints, {"cli.py": "print(1)"}),
+    (unguarded_linux, {"a.py": '"""Reads /proc/self."""\nos.cpu_count()', "b.py": '"""/dev/shm is memory."""'}),
+    (unguarded_linux, {"concurrency.py": 'if hasattr(os, "sched_getaffinity"):\n    os.sched_getaffinity(0)'}),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1\n\nconfig.speed"}),
     (pickles, {"a.py": "model.save(x)\njson.load(y)"}),
     (incomplete_errors, {"a.py": "raise DataError(asked, f'{x}', do='write it again')\nraise DataError(*parts)"}),

@@ -47,6 +47,9 @@ FILES = {
 def graded(prompts, completions, answer):
     return [close(prompt, text, answer) for prompt, text in zip(prompts, completions)]
 
+def forgets(prompt, completion, answer):
+    score = float(completion == answer)
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str == ground_truth)
 """,
@@ -107,6 +110,7 @@ MISTAKES = (
     Mistake("A reward function that is misspelled", "rewards: [rewards.py:clsoe]", "rewards: [rewards.py:close]"),
     Mistake("A reward written for TRL", "rewards: [rewards.py:graded]", "rewards: [rewards.py:close]"),
     Mistake("A reward written for verl", "rewards: [rewards.py:compute_score]", "rewards: [exact]"),
+    Mistake("A reward that returns nothing", "rewards: [rewards.py:forgets]", "rewards: [rewards.py:close]"),
     Mistake(
         "A column that the reward needs is missing in the data",
         "tasks: {train: {path: no_answers.jsonl}}",

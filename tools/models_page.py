@@ -101,6 +101,16 @@ cannot be sampled.
 - Other recurrences, such as Mamba 1, RWKV and the delta attention of Kimi Linear, are trained padded at best and cannot
   be sampled.
 
+## What a model directory may lack
+
+| lacks | then |
+|---|---|
+| a chat template | `trivium check` refuses the model, unless `model.chat_template` sets one (`plain` for texts without roles) |
+| a pad token | nothing: sequences are packed, or padded where no loss and no attention looks |
+| `generation_config.json` | completions end with the tokenizer's end of sequence, or with the token that the template writes after an assistant's message |
+| tokens: the embedding is larger than the tokenizer | nothing: many are padded. A sampled token that the tokenizer lacks has no text |
+| an embedding for all tokens of the tokenizer | `trivium check` warns; it refuses the model if the pad token of its config or an end of sequence has none |
+
 ## What is refused
 
 - **Models without transformers' attention interface.** The engine replaces the model's attention by its own, with its

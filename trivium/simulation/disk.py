@@ -6,6 +6,7 @@ SQLite syncs its files itself, as its pragma `synchronous` says.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -40,7 +41,7 @@ class Disk:
 
     def synced(self, descriptor: int) -> None:
         """A process has synced this file or directory."""
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(_path_of(descriptor))
         if path.is_dir():
             self._changes = [change for change in self._changes if change.directory != path]
         elif path.is_file():
@@ -136,8 +137,15 @@ def lose_commits(database: Path, synchronous: int, draw: random.Random, close: C
     index_file.unlink(missing_ok=True)
 
 
+def _path_of(descriptor: int) -> str:
+    """The path of an open file or directory."""
+    if command := getattr(fcntl, "F_GETPATH", None):  # macOS has no /proc
+        return fcntl.fcntl(descriptor, command, bytes(1024)).rstrip(b"\0").decode()
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
 def _absolute(path: AnyPath, dir_fd: int | None = None) -> Path:
-    return Path(os.path.abspath(path) if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{path}")
+    return Path(os.path.abspath(path) if dir_fd is None else f"{_path_of(dir_fd)}/{path}")
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from trivium.config.machine import peak_memory
 
 _log = logging.getLogger("trivium")
 _SWITCHES = {
@@ -76,7 +77,7 @@ class ScriptCalls:
     @staticmethod
     def report_memory(prefix: str = "") -> None:
         """Logs the peak memory of this process."""
-        gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        gigabytes = peak_memory() / 2**30
         on_gpu = (
             f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU" if torch.cuda.is_available() else ""
         )
