@@ -70,9 +70,9 @@ async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial:
                 if error is None:
                     return next(((each, False) for each in failures if each.__cause__ is None), None)
                 failures.append(error)
-    asked, found, do = failures[0].args
-    found += f"; {len(failures) - 1} further calls gave none either" if len(failures) > 1 else ""
-    return RewardError(asked, found, do), True
+    first = failures[0]
+    others = f"; {len(failures) - 1} further calls gave none either" if len(failures) > 1 else ""
+    return RewardError(first.asked, first.found + others, first.do), True
 
 
 async def _error(judge: Judge, task: Task, texts: Sequence[str]) -> RewardError | None:
