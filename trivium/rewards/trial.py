@@ -28,7 +28,6 @@ from trivium.rewards.judge import Judge, make_judge
 from trivium.types import StopReason, Task, Trajectory, Turn
 
 _DEADLINE_S = 10.0
-_MAX_ANSWERS = 3
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model", "target", "completion", "response", "chosen")
 """Columns whose texts are tried before those of others."""
 _WRONG = "I do not know."
@@ -97,5 +96,5 @@ def _plausible(task: Task) -> Iterator[str]:
     """The texts of a task's columns, in forms that rewards read."""
     columns = [task.columns[name] for name in sorted(task.columns, key=lambda name: name not in _ANSWERS)]
     values = (v for each in columns for v in (each.values() if isinstance(each, Mapping) else [each]))
-    for value in islice((value for value in values if isinstance(value, str | int | float)), _MAX_ANSWERS):
+    for value in islice((value for value in values if isinstance(value, str | int | float)), 3):
         yield from (form.replace("ANSWER", str(value)) for form in _FORMS)

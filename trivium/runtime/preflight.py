@@ -538,7 +538,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
             try:
                 length = len(renderer.render(messages))
             except DataError as error:
-                refused.append(f"row {taskset.row(place)}, task {task.task_id!r}: {error.found}")
+                refused.append(f"task {task.task_id!r} (row {taskset.row(place)}): {error.found}")
                 continue
         taskset.read.prompts += [length] * (place in counted)
         if limit is not None and length >= limit:
