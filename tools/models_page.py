@@ -103,13 +103,13 @@ cannot be sampled.
 
 ## What a model directory may lack
 
-- **A chat template**: `trivium check` refuses the model, unless `model.chat_template` sets one (`plain` for texts without
-  roles).
+- **A chat template**: `trivium check` refuses the model, unless `model.chat_template` sets one (`plain` for texts
+  without roles).
 - **A pad token**: nothing follows. Sequences are packed, or padded where neither loss nor attention reads.
-- **`generation_config.json`**: completions end with the tokenizer's end of sequence, or with the token that the template
-  writes after an assistant's message.
-- **Tokens, where the embedding is larger than the tokenizer**: nothing follows; many embeddings are padded. If the policy
-  samples such a token, it has no text.
+- **`generation_config.json`**: completions end with the tokenizer's end of sequence, or with the token that the
+  template writes after an assistant's message.
+- **Tokens, where the embedding is larger than the tokenizer**: nothing follows; many embeddings are padded. If the
+  policy samples such a token, it has no text.
 - **An embedding for all tokens of the tokenizer**: `trivium check` warns, and refuses the model if the pad token of its
   config or an end of sequence has none.
 
