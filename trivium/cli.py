@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -208,9 +209,9 @@ def evaluate(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Evaluates a checkpoint of the run that CONFIG describes."""
+    """Evaluates a checkpoint of the run that CONFIG describes; without rewards, only its completions."""
     with Outcome(debug) as outcome:
-        loaded = load(config, overrides or ())
+        loaded = load(config, overrides or (), without=("check rewards",))
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.checkpoint_eval import evaluate as evaluate_step
 
@@ -305,6 +306,55 @@ def simulate(
             atomic_write(out, plot(results))
         best = cheapest(results)
         print(f"cheapest of the fastest: {best.case}, {best.gpus:g} GPUs, {best.steps_per_hour:,.1f} steps/h")
+
+
+@app.command()
+def chat(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|MODEL... [A.B=C ...]",
+            help="Run directories, Hugging Face directories or .gguf files; values that override their configs.",
+        ),
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Answer this, and end.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Complete its lines, or rows (.jsonl); prints JSON lines.")] = None,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Step of the run, or several; 0 is before training. [default: latest]"),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message. [default: of the run's tasks]")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="[default: as the run evaluates]")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="[default: as the run evaluates]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of samples. [default: of the run]")] = None,
+    debug: Debug = False,
+) -> None:
+    """A conversation in the terminal with the policy of a run, or with a model; with several, side by side."""
+    from trivium.monitors.console import unbreakable_output
+
+    write, note = partial(print, end="", flush=True), partial(print, file=sys.stderr, flush=True)
+    with unbreakable_output(), Outcome(debug):
+        if prompt is not None and file is not None:
+            raise ConfigError("--prompt and --file", "both", "give one of them")
+        paths, overrides = ([each for each in models if ("=" in each) is given] for given in (False, True))
+        overrides += [] if seed is None else [f"run.seed={seed}"]
+        limits = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+        try:
+            from trivium.inspection.conversation import NEW, answer, converse, opened, read_prompts, typed
+
+            tasks = [] if file is None else read_prompts(file)
+            with opened(paths, step or (), overrides, system, **limits) as loaded:
+                note("\n".join(model.about for model in loaded))
+                if file is not None:
+                    for row in (row for model in loaded for row in model.rows(tasks)):
+                        write(json.dumps(row, ensure_ascii=False) + "\n")
+                elif prompt is not None:
+                    answer(loaded, prompt, write, note)
+                else:
+                    note(f"Ctrl-D ends; {NEW} begins a new conversation")
+                    converse(loaded, typed(), write, note)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
 
 
 @app.command()
@@ -509,11 +559,11 @@ def main() -> None:
         raise
 
 
-def load(config: Path, overrides: Sequence[str]) -> RunConfig:
-    """Loads the config of a command."""
+def load(config: Path, overrides: Sequence[str], without: Sequence[str] = ()) -> RunConfig:
+    """Loads the config of a command, which leaves out the rules named in `without`."""
     from trivium.config import load_config
 
-    return load_config(config, overrides)
+    return load_config(config, overrides, without)
 
 
 def show(result: Mapping[str, Any]) -> None:

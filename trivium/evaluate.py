@@ -137,11 +137,15 @@ class Evaluator:
         return groups
 
     def measured(self, groups: Sequence[Group], version: int) -> Metrics:
-        """The metrics of groups that this version rolled out."""
+        """The metrics of groups that this version rolled out. Without any reward, those that need none."""
         check_failures(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
-        metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
+        alive = [trajectory for group in groups for trajectory in group.alive]
+        rewarded = not alive or any(trajectory.rewards for trajectory in alive)
+        names = self._names() if rewarded else ["response_tokens"]
+        metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in names}
         metrics["failed"] = sum(t.failure is not None for g in groups for t in g.trajectories)
-        metrics["partial"] = sum(is_partial(t, self.threshold) for g in groups for t in g.alive)
+        if rewarded:
+            metrics["partial"] = sum(is_partial(t, self.threshold) for t in alive)
         if self.observations:
             metrics |= observation_loss(groups)
         return {f"eval/{self.taskset}/{name}": value for name, value in {**metrics, "version": version}.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -31,13 +31,13 @@ _MAX_PROBLEMS = 100
 """Number of problems of one section that are described."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a YAML file, with `a.b=c` overrides applied."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), without: Collection[str] = ()) -> RunConfig:
+    """The config in a YAML file, with `a.b=c` overrides applied. `without` names rules that are left out."""
     with _nesting_limited(f"read the config {path}"):
         data = read_yaml(Path(path))
         for override in _kinds_first(_joined(overrides)):
             data = overlaid(data, parse_override(override))
-    return config_from_mapping(data, Path(path).resolve().parent)
+    return config_from_mapping(data, Path(path).resolve().parent, without)
 
 
 def _joined(overrides: Sequence[str]) -> Iterator[str]:
@@ -62,13 +62,14 @@ def _kinds_first(overrides: Iterable[str]) -> list[str]:
     return [text for _, text in ordered]
 
 
-def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
-    """A validated config. Raises ConfigError with every problem. Relative paths start from `base`."""
+def config_from_mapping(data: Mapping[str, Any], base: Path | None = None, without: Collection[str] = ()) -> RunConfig:
+    """A validated config. Raises ConfigError with every problem. Relative paths start from `base`; `without` names
+    rules that are left out."""
     with paths_relative_to(base), _nesting_limited("a valid config"):
         problems = list(_unusable_values(data, ""))
         config = None
         if not problems:
-            config, problems = _validate(data)
+            config, problems = _validate(data, without)
     if problems or config is None:
         later = "" if config is not None else " (further checks follow once these are fixed)"
         raise ConfigError("a valid config", f"{len(problems)} problem(s)", f"fix them all at once{later}:", problems)
@@ -211,7 +212,7 @@ def parse_override(text: str) -> dict[str, Any]:
     return nested
 
 
-def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+def _validate(data: Mapping[str, Any], without: Collection[str]) -> tuple[RunConfig | None, list[Problem]]:
     """The config, if it could be built, and its problems.
 
     Stages are validated in full before the first one starts. Their relative paths become absolute like all others.
@@ -240,12 +241,12 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
         except ConfigError as error:
             problems.append(Problem(f"stages[{number}]", error.asked, error.found, error.do))
             continue
-        problems += check(staged, f"stages[{number}].")
+        problems += check(staged, f"stages[{number}].", without)
         complete = staged.model_dump(mode="json", exclude_unset=True)
         own = {name: None if value is None else complete[name] for name, value in change.items()}
         resolved.append({**({"name": stage["name"]} if "name" in stage else {}), **own})
     if not config.stages:
-        problems += check(config)
+        problems += check(config, without=without)
     return config.model_copy(update={"stages": tuple(resolved)}), problems
 
 
@@ -300,6 +301,6 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
     return path
 
 
-def check(config: RunConfig, prefix: str = "") -> list[Problem]:
+def check(config: RunConfig, prefix: str = "", without: Collection[str] = ()) -> list[Problem]:
     """Every problem of sections that do not fit together; empty if the config can run."""
-    return [problem._replace(where=prefix + problem.where) for problem in CONFIG_RULES.problems(config)]
+    return [problem._replace(where=prefix + problem.where) for problem in CONFIG_RULES.problems(config, without)]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Generic, TypeVar
 
 from trivium.errors import Problem
@@ -29,11 +29,13 @@ class Rules(Generic[Subject]):
         self.by_name[find.__name__.replace("_", " ").strip()] = find
         return find
 
-    def problems(self, subject: Subject) -> list[Problem]:
-        """The problems that the rules find. A problem without a place is reported under the name of its rule."""
+    def problems(self, subject: Subject, without: Collection[str] = ()) -> list[Problem]:
+        """The problems that the rules find, except those named in `without`. A problem without a place is reported
+        under the name of its rule."""
         return [
             problem if problem.where else problem._replace(where=name)
             for name, find in self.by_name.items()
+            if name not in without
             for problem in find(subject)
         ]
 

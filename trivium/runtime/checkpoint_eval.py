@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,25 @@ from trivium.types import REFERENCE_REWARDS, Group, Metrics, Task, capabilities_
 def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path | None = None) -> Metrics:
     """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage.
 
-    `save` is a file for the rollouts without a failure, one JSON row each: id, prompt, completion, reward, and the
-    task's columns. `tasks.kind: jsonl` and `buffer.kind: files` read it. `tasks` is a file for the tasks, one row each:
-    their columns, and the rewards of these rollouts as `reference_rewards` (A*-PO).
+    `save` is a file for the rollouts without a failure, one JSON row each: id, prompt, completion, sample_index,
+    stop_reason, reward (if there are rewards), and the task's columns. `tasks.kind: jsonl` and `buffer.kind: files`
+    read it. `tasks` is a file for the tasks, one row each: their columns, and the rewards of these rollouts as
+    `reference_rewards` (A*-PO).
     """
-    run_dir = Path(config.run.dir)
-    alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "bench"})})  # nothing is trained
-    config = config.model_copy(update={"engine": with_choices(alone, machine()).engine})
     last = config.stage_configs()[-1]
     if last.evaluation.taskset is None:
         raise ConfigError("evaluate a checkpoint", "evaluation.taskset is not set", "set evaluation.taskset")
-    if step and not capabilities_of(resolve("engines", last.engine.kind)).adopts_weights:
-        raise ConfigError(
-            f"evaluate step {step} with engine.kind {last.engine.kind!r}",
-            "it samples from its own policy, not from checkpoints",
-            "use --step 0 for that policy, or engine.kind=torch for the checkpoint",
-        )
-    if step == 0:
-        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    else:
-        model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
-    store = CheckpointStore(run_dir / "checkpoints")
-    last = with_reward_models(last, config.stage_names, stage_ends(store), store)
-    stage = Stage(last, 0, step, True, run_dir, model_dir)
+    rewarded = bool(last.rewards) or capabilities_of(resolve("workflows", last.workflow.kind)).gives_rewards
+    if tasks is not None and not rewarded:
+        raise ConfigError("tasks with the rewards of their rollouts (--tasks)", "no rewards", "set rewards, or --save")
+    stage = stage_at(config, step)
+    run_dir, store = stage.run_dir, CheckpointStore(stage.run_dir / "checkpoints")
+    last = with_reward_models(stage.config, config.stage_names, stage_ends(store), store)
+    stage = replace(stage, config=last)
     with shown(run_dir):
-        written = _evaluate(stage, build_explorer(stage), rows=save is not None, tasks=tasks is not None)
+        explorer = build_explorer(stage)
+        explorer.must_judge = rewarded
+        written = _evaluate(stage, explorer, rows=save is not None, tasks=tasks is not None)
         metrics, groups = run_in_loop(written, last.workflow.deadline_s)
     if save is not None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group)]
@@ -59,6 +54,27 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     if tasks is not None:
         atomic_write(tasks, "".join(json.dumps(_task_row(group), ensure_ascii=False) + "\n" for group in groups))
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
+
+
+def stage_at(config: RunConfig, step: int) -> Stage:
+    """The last stage of a run with the policy of a checkpoint as its model (0: the model before training), for an
+    engine that works alone. Raises ConfigError for an engine that does not sample from checkpoints, RunDirError for a
+    step without a checkpoint."""
+    run_dir = Path(config.run.dir)
+    alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "bench"})})  # nothing is trained
+    config = config.model_copy(update={"engine": with_choices(alone, machine()).engine})
+    last = config.stage_configs()[-1]
+    if step and not capabilities_of(resolve("engines", last.engine.kind)).adopts_weights:
+        raise ConfigError(
+            f"the policy of step {step} with engine.kind {last.engine.kind!r}",
+            "it samples from its own policy, not from checkpoints",
+            "use --step 0 for that policy, or engine.kind=torch for the checkpoint",
+        )
+    if step == 0:
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    else:
+        model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
+    return Stage(last, 0, step, True, run_dir, model_dir)
 
 
 async def _evaluate(stage: Stage, explorer: Explorer, *, rows: bool, tasks: bool) -> tuple[Metrics, Sequence[Group]]:
@@ -114,4 +130,5 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
     prompt, columns = _prompt(group), _columns(group.task)
     for trajectory in group.alive:
         row = {"id": group.task.task_id, "prompt": prompt, "completion": trajectory.completion}
-        yield {**columns, **row, "reward": trajectory.reward}
+        row |= {"sample_index": trajectory.index, "stop_reason": trajectory.stop_reason}
+        yield {**columns, **row, **({"reward": trajectory.reward} if trajectory.rewards else {})}
