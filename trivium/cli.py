@@ -354,6 +354,7 @@ def chat(
                     note(f"Ctrl-D ends; {NEW} begins a new conversation")
                     converse(loaded, typed(), write, note)
         except KeyboardInterrupt:
+            note("")  # after ^C
             raise typer.Exit(130) from None
 
 

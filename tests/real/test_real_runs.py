@@ -98,6 +98,15 @@ def test_an_exported_model_computes_the_log_probs_that_the_engine_sampled_with(r
     assert compared > 4 * NUM_TOKENS
 
 
+def test_a_chat_with_the_model_and_with_the_run_is_answered(ran: Ran, model: Path, tmp_path: Path) -> None:
+    with commands(tmp_path) as start:
+        chat = ("chat", str(model), str(ran.dir), "--prompt", "What is the capital of France?", "--max-new-tokens", "8")
+        text = start("chat", *chat).ended().text
+    asked, answered = text.split(f"[{ran.dir} step {STEPS}]\n")
+    assert "Paris" in asked
+    assert answered.strip()
+
+
 def test_a_run_that_is_killed_ends_with_the_same_bytes(ran: Ran, expected: dict[str, Any], tmp_path: Path) -> None:
     kill = ("update: step taken, no version", 2)
     assert launches(ran.config, tmp_path / "run", [kill]) == [kill[0], "finished"]

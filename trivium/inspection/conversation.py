@@ -19,6 +19,7 @@ from typing import Any
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig, build, config_from_mapping, load_config, parse_override, read_yaml
+from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
 from trivium.config.resume import as_begun
 from trivium.config.sources import source_configs
@@ -36,7 +37,8 @@ from trivium.types import Message, Prompt, Sampling, StopReason, Task, with_syst
 
 NEW = "/new"
 """The line that begins a new conversation."""
-_WITHOUT = ("check rewards",)
+_WITHOUT = tuple(CONFIG_RULES.by_name)
+"""A chat neither trains nor reads rows: files of tasks may be gone."""
 Write = Callable[[str], None]
 
 
@@ -73,7 +75,7 @@ class ChatModel:
         if turn.stop_reason is not StopReason.LENGTH:
             return "" if turn.text.strip() else "(an empty completion)"
         full = len(turn.prompt_tokens) + len(turn.tokens) >= self.engine.max_context
-        return "(cut: the context is full)" if full else f"(cut after {len(turn.tokens)} tokens: --max-new-tokens)"
+        return "(cut: the context is full)" if full else f"(cut: --max-new-tokens is {self.sampling.max_new_tokens})"
 
     def rows(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """A JSON row for each task: its columns, model and prompt, and completion and stop_reason, or error."""
@@ -230,7 +232,8 @@ def _system_of(config: RunConfig) -> tuple[str | None, str]:
     try:
         prompt: tuple[Message, ...] = build("tasks", section, name=name or taskset, seed=own.run.seed)[0].prompt
     except TriviumError as error:
-        return system, f"\nthe run's tasks, which may have a system message, cannot be read: {error.found}"
+        why = f"{error.asked}: {error.found}"
+        return system, f"\nthe run's tasks, which may have a system message, cannot be read ({why})"
     system = next((message.content for message in prompt if message.role == "system"), system)
     text = " ".join((system or "").split())
     return system, f"\nsystem message of the run's tasks (--system replaces it): {text:.200}" if text else ""

@@ -365,7 +365,26 @@ async def test_eval_and_data_from_an_endpoint_that_knows_only_chat(tmp_path: Pat
     again = [json.loads(line) for line in tasks.read_text().splitlines()]
     for task, row in zip(again, written, strict=True):
         assert task.pop("reference_rewards") == [1.0]
-        assert task == {key: value for key, value in row.items() if key != "reward"}
+        assert (row.pop("sample_index"), row.pop("stop_reason"), row.pop("reward")) == (0, "eos", 1.0)
+        assert task == row
+
+
+async def test_eval_without_rewards_saves_completions(tmp_path: Path) -> None:
+    answer = {"choices": [{"message": {"content": "42"}, "finish_reason": "length"}]}
+    async with service(computed(lambda _: answer), path="/v1") as here:
+        path, rows = config_file(tmp_path, here.url), tmp_path / "rows.jsonl"
+        without = (str(path), "--step", "0", "rewards=[]", "evaluation={samples: 2, k: [1, 2]}")
+        code, output = await asyncio.to_thread(trivium, "eval", *without, "--save", str(rows))
+        assert code == 0, output
+        assert set(json.loads(output[output.index("{\n") :])) == {
+            f"eval/test/{name}" for name in ("response_tokens", "failed", "version")
+        }
+        refused = await asyncio.to_thread(trivium, "eval", *without, "--tasks", str(tmp_path / "tasks.jsonl"))
+        assert (refused[0], "--tasks" in refused[1]) == (2, True), refused
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["sample_index"] for row in written] == [0, 1] * 12
+    assert {(row["completion"], row["stop_reason"]) for row in written} == {("42", "length")}
+    assert all(row["prompt"][-1]["role"] == "user" and "reward" not in row for row in written)
 
 
 SUMS = """
