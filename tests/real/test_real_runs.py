@@ -102,9 +102,9 @@ def test_a_chat_with_the_model_and_with_the_run_is_answered(ran: Ran, model: Pat
     with commands(tmp_path) as start:
         chat = ("chat", str(model), str(ran.dir), "--prompt", "What is the capital of France?", "--max-new-tokens", "8")
         text = start("chat", *chat).ended().text
-    asked, answered = text.split(f"[{ran.dir} step {STEPS}]\n")
-    assert "Paris" in asked
-    assert answered.strip()
+    before, after = text.split(f"[{ran.dir} step {STEPS}]\n")
+    assert "Paris" in before
+    assert after.strip()
 
 
 def test_a_run_that_is_killed_ends_with_the_same_bytes(ran: Ran, expected: dict[str, Any], tmp_path: Path) -> None:

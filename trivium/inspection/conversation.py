@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trivium.checkpoint.store import CheckpointStore
@@ -167,21 +168,23 @@ def opened(
         asked, found = f"--step {' --step '.join(map(str, steps))}", f"the model(s) {', '.join(paths)}"
         raise ConfigError(asked, found, "give one step for all runs, or one for each model")
     models: list[ChatModel] = []
-    try:
-        for path, step in zip(paths, each, strict=True):
-            models.append(_loaded(path, step, overrides, system, limits))
-        yield models
-    finally:
-        for model in models:
-            asyncio.run(model.engine.close())
+    with TemporaryDirectory() as scratch:
+        try:
+            for number, (path, step) in enumerate(zip(paths, each, strict=True)):
+                config = _config_of(path, overrides, f"{scratch}/{number}")
+                models.append(_loaded(path, config, step, system, limits))
+            yield models
+        finally:
+            for model in models:
+                asyncio.run(model.engine.close())
 
 
 def _loaded(
-    path: str, step: int | None, overrides: Sequence[str], system: str | None, limits: Mapping[str, float | None]
+    path: str, config: RunConfig, step: int | None, system: str | None, limits: Mapping[str, float | None]
 ) -> ChatModel:
     """Loads a model, or the policy of a run (None: of its newest checkpoint; 0: before training). It samples as the
     run's evaluation with one sample for each task, except for `limits`."""
-    config, name, about = _config_of(path, overrides), path, ""
+    name, about = path, ""
     if _is_run(path):
         step = max(CheckpointStore(Path(path) / "checkpoints").steps(), default=None) if step is None else step
         name = f"{path} step {step}"
@@ -206,13 +209,18 @@ def _is_run(path: str) -> bool:
     return (Path(path) / "config.yaml").is_file()
 
 
-def _config_of(path: str, overrides: Sequence[str]) -> RunConfig:
-    """The config of a run directory, which may have been moved, or a config for a model, whose tasks are not read."""
+def _config_of(path: str, overrides: Sequence[str], scratch: str) -> RunConfig:
+    """The config of a run directory, which may have been moved; or one for a model, whose tasks are not read, and whose
+    run directory, `scratch`, gets its chat template if an override sets one."""
     if _is_run(path):
+        if changed := [override for override in overrides if override.startswith("model.")]:
+            do = f"name the model: {path}/checkpoints/step-N/policy"
+            raise ConfigError(f"{changed[0]} of a run", "its checkpoints have their own model and chat template", do)
         file = Path(path) / "config.yaml"
         config = as_begun(read_yaml(file), load_config(file, overrides, _WITHOUT))
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": path})})
-    data: dict[str, Any] = {"model": {"kind": "hf", "path": path}, "tasks": {"train": {"kind": "arithmetic"}}}
+    data: dict[str, Any] = {"run": {"dir": scratch}, "model": {"kind": "hf", "path": path}}
+    data["tasks"] = {"train": {"kind": "arithmetic"}}
     for override in overrides:
         data = overlaid(data, parse_override(override))
     config = config_from_mapping(data, without=_WITHOUT)

@@ -21,6 +21,8 @@ from trivium.inspection.conversation import NEW, ChatModel, converse, opened, re
 from trivium.runtime.launch import run
 from trivium.types import Message
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = "Be brief."
 NONE: dict[str, float | None] = {}
 
@@ -170,6 +172,19 @@ def test_what_cannot_be_chatted_with_is_refused(run_dir: Path, tmp_path: Path) -
     assert chat(run_dir, "--prompt", "red" * 80).exit_code == 1
 
 
+def test_a_model_may_have_another_template_and_the_checkpoints_of_a_run_have_their_own(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    same = (run_dir / "model", "--file", tmp_path / "one.txt")
+    (tmp_path / "one.txt").write_text("red\n")
+    plain, own = (json.loads(answered(*same, *more)) for more in (["model.chat_template=plain"], []))
+    assert plain["completion"] != own["completion"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "one.txt"]
+    result = chat(run_dir, "--prompt", "red", "model.chat_template=plain")
+    assert (result.exit_code, "model.chat_template=plain" in result.stderr) == (2, True)
+
+
 def test_without_its_tasks_a_run_says_that_a_system_message_may_be_missing(run_dir: Path) -> None:
     rows = run_dir.parent / "rows.jsonl"
     rows.rename(rows.with_suffix(".away"))
@@ -180,7 +195,6 @@ def test_without_its_tasks_a_run_says_that_a_system_message_may_be_missing(run_d
     assert (result.exit_code, str(rows) in result.stderr) == (0, True), result.output
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path) -> None:
     command = [sys.executable, "-m", "trivium", "chat", str(run_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
