@@ -236,6 +236,10 @@ class TrainConfig(Plugin):
         del model
         return self
 
+    def usual_lr(self, model: Plugin) -> float | None:
+        """The learning rate of the policy that is the default for this model; None if the section has none."""
+        del model
+
 
 class AlgorithmConfig(Plugin):
     """Base of algorithm sections; presets own the rest."""
@@ -456,6 +460,11 @@ class RunConfig(Config):
         if not self.stages:
             object.__setattr__(self, "train", self.train.for_model(self.model))  # frozen for everything else
         return self
+
+    def usual_lr(self) -> float | None:
+        """The default learning rate for what the last stage trains."""
+        last = self.stage_configs()[-1]
+        return last.train.usual_lr(last.model)
 
     def stage_configs(self) -> tuple[RunConfig, ...]:
         """One config per stage, without `stages`; the config itself if it has no stages."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
-from trivium.errors import ConfigError, Problem, RunDirError
+from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
 from trivium.inspection.run import RecordedRun
@@ -57,12 +57,21 @@ def diagnose(run_dir: Path) -> Report:
         for step in chosen
     ]
     mismatched = _mismatched(run_dir, every)
-    current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error))
+    usual_lr = _usual_lr(run)
+    current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error, usual_lr=usual_lr))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
     facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", run.bound()]
     too_few = f"too few steps to find what is wrong: most rules need {WINDOW}"
     no_findings = too_few if steps < WINDOW else Report.no_findings
-    return Report(facts, [*current, *earlier_problems(rows, current)], no_findings)
+    return Report(facts, [*current, *earlier_problems(rows, current, usual_lr)], no_findings)
+
+
+def _usual_lr(run: RecordedRun) -> float | None:
+    """Returns the learning rate that the run's config would have without one; None if it cannot be read here."""
+    try:
+        return run.config.usual_lr()
+    except TriviumError:  # the run's own code is not on this machine
+        return None
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:

@@ -44,10 +44,14 @@ class Evidence:
     """Rows with metrics of an evaluation, in order."""
     groups: Sequence[Sequence[Group]] = ()
     """Recorded groups, step by step; none while the run is in progress."""
+    recorded: Sequence[Row] = ()
+    """The metrics of the train steps that learned from rows of completions or pairs, in order."""
     everything: Sequence[Row] = ()
     """All rows, in order."""
     mismatched: Sequence[str] = ()
     """Descriptions of the tokens where engine and trainer differ most."""
+    usual_lr: float | None = None
+    """The learning rate that a config without one has; None if unknown."""
     error: str = ""
     """The error that ended the newest session, in one line, with the remedy after `do:`; empty if no error ended it."""
 
@@ -63,9 +67,11 @@ class Evidence:
         return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else math.nan
 
     def share(self, part: str, whole: str) -> float:
-        """Returns the ratio of two metrics over the newest steps; 0 if there are too few."""
-        number, total = self.recent(part), self.recent(whole)
-        return number / total if number > 0 and total > 0 else 0.0
+        """Returns the ratio of two metrics over the newest steps; 0 if there are too few. A step that does not log
+        `part` had none."""
+        rows = [row for row in self.rows if whole in row][-WINDOW:]
+        total = sum(row[whole] for row in rows)
+        return sum(row.get(part, 0.0) for row in rows) / total if len(rows) == WINDOW and total > 0 else 0.0
 
     def values(self, key: str) -> list[float]:
         """Returns the finite values of a metric, in order of steps."""
@@ -180,10 +186,15 @@ def entropy_collapse(evidence: Evidence) -> Iterator[Problem]:
 def equal_rewards(evidence: Evidence) -> Iterator[Problem]:
     """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its
     maximum: advantages are 0, so nothing is learned."""
-    part = evidence.recent("reward/equal_groups")
+    part, rewards = evidence.recent("reward/equal_groups"), evidence.values("reward/mean")
     if part > 0.95 and not _near_maximum(evidence):
         found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
         do = "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
+        if evidence.reward_range() == 0:
+            found = f"all rewards of the run are {rewards[0]:g}: all advantages are 0"
+            do = f"check the reward on a completion of `trivium rollouts` and the columns that it reads; {do}"
+        elif evidence.values("reward/equal_groups")[0] < 0.5:
+            found, do = f"{found}; most groups had unequal ones at first", f"lower train.optimizer.lr; {do}"
         yield wrong(found, do)
 
 
@@ -206,6 +217,56 @@ def _near_maximum(evidence: Evidence) -> bool:
         return False
     span = max(highest) - min(lowest)
     return fmean(mean[-WINDOW:]) >= max(highest) - 0.01 * span and (span > 0 or max(highest) > 0)
+
+
+@RULES.rule
+def falling_reward(evidence: Evidence) -> Iterator[Problem]:
+    """The reward of the newest evaluation is below that of the best one by more than 30 % of the range of rewards. In a
+    run without evaluations and curriculum: the mean reward is below that of the best 5 steps in a row by more than
+    20 %."""
+    do = "continue from an earlier step with a lower train.optimizer.lr or a smaller schedule.max_staleness"
+    evaluated = list(evidence.evaluated("eval/*/reward"))
+    for key, points in evaluated:
+        best, last = max(points, key=lambda point: point[1]), points[-1]
+        if best[1] - last[1] > 0.3 * evidence.reward_range():
+            found = f"{key} fell from {best[1]:.3g} at step {best[0]:.0f} to {last[1]:.3g} at step {last[0]:.0f}"
+            yield wrong(found, do)
+    values = evidence.values("reward/mean")
+    means = [fmean(values[at : at + WINDOW]) for at in range(len(values) - WINDOW + 1)]
+    is_drawn = any(key.startswith("curriculum/") for row in evidence.rows[-1:] for key in row)
+    if means and not evaluated and not is_drawn and max(means) - means[-1] > 0.2 * evidence.reward_range():
+        yield wrong(f"the mean reward of {WINDOW} steps fell from {max(means):.3g} to {means[-1]:.3g}", do)
+
+
+@RULES.rule
+def rising_loss(evidence: Evidence) -> Iterator[Problem]:
+    """In a run that learns from rows of completions or pairs, at least 8 a step, the loss (`train/loss/policy`) is more
+    than 1.5 times that of the first step."""
+    newest = evidence.recorded[-1] if evidence.recorded else {}
+    rows = [row for row in evidence.recorded if (_PAIRS in row) == (_PAIRS in newest)]
+    losses = [row["train/loss/policy"] for row in rows if row.get("rollout/trajectories", 0) >= 8]
+    if len(losses) > WINDOW and (now := fmean(losses[-WINDOW:])) > 1.5 * losses[0] > 0:
+        found = f"train/loss/policy is {now:.3g}, {losses[0]:.3g} at first: more than 1.5 times as high"
+        yield wrong(found, "lower train.optimizer.lr; train.optimizer.warmup_steps")
+
+
+_PAIRS = "train/preference_margin"
+"""A metric of steps that learn from pairs."""
+
+
+@RULES.rule
+def learning_rate_too_low(evidence: Evidence) -> Iterator[Problem]:
+    """`train/lr/policy` has been at most 1 % of the usual rate (the default of `train.optimizer.lr`) for 10 steps or
+    more, it does not rise, and the mean reward has not risen by 10 % of its range."""
+    rates, usual = evidence.values("train/lr/policy"), evidence.usual_lr or 0.0
+    gain = evidence.recent("reward/mean") - evidence.early("reward/mean")
+    # 0.0101: 1e-4 / 100 is not exactly 1e-6.
+    is_low = len(rates) >= 2 * WINDOW and max(rates) <= 0.0101 * usual and rates[-1] <= rates[-2]
+    if is_low and gain < 0.1 * evidence.reward_range():
+        found = (
+            f"train/lr/policy is at most {max(rates):.3g}, and the reward does not rise; the usual rate is {usual:g}"
+        )
+        yield wrong(found, f"train.optimizer.lr {usual:g}, which is what an unset one means here")
 
 
 @RULES.rule
@@ -302,13 +363,17 @@ def engine_mismatch(evidence: Evidence) -> Iterator[Problem]:
 @RULES.rule
 @_for_each_source
 def staleness(evidence: Evidence) -> Iterator[Problem]:
-    """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`); or more than 25 groups are
-    evicted as too stale (`rollout/evicted`) for every 100 trained on."""
-    age, sample = evidence.recent("rollout/staleness"), evidence.recent("mismatch/ess")
+    """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`) or the KL divergence between the
+    policies that sampled and train the tokens above 0.5 nats (`mismatch/kl`); or more than 25 groups are evicted as too
+    stale (`rollout/evicted`) for every 100 trained on."""
+    age, sample, kl = (evidence.recent(key) for key in ("rollout/staleness", "mismatch/ess", "mismatch/kl"))
     evicted = evidence.share("rollout/evicted", "rollout/groups")
-    if age > 0 and sample < 0.5:
-        found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
-        yield wrong(found, "lower schedule.max_staleness or sync.interval; algorithm.correction")
+    if age > 0 and (sample < 0.5 or kl > 0.5):
+        drift = (
+            f"below 50 %, with mismatch/kl {kl:.3g}" if sample < 0.5 else f"and mismatch/kl {kl:.3g} nats, above 0.5"
+        )
+        found = f"groups are {age:.1f} versions old, their effective sample size is {sample:.0%}, {drift}"
+        yield wrong(found, "lower schedule.max_staleness, sync.interval or train.optimizer.lr; algorithm.correction")
     elif evicted > 0.25:
         found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
         yield wrong(found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent")
@@ -414,7 +479,8 @@ def waiting(evidence: Evidence) -> Iterator[Problem]:
 class LiveWarnings:
     """A monitor that applies the rules during the run and logs each problem once."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual_lr: float | None = None) -> None:
+        self._usual_lr = usual_lr
         self._first: list[Row] = []
         self._newest: deque[Row] = deque(maxlen=_NEWEST)
         self._reported: set[str] = set()
@@ -432,7 +498,8 @@ class LiveWarnings:
         if row["step"] % WINDOW and all(map(math.isfinite, row.values())):
             return []
         # `everything` is this row alone: a non-finite value of an earlier row was reported then.
-        return RULES.problems(replace(evidence_of([*self._first, *self._newest]), everything=[row]))
+        evidence = evidence_of([*self._first, *self._newest], usual_lr=self._usual_lr)
+        return RULES.problems(replace(evidence, everything=[row]))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -444,10 +511,10 @@ class LiveWarnings:
     def close(self) -> None: ...
 
 
-def earlier_problems(rows: Iterable[Row], current: Iterable[Problem]) -> list[Problem]:
+def earlier_problems(rows: Iterable[Row], current: Iterable[Problem], usual_lr: float | None = None) -> list[Problem]:
     """Returns the problems at earlier rows of a run that are not among its current ones, with their steps. Those that
     rules of evaluations found are left out: the newest evaluation refutes them."""
-    warnings, held = LiveWarnings(), dict[str, tuple[float, float, Problem]]()
+    warnings, held = LiveWarnings(usual_lr), dict[str, tuple[float, float, Problem]]()
     for row in rows:
         for problem in warnings.problems_at(row):
             if problem.where in _OF_EVALUATIONS:
@@ -467,4 +534,5 @@ def evidence_of(rows: Iterable[Row], **further: Any) -> Evidence:
     everything = list(rows)
     trained = [row for row in everything if "reward/mean" in row and "train/version" in row]
     evaluations = [row for row in everything if any(key.startswith("eval/") for key in row)]
-    return Evidence(trained, evaluations, everything=everything, **further)
+    recorded = [row for row in everything if "train/loss/policy" in row and ("reward/mean" not in row or _PAIRS in row)]
+    return Evidence(trained, evaluations, recorded=recorded, everything=everything, **further)

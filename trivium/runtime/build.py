@@ -426,7 +426,7 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
 def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
     step = latest.step if latest is not None else 0
     shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors]
-    monitor = FanOut([*shown_by, LiveWarnings()])
+    monitor = FanOut([*shown_by, LiveWarnings(config.usual_lr())])
     if latest is not None:
         monitor.restore(latest.state["monitor"])
     return monitor

@@ -138,14 +138,15 @@ class TorchTrainConfig(TrainConfig):
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
     def for_model(self, model: Plugin) -> TorchTrainConfig:
-        is_random = isinstance(model, ModelConfig) and model.has_random_weights
-        rate = RANDOM_LR if is_random else PRETRAINED_LR if self.lora is None else ADAPTER_LR
         section = self.model_copy()
-        object.__setattr__(section, "optimizer", self.optimizer.at(rate))
+        object.__setattr__(section, "optimizer", self.optimizer.at(self.usual_lr(model)))
         if self.critic_optimizer is not None:
-            critic = self.critic_optimizer.at(RANDOM_LR if is_random else PRETRAINED_LR)
+            critic = self.critic_optimizer.at(RANDOM_LR if _is_random(model) else PRETRAINED_LR)
             object.__setattr__(section, "critic_optimizer", critic)
         return section
+
+    def usual_lr(self, model: Plugin) -> float:
+        return RANDOM_LR if _is_random(model) else PRETRAINED_LR if self.lora is None else ADAPTER_LR
 
     def on_this_machine(self) -> Self:
         return resolve_auto(self)
@@ -218,6 +219,10 @@ class DescribedTorchTrainEngine:
 
     Config = TorchTrainConfig
     capabilities = Capabilities(multiple_ranks=True)
+
+
+def _is_random(model: Plugin) -> bool:
+    return isinstance(model, ModelConfig) and model.has_random_weights
 
 
 def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Problem]:
