@@ -26,8 +26,8 @@ _log = logging.getLogger("trivium")
 Row = Mapping[str, float]
 WINDOW = 5
 """Number of train steps that a rule averages over."""
-_OF_EVALUATIONS = ("generalization gap", "reward hacking")
-"""The rules that compare with an evaluation."""
+_REFUTABLE = ("falling reward", "generalization gap", "reward hacking")
+"""The rules whose findings later evaluations, or steps, refute."""
 _NEAR = 3
 """Number of train steps before, and after, an evaluation that are compared with it."""
 _NEWEST = 100
@@ -192,7 +192,7 @@ def equal_rewards(evidence: Evidence) -> Iterator[Problem]:
         do = "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
         if evidence.reward_range() == 0:
             found = f"all rewards of the run are {rewards[0]:g}: all advantages are 0"
-            do = f"check the reward on a completion of `trivium rollouts` and the columns that it reads; {do}"
+            do = f"{do}; check the reward on completions of `trivium rollouts`, and the columns that it reads"
         elif evidence.values("reward/equal_groups")[0] < 0.5:
             found, do = f"{found}; most groups had unequal ones at first", f"lower train.optimizer.lr; {do}"
         yield wrong(found, do)
@@ -263,10 +263,8 @@ def learning_rate_too_low(evidence: Evidence) -> Iterator[Problem]:
     # 0.0101: 1e-4 / 100 is not exactly 1e-6.
     is_low = len(rates) >= 2 * WINDOW and max(rates) <= 0.0101 * usual and rates[-1] <= rates[-2]
     if is_low and gain < 0.1 * evidence.reward_range():
-        found = (
-            f"train/lr/policy is at most {max(rates):.3g}, and the reward does not rise; the usual rate is {usual:g}"
-        )
-        yield wrong(found, f"train.optimizer.lr {usual:g}, which is what an unset one means here")
+        found = f"train/lr/policy is {max(rates):.3g} or less, and the reward does not rise; {usual:g} is usual here"
+        yield wrong(found, f"leave train.optimizer.lr out, or set it to {usual:g}")
 
 
 @RULES.rule
@@ -283,12 +281,14 @@ def clip_fraction(evidence: Evidence) -> Iterator[Problem]:
 @_for_each_source
 def kl_drift(evidence: Evidence) -> Iterator[Problem]:
     """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the
-    step (`train/kl`) above 0.3."""
-    for key, bound, what in (
-        ("train/ref_kl", 1.0, "away from the reference"),
-        ("train/kl", 0.3, "away within a step"),
+    step (`train/kl`) above 0.3, or above 1 in the newest step that trained."""
+    # After one update with a rate of 0.1, every completion of a chat model was truncated, and no later step trained.
+    newest = evidence.values("train/kl")[-1:]
+    for key, bound, now, what in (
+        ("train/ref_kl", 1.0, evidence.recent("train/ref_kl"), "away from the reference"),
+        ("train/kl", 0.3, evidence.recent("train/kl"), "away within a step"),
+        ("train/kl", 1.0, max(newest, default=0.0), "away within the newest step that trained"),
     ):
-        now = evidence.recent(key)
         if now > bound:
             found = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"
             yield wrong(found, "raise algorithm.kl.coef, lower train.optimizer.lr")
@@ -369,10 +369,8 @@ def staleness(evidence: Evidence) -> Iterator[Problem]:
     age, sample, kl = (evidence.recent(key) for key in ("rollout/staleness", "mismatch/ess", "mismatch/kl"))
     evicted = evidence.share("rollout/evicted", "rollout/groups")
     if age > 0 and (sample < 0.5 or kl > 0.5):
-        drift = (
-            f"below 50 %, with mismatch/kl {kl:.3g}" if sample < 0.5 else f"and mismatch/kl {kl:.3g} nats, above 0.5"
-        )
-        found = f"groups are {age:.1f} versions old, their effective sample size is {sample:.0%}, {drift}"
+        drift = f"{sample:.0%}, below 50 %" if sample < 0.5 else f"{sample:.0%}, and mismatch/kl {kl:.3g}, above 0.5"
+        found = f"groups are {age:.1f} versions old, and their effective sample size is {drift}"
         yield wrong(found, "lower schedule.max_staleness, sync.interval or train.optimizer.lr; algorithm.correction")
     elif evicted > 0.25:
         found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
@@ -469,8 +467,10 @@ def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
 
 @RULES.rule
 def waiting(evidence: Evidence) -> Iterator[Problem]:
-    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`), and a step takes over a second."""
-    idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
+    """The trainer waits for rollouts for more than 90 % of a step that trains (`perf/idle`), and such a step takes over
+    a second."""
+    trained = replace(evidence, rows=[row for row in evidence.rows if row.get("rollout/trajectories") != 0])
+    idle, seconds = trained.recent("perf/idle"), trained.recent("time/step")
     if idle > 0.9 and seconds > 1:
         found = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
         yield wrong(found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions")
@@ -512,12 +512,12 @@ class LiveWarnings:
 
 
 def earlier_problems(rows: Iterable[Row], current: Iterable[Problem], usual_lr: float | None = None) -> list[Problem]:
-    """Returns the problems at earlier rows of a run that are not among its current ones, with their steps. Those that
-    rules of evaluations found are left out: the newest evaluation refutes them."""
+    """Returns the problems at earlier rows of a run that are not among its current ones, with their steps. Those of
+    `_REFUTABLE` are left out."""
     warnings, held = LiveWarnings(usual_lr), dict[str, tuple[float, float, Problem]]()
     for row in rows:
         for problem in warnings.problems_at(row):
-            if problem.where in _OF_EVALUATIONS:
+            if problem.where in _REFUTABLE:
                 continue
             first = held[problem.where][0] if problem.where in held else row["step"]
             held[problem.where] = first, row["step"], problem

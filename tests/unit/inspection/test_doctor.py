@@ -94,13 +94,24 @@ def changed(**late: float) -> list[Row]:
 
 PROVOKED: dict[str, Sequence[Row]] = {
     "not finite": changed(**{"train/loss/policy": float("nan"), "mismatch/kl": float("inf")}),
-    "entropy collapse": changed(**{"train/entropy": 0.001, "reward/mean": 0.5}),
-    "equal rewards": changed(**{"reward/equal_groups": 1.0, "reward/mean": 0.5}),
+    "entropy collapse": changed(**{"train/entropy": 0.001, "reward/mean": 0.85}),
+    "equal rewards": changed(**{"reward/equal_groups": 1.0, "reward/mean": 0.85}),
     "saturated rewards": changed(**{"reward/equal_groups": 1.0, "reward/mean": 1.0}),
+    "falling reward": [
+        *({key: value for key, value in row.items() if not key.startswith("eval/")} for row in changed()[:-10]),
+        *({**row, "reward/mean": 0.1} for row in changed()[-10:] if "reward/mean" in row),
+    ],
+    "rising loss": [
+        {"step": step, "train/version": step, "train/loss/policy": 0.3 * step, "rollout/trajectories": 8.0}
+        for step in range(1, 10)
+    ],
+    "learning rate too low": [
+        {**row, "train/lr/policy": 1e-9, "reward/mean": 0.4} if "reward/mean" in row else row for row in healthy()
+    ],
     "clip fraction": changed(**{"train/clip_fraction": 0.4}),
     "kl drift": changed(**{"train/ref_kl": 2.0}),
     "length explosion": changed(**{"rollout/response_tokens": 30.0}),
-    "length collapse": changed(**{"rollout/response_tokens": 0.5, "reward/mean": 0.5}),
+    "length collapse": changed(**{"rollout/response_tokens": 0.5, "reward/mean": 0.85}),
     "empty completions": changed(**{"rollout/empty": 0.9}),
     "one answer": changed(**{"rollout/most_common": 0.9}),
     "truncation": changed(**{"rollout/truncated": 0.9}),
@@ -117,7 +128,7 @@ PROVOKED: dict[str, Sequence[Row]] = {
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_rule_finds_what_provokes_it_and_no_other_does(name: str) -> None:
-    (finding,) = RULES.problems(evidence_of(PROVOKED[name]))
+    (finding,) = RULES.problems(evidence_of(PROVOKED[name], usual_lr=1e-3))
     assert finding.where == name
     assert finding.do
 
@@ -180,9 +191,13 @@ def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:
 
 
 def test_groups_that_are_refused_for_equal_rewards_are_no_finding_of_their_own() -> None:
-    assert (
-        RULES.problems(evidence_of(changed(**{"rollout/refused": 200.0, "rollout/refused/zero_variance": 190.0}))) == []
-    )
+    rows = changed(**{"rollout/refused": 200.0, "rollout/refused/zero_variance": 190.0})
+    assert RULES.problems(evidence_of(rows)) == []
+    # A step without groups of equal rewards does not log how many it refused for that.
+    newest = next(number for number in reversed(range(len(rows))) if "reward/mean" in rows[number])
+    others = {key: value for key, value in rows[newest].items() if not key.startswith("rollout/refused/")}
+    rows[newest] = {**others, "rollout/refused": 0.0}
+    assert RULES.problems(evidence_of(rows)) == []
 
 
 def test_every_rule_is_provoked() -> None:

@@ -1,6 +1,6 @@
 """`trivium doctor` on the metrics of real runs: it finds what is wrong in sick ones, and nothing in healthy ones.
 
-Each directory of tests/data/runs has the config of a run and its metrics; `tools/record_runs.py` records them again. The
+A directory of tests/data/runs has the config of a run and its metrics; `tools/record_runs.py` records them again. The
 demos and `-real` are runs of SmolLM2-135M-Instruct with an adapter, the others of a tiny model that writes sums.
 """
 
@@ -21,6 +21,19 @@ RUNS = Path(__file__).parents[2] / "data" / "runs"
 HEALTHY = sorted(path.name for path in RUNS.glob("healthy-*"))
 SICK: dict[str, tuple[str, set[str]]] = {
     "sick-empty": ("empty completions", {"saturated rewards"}),
+    "sick-one-answer": ("one answer", {"saturated rewards"}),
+    "sick-length": ("reward hacking", {"length explosion", "truncation"}),
+    "sick-high-lr": ("falling reward", {"equal rewards", "one answer"}),
+    "sick-high-lr-real": ("kl drift", {"equal rewards", "truncation"}),
+    "sick-sft-high-lr": ("rising loss", set()),
+    "sick-dpo-high-lr": ("entropy collapse", set()),
+    "sick-low-lr": ("learning rate too low", set()),
+    "sick-zero-reward": ("equal rewards", set()),
+    "sick-truncated": ("truncation", set()),
+    "sick-stale": ("staleness", {"falling reward", "equal rewards"}),
+    "sick-mismatch": ("engine mismatch", set()),
+    "sick-entropy": ("entropy collapse", {"equal rewards", "one answer"}),
+    "sick-kl": ("kl drift", set()),
 }
 """By run: the rule of the illness, and the rules of its consequences."""
 

@@ -139,6 +139,30 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"entropy collapse", "equal rewards", "kl drift", "dead component"},
     ),
+    "a policy that forgets": (
+        {
+            **HACKED,
+            "rewards": [{"kind": "exact", "partial_credit": 0.5}],
+            "engine": {"sampling": sampling(4)},
+            "evaluation": {"taskset": "test", "sampling": sampling(4, temperature=0.0)},
+            "stages": [HACKED["stages"][0], {"train": lr(0.3), "schedule": steps(6, groups_per_step=8, group_size=8)}],
+        },
+        {"falling reward"},
+    ),
+    "a learning rate that is too low": (
+        {"train": lr(1e-9), "schedule": steps(10, groups_per_step=8, group_size=8)},
+        {"learning rate too low"},
+    ),
+    "supervised steps that diverge": (
+        {
+            "buffer": {"kind": "files"},
+            "rewards": [{"kind": "exact"}],
+            "algorithm": {"kind": "sft"},
+            "train": lr(1.0),
+            "schedule": steps(10, groups_per_step=16, group_size=1),
+        },
+        {"rising loss"},
+    ),
     "everything that can be graded is right": (
         {
             "rewards": [{"kind": here("ungradable")}],
