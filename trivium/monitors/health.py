@@ -28,6 +28,8 @@ WINDOW = 5
 """Number of train steps that a rule averages over."""
 _REFUTABLE = ("falling reward", "generalization gap", "reward hacking")
 """The rules whose findings later evaluations, or steps, refute."""
+_PAIRS = "train/preference_margin"
+"""A metric of steps that learn from pairs."""
 _NEAR = 3
 """Number of train steps before, and after, an evaluation that are compared with it."""
 _NEWEST = 100
@@ -186,12 +188,12 @@ def entropy_collapse(evidence: Evidence) -> Iterator[Problem]:
 def equal_rewards(evidence: Evidence) -> Iterator[Problem]:
     """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its
     maximum: advantages are 0, so nothing is learned."""
-    part, rewards = evidence.recent("reward/equal_groups"), evidence.values("reward/mean")
+    part = evidence.recent("reward/equal_groups")
     if part > 0.95 and not _near_maximum(evidence):
         found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
         do = "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
         if evidence.reward_range() == 0:
-            found = f"all rewards of the run are {rewards[0]:g}: all advantages are 0"
+            found = f"all rewards of the run are {evidence.recent('reward/mean'):g}: all advantages are 0"
             do = f"{do}; check the reward on completions of `trivium rollouts`, and the columns that it reads"
         elif evidence.values("reward/equal_groups")[0] < 0.5:
             found, do = f"{found}; most groups had unequal ones at first", f"lower train.optimizer.lr; {do}"
@@ -225,7 +227,7 @@ def falling_reward(evidence: Evidence) -> Iterator[Problem]:
     run without evaluations and curriculum: the mean reward is below that of the best 5 steps in a row by more than
     20 %."""
     do = "continue from an earlier step with a lower train.optimizer.lr or a smaller schedule.max_staleness"
-    evaluated = list(evidence.evaluated("eval/*/reward"))
+    evaluated = [(key, points) for key, points in evidence.evaluated("eval/*/reward") if len(points) > 1]
     for key, points in evaluated:
         best, last = max(points, key=lambda point: point[1]), points[-1]
         if best[1] - last[1] > 0.3 * evidence.reward_range():
@@ -233,8 +235,8 @@ def falling_reward(evidence: Evidence) -> Iterator[Problem]:
             yield wrong(found, do)
     values = evidence.values("reward/mean")
     means = [fmean(values[at : at + WINDOW]) for at in range(len(values) - WINDOW + 1)]
-    is_drawn = any(key.startswith("curriculum/") for row in evidence.rows[-1:] for key in row)
-    if means and not evaluated and not is_drawn and max(means) - means[-1] > 0.2 * evidence.reward_range():
+    compared = means and not evaluated and not evidence.values("curriculum/success")
+    if compared and max(means) - means[-1] > 0.2 * evidence.reward_range():
         yield wrong(f"the mean reward of {WINDOW} steps fell from {max(means):.3g} to {means[-1]:.3g}", do)
 
 
@@ -242,16 +244,11 @@ def falling_reward(evidence: Evidence) -> Iterator[Problem]:
 def rising_loss(evidence: Evidence) -> Iterator[Problem]:
     """In a run that learns from rows of completions or pairs, at least 8 a step, the loss (`train/loss/policy`) is more
     than 1.5 times that of the first step."""
-    newest = evidence.recorded[-1] if evidence.recorded else {}
-    rows = [row for row in evidence.recorded if (_PAIRS in row) == (_PAIRS in newest)]
+    rows = [row for row in evidence.recorded if (_PAIRS in row) == (_PAIRS in evidence.recorded[-1])]
     losses = [row["train/loss/policy"] for row in rows if row.get("rollout/trajectories", 0) >= 8]
     if len(losses) > WINDOW and (now := fmean(losses[-WINDOW:])) > 1.5 * losses[0] > 0:
         found = f"train/loss/policy is {now:.3g}, {losses[0]:.3g} at first: more than 1.5 times as high"
         yield wrong(found, "lower train.optimizer.lr; train.optimizer.warmup_steps")
-
-
-_PAIRS = "train/preference_margin"
-"""A metric of steps that learn from pairs."""
 
 
 @RULES.rule
@@ -260,7 +257,7 @@ def learning_rate_too_low(evidence: Evidence) -> Iterator[Problem]:
     more, it does not rise, and the mean reward has not risen by 10 % of its range."""
     rates, usual = evidence.values("train/lr/policy"), evidence.usual_lr or 0.0
     gain = evidence.recent("reward/mean") - evidence.early("reward/mean")
-    # 0.0101: 1e-4 / 100 is not exactly 1e-6.
+    # 1e-4 / 100 is not exactly 1e-6.
     is_low = len(rates) >= 2 * WINDOW and max(rates) <= 0.0101 * usual and rates[-1] <= rates[-2]
     if is_low and gain < 0.1 * evidence.reward_range():
         found = f"train/lr/policy is {max(rates):.3g} or less, and the reward does not rise; {usual:g} is usual here"
@@ -283,11 +280,10 @@ def kl_drift(evidence: Evidence) -> Iterator[Problem]:
     """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the
     step (`train/kl`) above 0.3, or above 1 in the newest step that trained."""
     # After one update with a rate of 0.1, every completion of a chat model was truncated, and no later step trained.
-    newest = evidence.values("train/kl")[-1:]
     for key, bound, now, what in (
         ("train/ref_kl", 1.0, evidence.recent("train/ref_kl"), "away from the reference"),
         ("train/kl", 0.3, evidence.recent("train/kl"), "away within a step"),
-        ("train/kl", 1.0, max(newest, default=0.0), "away within the newest step that trained"),
+        ("train/kl", 1.0, sum(evidence.values("train/kl")[-1:]), "away within the newest step that trained"),
     ):
         if now > bound:
             found = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"

@@ -141,12 +141,13 @@ class TorchTrainConfig(TrainConfig):
         section = self.model_copy()
         object.__setattr__(section, "optimizer", self.optimizer.at(self.usual_lr(model)))
         if self.critic_optimizer is not None:
-            critic = self.critic_optimizer.at(RANDOM_LR if _is_random(model) else PRETRAINED_LR)
+            critic = self.critic_optimizer.at(self.model_copy(update={"lora": None}).usual_lr(model))
             object.__setattr__(section, "critic_optimizer", critic)
         return section
 
     def usual_lr(self, model: Plugin) -> float:
-        return RANDOM_LR if _is_random(model) else PRETRAINED_LR if self.lora is None else ADAPTER_LR
+        is_random = isinstance(model, ModelConfig) and model.has_random_weights
+        return RANDOM_LR if is_random else PRETRAINED_LR if self.lora is None else ADAPTER_LR
 
     def on_this_machine(self) -> Self:
         return resolve_auto(self)
@@ -219,10 +220,6 @@ class DescribedTorchTrainEngine:
 
     Config = TorchTrainConfig
     capabilities = Capabilities(multiple_ranks=True)
-
-
-def _is_random(model: Plugin) -> bool:
-    return isinstance(model, ModelConfig) and model.has_random_weights
 
 
 def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Problem]:
