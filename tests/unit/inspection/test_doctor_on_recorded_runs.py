@@ -29,6 +29,7 @@ SICK: dict[str, tuple[str, set[str]]] = {
     "sick-low-lr": ("learning rate too low", set()),
     "sick-zero-reward": ("equal rewards", set()),
     "sick-truncated": ("truncation", set()),
+    "sick-truncated-real": ("truncation", {"equal rewards"}),
     "sick-stale": ("staleness", {"falling reward", "equal rewards"}),
     "sick-mismatch": ("engine mismatch", set()),
     "sick-entropy": ("entropy collapse", {"equal rewards", "one answer"}),
