@@ -73,9 +73,9 @@ from pathlib import Path
 from trivium.config import WorkflowConfig
 
 def ask():
-    with open("calls", "a") as calls:  # the service goes down in the second step
+    with open("calls", "a") as calls:  # the service goes down in the second step; a reward is also tried before the run
         calls.write(".")
-    if Path("calls").stat().st_size > 8 and not Path("repaired").exists():
+    if Path("calls").stat().st_size > 9 and not Path("repaired").exists():
         raise ConnectionError("the service is down")
 
 def reward(prompt, completion, answer):

@@ -30,7 +30,6 @@ from trivium.types import StopReason, Task, Trajectory, Turn
 _DEADLINE_S = 10.0
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model", "target", "completion", "response", "chosen")
 """Columns whose texts are tried before those of others."""
-_WRONG = "I do not know."
 _FORMS = ("ANSWER", "The answer is ANSWER", "The answer is \\boxed{ANSWER}.", "#### ANSWER", '{"answer": "ANSWER"}')
 _FORMS += ("<think>\nI work it out.\n</think>\n<answer>ANSWER</answer>", "```python\nANSWER\n```")
 """The forms in which rewards often read an answer."""
@@ -63,15 +62,16 @@ async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial:
     failures: list[RewardError] = []
     with redirect_stdout(sys.stderr):  # the output of the command is a plan
         for task in tasks:
-            texts = [_WRONG, *_plausible(task)]
+            texts = ["I do not know.", *_plausible(task)]
             for members in [[*islice(cycle(texts), group_size)]] if judge.comparing else [[text] for text in texts]:
                 error = await _error(judge, task, members)
                 if error is None:
                     return next(((each, False) for each in failures if each.__cause__ is None), None)
                 failures.append(error)
-    first = failures[0]
-    others = f"; {len(failures) - 1} further calls gave none either" if len(failures) > 1 else ""
-    return RewardError(first.asked, first.found + others, first.do), True
+                if isinstance(error.__cause__, OSError):  # a service or a file, which may return
+                    return error, False
+    text = failures[0].found + f"; {len(failures) - 1} further calls gave none either" * (len(failures) > 1)
+    return RewardError(failures[0].asked, text, failures[0].do), True
 
 
 async def _error(judge: Judge, task: Task, texts: Sequence[str]) -> RewardError | None:

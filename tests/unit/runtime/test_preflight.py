@@ -408,6 +408,7 @@ def exits(prompt, completion): os._exit(3)
 def branch(prompt, completion, answer):
     if completion == answer: return 1.0
 def slow(prompt, completion): time.sleep(60)
+def unreachable(prompt, completion): raise ConnectionError("refused")
 
 def boxed(prompt, completion, answer): return float(completion.split("boxed{")[1].rstrip("}.") == answer)
 def second(prompt, completion, answer): return 1.0 / (int(answer) - 2)
@@ -431,6 +432,7 @@ class Built:
         ("exits", 1, "code 3"),
         ("branch", 0, "None"),
         ("slow", 0, "0.5 s"),
+        ("unreachable", 0, "ConnectionError"),
         *((reward, 0, "") for reward in ("boxed", "second", "each", "remote", "Built")),
     ],
 )
