@@ -67,7 +67,7 @@ demo: $(FOR_DEMO) $(FOR_REAL)
 
 test test-all test-doors costs: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(FOR_DEV)
-	@echo "runs about 9,000 tests in five minutes on two cores; the first line after this one takes half a minute"
+	@echo "runs about 10,000 tests in about five minutes on two cores; the first line after this one takes half a minute"
 	$(PYTEST) -m "not slow and not real" $(PYTEST_ARGS)
 
 test-all: $(FOR_DEV)
