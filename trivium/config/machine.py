@@ -31,7 +31,19 @@ def peak_memory() -> int:
     """Bytes of memory that this process and the largest one that it waited for held at most; 0 if that is unknown."""
     # Not this process's ru_maxrss: it counts what a parent held that started it by vfork.
     own = _kib("/proc/self/status", "VmHWM:")
-    return own and own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return own and own + (largest > _largest_copy) * largest * 1024
+
+
+_largest_copy = 0
+"""The `ru_maxrss` of the largest fork of this process so far."""
+
+
+def ended_copy(usage: resource.struct_rusage) -> None:
+    """Counts a fork of this process that has ended. Its pages are those of this process: with them, a reward function
+    that is called in a fork would double the memory of a run."""
+    global _largest_copy
+    _largest_copy = max(_largest_copy, usage.ru_maxrss)
 
 
 def _kib(path: str, name: str) -> int:

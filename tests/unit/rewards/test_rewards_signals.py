@@ -25,6 +25,7 @@ from failing import check_error
 from tests.waiting import eventually, until
 from trivium.concurrency import ProcessLife, Threads, left_behind
 from trivium.config import RewardConfig
+from trivium.config.machine import peak_memory
 from trivium.errors import RewardError
 from trivium.processes.isolated.answers import PICKLE, serve_in_fork
 from trivium.processes.isolated.child import Child, fork
@@ -298,6 +299,17 @@ def test_an_answer_that_ends_early_is_none(sent: bytes) -> None:
     child = fork(dies)
     assert child.receive() is None
     assert child.wait(120) == 3
+
+
+def test_a_fork_adds_no_memory_to_that_of_this_process() -> None:
+    """Its pages are this process's."""
+    before, block = peak_memory(), bytearray(b"x" * 300 * 2**20)
+
+    def ends(channel: socket.socket) -> NoReturn:
+        os._exit(len(block) % 2)
+
+    assert fork(ends).wait(120) == 0
+    assert peak_memory() - before < 700 * 2**20
 
 
 HELD: list[Any] = []

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, NoReturn
 
+from trivium.config.machine import ended_copy
+
 _HEADER = 8
 _POLL_S = 0.005
 _forking = threading.Lock()
@@ -148,7 +150,9 @@ class Fork:
         with self._lock:
             if self._code is None:
                 try:
-                    pid, status = os.waitpid(self._pid, os.WNOHANG)
+                    pid, status, usage = os.wait4(self._pid, os.WNOHANG)
+                    if pid:
+                        ended_copy(usage)
                 except ChildProcessError:  # this process ignores SIGCHLD, or other code in it has waited for all
                     pid, status = self._pid, 0
                 self._code = os.waitstatus_to_exitcode(status) if pid else None
