@@ -196,7 +196,9 @@ def test_without_its_tasks_a_run_says_that_a_system_message_may_be_missing(run_d
 
 
 def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path) -> None:
-    command = [sys.executable, "-m", "trivium", "chat", str(run_dir)]
+    # A shell starts what runs in its background with SIGINT ignored, which the tests and their processes inherit.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from trivium.cli import main; main()", "chat", str(run_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert started.stderr is not None
         try:
