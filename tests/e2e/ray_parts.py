@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.ray_instance import instance
-from tests.processes import Forked, eventually, fork_server, trivium
+from tests.processes import Forked, fork_server, trivium
+from tests.waiting import eventually
 from trivium.cluster.session import PRIVATE
 
 os.environ |= PRIVATE  # for Ray in this process, where nothing has imported it yet, and in those that it starts

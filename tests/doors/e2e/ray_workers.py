@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.processes import eventually
+from tests.waiting import eventually
 from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, Execute, register
 from trivium.frontdoors.verl.objects.workers.worker import Worker
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from tests.processes import ROOT, Forked, eventually
+from tests.processes import ROOT, Forked
+from tests.waiting import eventually
 
 _SIZES = {"--prompts": 128, "--rollout_batch_size": 16, "--train_batch_size": 32, "--held_out": 40, "--save_steps": 3}
 

@@ -13,7 +13,8 @@ import torch
 
 from tests.doors.e2e.trinity_savers import Start, forked
 from tests.failing import refused
-from tests.processes import ROOT, eventually
+from tests.processes import ROOT
+from tests.waiting import eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.errors import ConfigError, SyncError, UnknownName
 from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer, TrainEngineWrapper, Trainer

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.processes import Forked, eventually
+from tests.processes import Forked
+from tests.waiting import eventually
 from trivium.frontdoors.trinity import CheckpointMonitor
 
 STEP = 5
