@@ -76,6 +76,11 @@ class DataError(TriviumError, ValueError):
     """Data that is missing or malformed."""
 
 
+class TemplateRefusal(DataError):
+    """A conversation that a chat template refuses, drops or rewrites, whatever its texts are. It ends the run: every
+    rollout of the same form would fail."""
+
+
 class MissingPackage(TriviumError, ImportError):
     """A feature needs an optional package that is not installed."""
 

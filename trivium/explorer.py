@@ -20,6 +20,7 @@ from trivium.errors import (
     RewardError,
     RolloutError,
     RolloutsFailing,
+    TemplateRefusal,
     TriviumError,
     text_of,
     user_place,
@@ -299,7 +300,8 @@ class Explorer:
         return replace(trajectory, metrics={**trajectory.metrics, "retries": float(retries)})
 
     async def _attempt(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
-        """Runs the workflow once, until the time `until`. Any error but EngineFailure gives a failed trajectory."""
+        """Runs the workflow once, until the time `until`. Any error but EngineFailure and TemplateRefusal gives a
+        failed trajectory."""
         policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
         try:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
@@ -307,7 +309,7 @@ class Explorer:
             metrics = named_numbers("metric", policy.metrics, largest=MAX_METRIC)
             metrics |= {ENGINE_S: policy.engine_s}
             return Trajectory(key.index, policy.turns, rewards, metrics=metrics, feedback=text_of(policy.feedback))
-        except EngineFailure:
+        except (EngineFailure, TemplateRefusal):
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: failures become data
             return Trajectory(key.index, policy.turns, failure=self._failure(error))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trivium.concurrency import Heartbeat, HeartbeatTracker, ProgressDeadline, Waiting, wait_until
 from trivium.errors import ConfigError, RoleFailed, SyncError, TriviumError, first_cause
-from trivium.types import TRAINER, RunningStatus
+from trivium.types import DAY, TRAINER, RunningStatus
 
 if TYPE_CHECKING:
     from trivium.board import Board, Values
@@ -42,7 +42,7 @@ class RunRole:
     ) -> None:
         self.board, self.deadline_s = board, deadline_s
         self.settings = dict(settings or {})
-        """A digest of each section that trainer and explorers must agree on."""
+        """A digest of each section that trainer and explorers must agree on, and the day of the run."""
         self.heartbeat_s = heartbeat_s
         """A role without a heartbeat for this long is dead. None: process handles report deaths, or one process has all
         roles."""
@@ -84,7 +84,7 @@ class RunRole:
         beats, previous = first.get("beats", {}).get(TRAINER), self._incarnation
 
         def over(values: Values) -> bool:
-            return bool(values.get("finished") and values.get("last")) and values.get("settings") == self.settings
+            return bool(values.get("finished") and values.get("last")) and not self._differing(values)
 
         def ready(values: Values) -> bool:
             # The status of a dead trainer stays RUNNING; only a new beat shows that it is alive.
@@ -95,10 +95,10 @@ class RunRole:
         values = await self.board.poll(lambda v: ready(v) or over(v), self.deadline_s)
         if over(values):
             return None
-        if ready(values) and values.get("settings") != self.settings:
+        if ready(values) and (differing := self._differing(values)):
             raise ConfigError(
                 f"explore with this config, as {name!r}",
-                f"the trainer runs another config: {', '.join(self._differing(values['settings']))} differ(s)",
+                f"the trainer runs another config: {', '.join(differing)} differ(s)",
                 "give both the same file and the same overrides (only fields marked `free` in docs/config.md may "
                 "differ, except `schedule.steps`)",
             )
@@ -108,12 +108,13 @@ class RunRole:
                 f"no trainer appeared within {self.deadline_s:.0f} s",
                 "start one (`run.mode=train`) over the same buffer and under the same run.name",
             )
-        self._incarnation = values["incarnation"]
+        self._incarnation, self.settings[DAY] = values["incarnation"], values["settings"].get(DAY, "")
         return values["stage"]
 
-    def _differing(self, settings: Mapping[str, str]) -> list[str]:
-        """The sections whose digests differ between the trainer's `settings` and this role's."""
-        return sorted({name for name, _ in settings.items() ^ self.settings.items()})
+    def _differing(self, values: Values) -> list[str]:
+        """The sections whose digests differ between the trainer's settings and this role's. The day is the trainer's:
+        the command of an explorer may start later."""
+        return sorted({name for name, _ in values.get("settings", {}).items() ^ self.settings.items()} - {DAY})
 
     async def join(self, name: str) -> bool:
         """Adds an explorer to the run, once an earlier one of that name is dead and reaped. Returns False if the stage

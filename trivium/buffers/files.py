@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
+from trivium.text.messages import with_parts
+from trivium.text.tools import TOOLS
 from trivium.types import EXPERT_VERSION, IMAGE, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
@@ -36,6 +39,12 @@ class FileBuffer(ReadOnlyBuffer):
         continues the prompt, or repeats it, and ends with the completion."""
         rejected: str = "rejected"
         """The column of the rejected completion."""
+        turns: Literal["last", "all"] = "last"
+        """The turns of the assistant in a conversation that are learned from: the completion alone, or `all` of them,
+        those in the prompt included (`schedule.group_size` 1)."""
+        tools: str = "tools"
+        """The column of the tools that the chat template describes to the policy: a list as OpenAI's clients send it,
+        or its JSON text. Rows without it have none."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
@@ -51,6 +60,9 @@ class FileBuffer(ReadOnlyBuffer):
                         else f"schedule.group_size is {size}: a row holds one completion",
                         "use algorithm.kind reward_model with groups of 2, or leave the key out",
                     )
+            if self.turns == "all" and size != 1:
+                found = f"schedule.group_size is {size}: the sides of a pair differ in their completions"
+                yield Problem(f"{where}.turns", "losses over all turns", found, "leave the key out")
             read = _COLUMNS.get(size, ())
             for name in ("completion", "chosen", "rejected"):
                 if read and name not in read and getattr(self, name) != type(self).model_fields[name].default:
@@ -86,15 +98,16 @@ class FileBuffer(ReadOnlyBuffer):
 
     def group_of(self, assignment: Assignment) -> Group:
         """The group of an assigned row."""
-        turns = [self._turn(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
-        rewards = [{}] if len(turns) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
-        members = tuple(Trajectory(i, (turn,), rewards[i]) for i, turn in enumerate(turns))
+        sides = [self._turns(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
+        rewards = [{}] if len(sides) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
+        members = tuple(Trajectory(i, turns, rewards[i]) for i, turns in enumerate(sides))
         return Group(assignment.slot, assignment.task, members, assignment.epoch)
 
-    def _turn(self, task: Task, option: str) -> Turn:
+    def _turns(self, task: Task, option: str) -> tuple[Turn, ...]:
         column = getattr(self.config, option)
         if (conversation := conversation_of(task.columns.get(column))) is not None:
-            return self._rendered(*conversation)
+            messages, text = conversation
+            return self._rendered(messages, Message("assistant", text))
         completion = _completion(task, task.columns.get(column))
         if completion is None:
             raise DataError(
@@ -103,18 +116,27 @@ class FileBuffer(ReadOnlyBuffer):
                 f"name the column of the completion with buffer.{option}: text, or messages that continue the prompt "
                 "and end with the assistant's",
             )
-        return self._rendered(task.prompt, completion)
+        return self._rendered([*_tools(task, self.config.tools), *task.prompt], completion)
 
-    def _rendered(self, messages: Sequence[Message], completion: str) -> Turn:
-        prompt, tokens = self._renderer.expert(messages, completion)
-        return Turn(
-            prompt.tokens,
-            tokens,
-            np.zeros(len(tokens), np.float32),
-            np.full(len(tokens), EXPERT_VERSION, np.int32),
-            StopReason.EOS,
-            completion,
-            prompt.media,
+    def _rendered(self, messages: Sequence[Message], completion: Message) -> tuple[Turn, ...]:
+        every = self.config.turns == "all"
+        read = (
+            self._renderer.supervised([*messages, completion])
+            if every
+            else [self._renderer.expert(messages, completion)]
+        )
+        return tuple(
+            Turn(
+                prompt.tokens,
+                tokens,
+                np.zeros(len(tokens), np.float32),
+                np.full(len(tokens), EXPERT_VERSION, np.int32),
+                StopReason.EOS,
+                completion.content if number == len(read) else self._renderer.decode(tokens),
+                prompt.media,
+            )
+            for number, (prompt, tokens) in enumerate(read, 1)
+            if len(tokens)
         )
 
     async def state(self) -> dict[str, Any]:
@@ -145,7 +167,7 @@ def conversation_of(value: Any) -> tuple[list[Message], str] | None:
     if not is_conversation(value):
         return None
     messages = [
-        Message(entry["role"], entry["content"], tuple(Media(mime, b64decode(data)) for mime, data in entry["images"]))
+        Message.of(entry, tuple(Media(mime, b64decode(data)) for mime, data in entry["images"]))
         for entry in value["conversation"]
     ]
     if messages[-1].role == "assistant" and not messages[-1].media and len(messages) > 1:
@@ -153,16 +175,18 @@ def conversation_of(value: Any) -> tuple[list[Message], str] | None:
     return messages, ""
 
 
-def _completion(task: Task, value: object) -> str | None:
-    """The completion in a column: text, or the last message of a conversation; None for anything else."""
+def _completion(task: Task, value: object) -> Message | None:
+    """The completion in a column: text, or the last message of a conversation that continues the prompt or repeats its
+    end; None for anything else."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        return value if isinstance(value, str) else None
-    messages = [(entry.get("role"), _text(entry.get("content"), IMAGE)) for entry in value]
-    before = messages[:-1]
+        return Message("assistant", value) if isinstance(value, str) else None
+    before = [(entry.get("role"), _text(entry.get("content") or "", IMAGE)) for entry in value[:-1]]
     prompt = [(message.role, message.content) for message in task.prompt]
-    if not messages or messages[-1][0] != "assistant" or before != prompt[len(prompt) - len(before) :]:
+    if not value or value[-1].get("role") != "assistant" or before != prompt[len(prompt) - len(before) :]:
         return None
-    return _text(value[-1].get("content"))
+    last, where = value[-1], f"the completion of task {task.task_id!r}"
+    content = _text("" if last.get("content") is None and last.get("tool_calls") else last.get("content"))
+    return None if content is None else with_parts(Message("assistant", content), last, where)
 
 
 def _text(content: object, image: str | None = None) -> str | None:
@@ -177,3 +201,14 @@ def _text(content: object, image: str | None = None) -> str | None:
             return None
         texts.append(text)
     return "".join(texts)
+
+
+def _tools(task: Task, column: str) -> list[Message]:
+    """The message with the tools in a column of a task; empty without the column, or if the prompt brings its own."""
+    value = task.columns.get(column)
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    described = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
+    return [Message(TOOLS, json.dumps(tools))] if described and task.prompt[0].role != TOOLS else []

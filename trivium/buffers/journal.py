@@ -243,10 +243,7 @@ def encode_group(group: Group, store: MediaStore | None = None) -> bytes:
         return [_pack_media(item, store) for item in items]
 
     task = group.task
-    prompt = [
-        {"role": message.role, "content": message.content, "media": pack_media(message.media)}
-        for message in task.prompt
-    ]
+    prompt = [{**message.entry(), "media": pack_media(message.media)} for message in task.prompt]
     try:
         packed = msgpack.packb(
             {
@@ -283,9 +280,7 @@ def decode_group(payload: bytes, store: MediaStore | None = None) -> Group:
 
     data: dict[str, Any] = msgpack.unpackb(payload, strict_map_key=False)
     task = data["task"]
-    prompt = tuple(
-        Message(message["role"], message["content"], unpack_media(message["media"])) for message in task["prompt"]
-    )
+    prompt = tuple(Message.of(message, unpack_media(message["media"])) for message in task["prompt"])
     return Group(
         slot=data["slot"],
         task=Task(task["task_id"], prompt, task["columns"], task["taskset"]),

@@ -19,6 +19,7 @@ from trivium.config.saved import as_yaml
 from trivium.config.schema import BufferConfig, RunConfig
 from trivium.config.sections import EvaluationSampling, SamplingConfig
 from trivium.errors import Problem
+from trivium.types import DAY
 
 _Section = TypeVar("_Section", bound=BaseModel)
 
@@ -33,9 +34,11 @@ def fingerprint(config: RunConfig) -> dict[str, str]:
     not change, and the run's length.
 
     Of a path only the last part counts, since paths differ between machines. The address of a buffer does not count,
-    nor do the fields that the trainer alone reads: how it updates the models, and with which loss.
+    nor do the fields that the trainer alone reads: how it updates the models, and with which loss. The day of the run
+    is beside them, which explorers take from the trainer.
     """
-    return {
+    day = {} if config.run.date is None else {DAY: config.run.date.isoformat()}
+    return day | {
         f"stages[{number}].{name}" if config.stages else name: _digest(value)
         for number, stage in enumerate(config.stage_configs())
         for name, value in _agreed(stage).items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import date as Day
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -131,6 +132,9 @@ class RunSection(Config):
     """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
     seed: int = 0
     """The seed of everything: weights, order, samples."""
+    date: Day | None = free(None)
+    """The day that chat templates write into prompts, if they write one. Unset: the day on which the run first starts;
+    it keeps this day when it continues, on all machines."""
     name: str = free("")
     """The run's name in a buffer that separate commands share; empty means the last part of `run.dir`."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")

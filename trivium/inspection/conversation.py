@@ -83,7 +83,7 @@ class ChatModel:
 
         async def row(number: int, task: Task) -> dict[str, Any]:
             messages = self.prompted(task.prompt)
-            prompt = [{"role": message.role, "content": message.content} for message in messages]
+            prompt = [message.entry() for message in messages]
             try:
                 turn = await self.begin(number).generate(messages)
                 result = {"completion": turn.text, "stop_reason": turn.stop_reason}

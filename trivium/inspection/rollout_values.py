@@ -107,10 +107,7 @@ def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]
 
     forks = {fork.turn: fork_values(fork, text) for fork in forks_of(rollout.trajectory.turns)}
     return {
-        "messages": [
-            {"role": message.role, "content": message.content, "media": media_values(message.media)}
-            for message in group.task.prompt
-        ],
+        "messages": [{**message.entry(), "media": media_values(message.media)} for message in group.task.prompt],
         "columns": dict(group.task.columns),
         "sequences": [_sequence(rollout, each, pieces, forks) for each in rollout.sequences],
         "kept": any("returns" in columns for each in rollout.kept.values() for columns in each),

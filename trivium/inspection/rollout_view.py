@@ -102,9 +102,7 @@ def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
         "index": trajectory.index,
         "greedy": rollout.greedy,
         "dropped": group.dropped,
-        "prompt": [
-            {"role": message.role, "content": message.content, **_media(message.media)} for message in group.task.prompt
-        ],
+        "prompt": [{**message.entry(), **_media(message.media)} for message in group.task.prompt],
         "columns": dict(group.task.columns),
         "turns": _turns(rollout, decode),
         "reward": trajectory.reward,

@@ -47,8 +47,13 @@ class Renderer(Protocol):
         """Text without special tokens."""
         ...
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
-        """(prompt, completion tokens with end of turn) for text that the policy did not sample."""
+    def expert(self, messages: Sequence[Message], completion: str | Message) -> tuple[Prompt, IntArray]:
+        """(prompt, completion tokens with end of turn) for a completion that the policy did not sample."""
+        ...
+
+    def supervised(self, messages: Sequence[Message]) -> list[tuple[Prompt, IntArray]]:
+        """`expert` for each turn of the assistant in a conversation. Each prompt begins with the earlier ones and their
+        turns."""
         ...
 
 

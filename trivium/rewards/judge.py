@@ -90,7 +90,7 @@ class _Component:
             return _missing_columns([(self.label, missing)], task.columns)
         given: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
         if self.takes_messages:
-            given[_MESSAGES] = [{"role": message.role, "content": message.content} for message in task.prompt]
+            given[_MESSAGES] = [message.entry() for message in task.prompt]
         if self.takes_media:
             given[_MEDIA] = [media for message in task.prompt for media in message.media]
         wanted = task.columns.keys() if self.takes_all else self.required | self.optional

@@ -18,6 +18,7 @@ from trivium.monitors.console import shown
 from trivium.registry import resolve
 from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.run_dir import as_saved
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.tasks.rows import json_value
@@ -60,7 +61,7 @@ def stage_at(config: RunConfig, step: int) -> Stage:
     """The last stage of a run with the policy of a checkpoint as its model (0: the model before training), for an
     engine that works alone. Raises ConfigError for an engine that does not sample from checkpoints, RunDirError for a
     step without a checkpoint."""
-    run_dir = Path(config.run.dir)
+    config, run_dir = as_saved(config), Path(config.run.dir)
     alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "bench"})})  # nothing is trained
     config = config.model_copy(update={"engine": with_choices(alone, machine()).engine})
     last = config.stage_configs()[-1]
@@ -123,7 +124,7 @@ def _no_row(task: Task, found: str) -> DataError:
 
 
 def _prompt(group: Group) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in group.task.prompt]
+    return [message.entry() for message in group.task.prompt]
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.logs import BEGINS, logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import Findings, preflight
-from trivium.runtime.run_dir import as_saved, hold_with, open_run_dir, recorded_changes, refuse_another_run
+from trivium.runtime.run_dir import as_saved, hold_with, on_day, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
 from trivium.runtime.stage import Stage, TrainStage, evaluates_alike
 from trivium.runtime.stage_models import stage_ends, with_reward_models
@@ -53,7 +54,7 @@ from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, peaks, training_ranks
 from trivium.training.launched import launched_ranks, ranks_here, this_rank
-from trivium.types import TRAINER
+from trivium.types import DAY, TRAINER
 
 _log = logging.getLogger("trivium")
 _CARRIED = (
@@ -303,6 +304,8 @@ def explore(config: RunConfig) -> dict[str, Any]:
         explored = 0
         while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
+            if day := waiting.settings.get(DAY):
+                stages = [on_day(stage, date.fromisoformat(day)) for stage in stages]
             explored += 1
             store = CheckpointStore(run_dir / "checkpoints")
             stage_config = with_reward_models(stages[number], config.stage_names, stage_ends(store), store)

@@ -58,10 +58,11 @@ from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
+from trivium.workflows.episodes import EpisodeConfig
 from trivium.workflows.function_schemas import described_function, function_of
 from trivium.workflows.function_tools import FunctionTools
 from trivium.workflows.single_turn import SingleTurn
-from trivium.workflows.tools import COLUMN, chosen
+from trivium.workflows.tools import COLUMN, ToolConfig, chosen
 
 T = TypeVar("T")
 
@@ -507,6 +508,21 @@ def tool_names(taskset: _Taskset) -> Iterator[Problem]:
 
 
 @TASKSET_RULES.rule
+def turns(taskset: _Taskset) -> Iterator[Problem]:
+    """The chat template drops or refuses what the workflow answers to a completion."""
+    workflow, renderer = taskset.config.workflow, taskset.renderer
+    if renderer is None or not _is_rolled_out(taskset.config, taskset.name) or not isinstance(workflow, EpisodeConfig):
+        return
+    role = "tool" if isinstance(workflow, ToolConfig) else "user"
+    try:
+        renderer.check_turn(role)
+    except DataError as error:
+        found = f"{error.found} (in a conversation with a second turn of the role {role})"
+        kind = Problem if role == "tool" else Caution  # an environment may end with the first completion
+        yield kind("model", f"a chat template for workflow.kind {workflow.kind!r}", found, error.do)
+
+
+@TASKSET_RULES.rule
 def prompts(taskset: _Taskset) -> Iterator[Problem]:
     """Prompts cannot be rendered, leave no space for a completion, or have characters without a token."""
     config, renderer = taskset.config, taskset.renderer
@@ -522,7 +538,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     taskset.read.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
-    fitting = list[int]()
+    fitting, forms = list[int](), set[tuple[str, ...]]()
     for place in taskset.seen:
         task = taskset.tasks[place]
         messages = workflow.prompt(task)
@@ -531,6 +547,9 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         # A small alphabet may lack characters of a short text: such prompts are all rendered.
         short = place not in counted and (limit is None or (_surely_below(limit, messages) and not small_alphabet))
         short = short and not _is_empty(task)  # the template may make no token of it
+        form = tuple(message.role for message in messages)  # of which the template may drop or refuse one
+        short = short and form in forms
+        forms.add(form)
         if pictured > _FIRST_IMAGES if has_images else short:  # not rendered
             continue
         with warnings.catch_warnings(record=True) as caught:
@@ -629,7 +648,14 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
             "save the model's tokenizer there (tokenizer.save_pretrained)",
         ) from error
     images = images_of(model.path, max_pixels=max_pixels)
-    return ChatRenderer(tokenizer, chat_template=model.template(), images=images)
+    return ChatRenderer(
+        tokenizer,
+        chat_template=model.template(),
+        images=images,
+        tool_calls=model.tool_calls,
+        roles=model.roles,
+        today=config.run.date,
+    )
 
 
 def _counted(prompts: Sequence[Iterable[Message]]) -> set[int]:

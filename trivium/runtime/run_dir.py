@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -167,9 +168,21 @@ def _write(lock: TextIO, text: str) -> None:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """Returns the config. If its directory holds a run with a step, the defaults are those that were saved with it."""
+    """Returns the config with its day. If its directory holds a run, the day is that of the run; if it holds a step,
+    so are the defaults that were saved with it."""
     path = Path(config.run.dir) / "config.yaml"
-    return as_begun(_saved_config(path), config) if path.is_file() and _has_steps(path.parent) else config
+    saved: Mapping[str, Any] = _saved_config(path) if path.is_file() else {}
+    if saved and _has_steps(path.parent):
+        config = as_begun(saved, config)
+    if config.run.date is not None:
+        return config
+    day = (saved.get("run") or {}).get("date") or date.today()
+    return on_day(config, day if isinstance(day, date) else date.fromisoformat(day))
+
+
+def on_day(config: RunConfig, day: date) -> RunConfig:
+    """Returns the config of a run that began on this day."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"date": day})})
 
 
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:

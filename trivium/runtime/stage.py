@@ -54,9 +54,14 @@ class Stage:
 
     @cached_property
     def renderer(self) -> Renderer:
-        pixels = self.config.workflow.max_image_pixels
-        tool_calls = getattr(self.config.model, "tool_calls", "auto")
-        return renderer_of(self.model_dir, max_image_pixels=pixels, tool_calls=tool_calls)
+        pixels, model = self.config.workflow.max_image_pixels, self.config.model
+        return renderer_of(
+            self.model_dir,
+            max_image_pixels=pixels,
+            tool_calls=getattr(model, "tool_calls", "auto"),
+            roles=getattr(model, "roles", None),
+            today=self.config.run.date,
+        )
 
 
 def evaluates_alike(one: RunConfig, other: RunConfig) -> bool:

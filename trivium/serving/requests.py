@@ -381,7 +381,9 @@ def _messages(value: object, recorded: Recorded) -> tuple[Message, ...]:
         raise bad_request(
             "messages", f"a list of 1 to {_MAX_MESSAGES} messages", found, "send at least one {role, content}"
         )
-    messages = tuple(_message(entry, f"messages[{number}]", recorded) for number, entry in enumerate(value))
+    messages = _with_names(
+        value, [_message(entry, f"messages[{number}]", recorded) for number, entry in enumerate(value)]
+    )
     if messages[-1].role == "assistant":
         raise bad_request(
             "messages",
@@ -392,27 +394,52 @@ def _messages(value: object, recorded: Recorded) -> tuple[Message, ...]:
     return messages
 
 
+def _with_names(entries: Sequence[Any], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages, of which a result of a tool has the number of its call, and the name of the tool."""
+    named: list[Message] = []
+    calls: list[Any] = []
+    for entry, message in zip(entries, messages, strict=True):
+        if message.role == "assistant":
+            calls = entry.get("tool_calls") or []
+        place = next((n for n, call in enumerate(calls) if call.get("id") == entry.get("tool_call_id")), None)
+        if message.role == "tool":
+            name = entry.get("name") or ("" if place is None else calls[place]["function"]["name"])
+            message = replace(message, name=str(name), call=place)
+        named.append(message)
+    return tuple(named)
+
+
 def _message(entry: object, where: str, recorded: Recorded) -> Message:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str) or entry["role"] == TOOLS:
         raise bad_request(where, "a message {role, content}", f"{entry!r:.60}", "send a role and a content")
     role = entry["role"]
-    known = {"assistant": ("role", "content", "tool_calls"), "tool": ("role", "content", "tool_call_id", "name")}
+    known = {
+        "assistant": ("role", "content", "tool_calls", "reasoning_content"),
+        "tool": ("role", "content", "tool_call_id", "name"),
+    }
     for name, value in entry.items():
         if name not in known.get(role, ("role", "content")) and value not in (None, [], {}):
             raise bad_request(
                 f"{where}.{name}", f"a message with {name}", f"{value!r:.60}", "send role and content only"
             )
-    if entry.get("tool_calls"):
+    if entry.get("tool_calls") or entry.get("reasoning_content"):
         return Message(role, _called(entry, where, recorded))
     return replace(_content(entry.get("content"), where), role=role)
 
 
 def _called(entry: Mapping[str, Any], where: str, recorded: Recorded) -> str:
-    """The text of an assistant's message with `tool_calls`. If the policy wrote the message, exactly its text."""
+    """The text of an assistant's message with `tool_calls` or `reasoning_content`. If the policy wrote the calls,
+    exactly its text."""
     content = "" if entry.get("content") is None else _text(entry["content"], where)
-    sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
+    asked, reasoning = entry.get("tool_calls") or [], entry.get("reasoning_content")
+    sent: list[Any] = asked if isinstance(asked, list) else [None]
+    if not isinstance(reasoning, str | None):
+        raise bad_request(f"{where}.reasoning_content", "text", f"{reasoning!r:.60}", "send it as it was received")
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
-    return written(Answer(None, content, calls), [completion_id(str(sent[0].get("id")))], recorded, reasoning=False)
+    ids = [completion_id(str(sent[0].get("id")))] if sent else []
+    if reasoning:
+        return written(Answer(reasoning.strip(), content, calls), ids, recorded)
+    return written(Answer(None, content, calls), ids, recorded, reasoning=False)
 
 
 def _sent_call(call: object, where: str) -> ToolCall:

@@ -57,8 +57,7 @@ def as_json(messages: Sequence[Message]) -> dict[str, Any]:
     return {
         "conversation": [
             {
-                "role": message.role,
-                "content": message.content,
+                **message.entry(),
                 "images": [[item.mime, base64.b64encode(item.data).decode()] for item in message.media],
             }
             for message in messages

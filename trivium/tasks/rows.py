@@ -28,10 +28,11 @@ from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
 from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
+from trivium.text.messages import MORE_KEYS, with_parts
 from trivium.types import Media, Message, Task, with_system
 
 Row = dict[str, Any]
-_ROLES = ("system", "user", "assistant", "tool", "tools")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "tools")
 
 
 def _checked_regex(pattern: str) -> str:
@@ -130,7 +131,7 @@ class RowTasks(ABC):
         """The number of tasks and a hash of their content, images included. A continued run must read the same."""
         digest = hashlib.blake2b(digest_size=8)
         for task in self._tasks:
-            prompt = [[m.role, m.content, [item.sha256 for item in m.media]] for m in task.prompt]
+            prompt = [[*m.entry().values(), [item.sha256 for item in m.media]] for m in task.prompt]
             digest.update(json.dumps([task.task_id, prompt, task.columns], sort_keys=True).encode())
         return f"{len(self._tasks)} rows, hash {digest.hexdigest()}"
 
@@ -222,30 +223,44 @@ def json_value(value: object, where: str) -> Any:
 def messages_of(
     value: object, where: str, read: Reader = read_image, images: list[Media] | None = None
 ) -> tuple[Message, ...]:
-    """Converts a prompt column to messages: text is one user message, a list has {role, content} entries.
+    """Converts a prompt column to messages: text is one user message, a list has {role, content} entries, with
+    `tool_calls`, `tool_call_id`, `name` and `reasoning_content` as in a request to OpenAI's Chat Completions.
 
     A content is text or a list of parts, whose images `read` reads. Removes the `images` that the messages mark from
     the list.
     """
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
+    entries: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not entries:
         raise DataError(f"a prompt at {where}", f"{value!r:.80}", "give text or a list of {role, content} messages")
-    return tuple(_message(entry, f"{where}, message {index}", read, images) for index, entry in enumerate(value))
+    ids: list[Any] = []
+    messages: list[Message] = []
+    for index, entry in enumerate(entries):
+        here = f"{where}, message {index}"
+        message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
+        messages.append(_message(entry, message, here, read, images))
+        if message["role"] == "assistant":
+            ids = [call.get("id") for call in message.get("tool_calls") or ()]
+        elif (asked := message.get("tool_call_id")) in ids and asked is not None:
+            messages[-1] = replace(messages[-1], call=ids.index(asked))
+    return tuple(messages)
 
 
-def _message(entry: object, where: str, read: Reader, images: list[Media] | None) -> Message:
-    message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
-    known = set(message) == {"role", "content"} and message["role"] in _ROLES
-    content = read_content(message["content"], where, read, images) if known else None
+def _message(
+    entry: object, message: Mapping[str, Any], where: str, read: Reader, images: list[Media] | None
+) -> Message:
+    role = message.get("role")
+    known = {"role", "content", *MORE_KEYS.get(str(role), ())}
+    content = None
+    if role in _ROLES and set(message) <= known and ("content" in message or "tool_calls" in message):
+        content = read_content(message.get("content", ""), where, read, images)
     if content is None:
         raise DataError(
             f"a message at {where}",
             f"{entry!r:.80}",
-            f"give exactly {{role, content}}, the role one of {', '.join(_ROLES)}, the content text, or parts of text "
-            "and images",
+            f"give {{role, content}}, the role one of {', '.join(_ROLES)}, the content text, or parts of text and "
+            "images; an assistant may have tool_calls and reasoning_content, a tool tool_call_id and name",
         )
-    return replace(content, role=message["role"])
+    return with_parts(replace(content, role=role), message, where)
 
 
 def _without_sides(
@@ -384,7 +399,7 @@ def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
             f"the last message is from {last.role!r}",
             "give text, or messages that end with the assistant's",
         )
-    return {"completion": last.content}
+    return {"completion": [last.entry()] if last.tool_calls or last.reasoning is not None else last.content}
 
 
 def _offer(where: str, columns: Row, name: str, value: object) -> None:

@@ -47,7 +47,7 @@ class FastTokenizer:
         """`named` are the special tokens by their names (`eos_token`, ...), and `more_special` those without one."""
         backend.no_truncation()
         backend.no_padding()
-        self._backend, self._named = backend, {name: named[name] for name in _NAMED if name in named}
+        self.backend, self._named = backend, {name: named[name] for name in _NAMED if name in named}
         self.chat_template, self.name_or_path = chat_template, name_or_path
         self.all_special_tokens = [*dict.fromkeys([*self._named.values(), *more_special])]
 
@@ -66,26 +66,26 @@ class FastTokenizer:
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         """Number -> added token."""
-        return self._backend.get_added_tokens_decoder()
+        return self.backend.get_added_tokens_decoder()
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> number."""
-        return self._backend.get_vocab(with_added_tokens=True)
+        return self.backend.get_vocab(with_added_tokens=True)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """The number of a token."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without added special tokens."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(
         self, tokens: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         """The text of tokens. Spaces are never cleaned up."""
         del clean_up_tokenization_spaces
-        return self._backend.decode([*tokens], skip_special_tokens=skip_special_tokens)
+        return self.backend.decode([*tokens], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -95,6 +95,7 @@ class FastTokenizer:
         chat_template: str | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
+        **more: Any,
     ) -> str:
         """The text of a conversation. Raises TemplateError if the template refuses it, ValueError if it is empty."""
         assert not tokenize
@@ -107,11 +108,11 @@ class FastTokenizer:
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self._named,
+            **(self._named | more),
         )
 
     def _id_of(self, name: str) -> int | None:
-        return self._backend.token_to_id(self._named[name]) if name in self._named else None
+        return self.backend.token_to_id(self._named[name]) if name in self._named else None
 
 
 def saved_tokenizer(directory: Path) -> FastTokenizer | None:

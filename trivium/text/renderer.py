@@ -8,6 +8,8 @@ the text after the marker is encoded and appended to the sampled tokens. Therefo
 - a completion whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) keeps its
   tokens;
 - a template that drops earlier reasoning from the history has no effect: the policy continues to see its own tokens;
+- a template that writes a past completion differently from the opening of the next one (an empty block of reasoning,
+  for example) has no effect either: only the text before the completion is compared;
 - a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for example)
   raises an error that shows where the two texts differ.
 """
@@ -17,26 +19,22 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import Any, cast
 
 import numpy as np
 
-from trivium.errors import DataError
+from trivium.errors import DataError, TemplateRefusal
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.fast_tokenizer import FastTokenizer
+from trivium.text.templates import AnyTokenizer, ChatTemplate, parts_of
 from trivium.text.tokenizer import hf_tokenizer
-from trivium.text.tool_formats import format_of
-from trivium.text.tools import described, split_tools
-from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-AnyTokenizer = Union["PreTrainedTokenizerBase", FastTokenizer]
+from trivium.text.tools import TOOLS, ToolCall
+from trivium.types import IntArray, Media, Message, Prompt, StopReason
 
 _SHORT, _LONG = 512, 16_384
 """Limits of a conversation in characters, for the cache of prompts. 16,384 prompts of short conversations are cached,
@@ -45,18 +43,20 @@ Conversations beyond both limits are not cached, to save memory."""
 
 _EARLIER_COMPLETION = "reply"
 """Replaces earlier completions in the comparison of two renderings."""
+_BEFORE = "\n"
+"""A text before another one, of whose characters no token is made together with it."""
 
 
 class ChatRenderer:
     """Renders conversations with the chat template of a tokenizer.
 
     `chat_template` (Jinja text) replaces the tokenizer's own. The template defines roles and default system prompts; a
-    conversation that it refuses raises DataError. It receives tools (`trivium.text.tools`) as `tools`. Special tokens
-    in a message's text become special tokens, as in every engine that renders chat templates; those of media are
-    refused.
+    conversation that it refuses, or of which it drops a message, raises DataError. It receives tools
+    (`trivium.text.tools`) as `tools`. Special tokens in a message's text become special tokens, as in every engine that
+    renders chat templates; those of media are refused.
 
-    `images` describes how the model reads images; None: it reads only text. `tool_calls` names the format of calls of
-    tools (`trivium.text.tool_formats`).
+    `images` describes how the model reads images; None: it reads only text. `tool_calls`, `roles` and `today` are those
+    of `trivium.text.templates.ChatTemplate`.
     """
 
     eos_token_ids: frozenset[int]
@@ -70,6 +70,8 @@ class ChatRenderer:
         chat_template: str | None = None,
         images: Images | None = None,
         tool_calls: str = "auto",
+        roles: Mapping[str, str] | None = None,
+        today: date | None = None,
     ) -> None:
         if chat_template is None and images is not None:
             chat_template = images.chat_template
@@ -80,14 +82,20 @@ class ChatRenderer:
                 "save chat_template.jinja in the model directory, or set model.chat_template "
                 "(for texts without roles: plain)",
             )
-        self._tokenizer, self._template, self._images = tokenizer, chat_template, images
+        self._tokenizer, self._images = tokenizer, images
         self._decode, self._ids_of = _decode_of(tokenizer), _encode_of(tokenizer)
-        self._by_parts = images is not None and self._takes_parts()
-        self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
-        self.tool_format = format_of(str(chat_template or tokenizer.chat_template), tool_calls)
+        self.template = ChatTemplate(
+            tokenizer,
+            chat_template,
+            takes_images=images is not None,
+            tool_calls=tool_calls,
+            roles=roles,
+            today=today,
+        )
+        self.tool_format = self.template.tool_format
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
-        own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
+        own = {self._end_of_turn, *self._ends_of_calls(), *({eos} if eos is not None else ())}
         marks = {
             int(tokenizer.convert_tokens_to_ids(mark)): mark  # pyright: ignore[reportArgumentType]
             for mark in self.tool_format.marks
@@ -124,7 +132,8 @@ class ChatRenderer:
 
         Raises DataError if the template refuses the conversation.
         """
-        return self._text(messages, generation=True)
+        self._check_media(messages)
+        return self.template.text(messages, generation=True)
 
     def _render(self, messages: tuple[Message, ...]) -> Prompt:
         prompt = self._expanded(self._encode(self.text(messages)), _media_of(messages))
@@ -150,7 +159,7 @@ class ChatRenderer:
                 "its last message is not the assistant's",
                 "pass the history up to and including the sampled completion",
             )
-        earlier = tuple(_with_content(m, _EARLIER_COMPLETION) if m.role == "assistant" else m for m in history[:-1])
+        earlier = tuple(self._in_place_of(history, place) for place in range(len(history) - 1))
         messages = (*earlier, *new)
         known = sum(len(m.content) for m in messages) <= _LONG and not any(m.media for m in messages)
         bridge = (self._known_bridge if known else self._bridge)(earlier, tuple(new))
@@ -190,28 +199,133 @@ class ChatRenderer:
             found = f"{self._images.token!r} is in the text, and there is no image"
             raise DataError("a rendered text with its images", found, "send the images with the text")
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
+    def expert(self, messages: Sequence[Message], completion: str | Message) -> tuple[Prompt, IntArray]:
         """Encodes a completion that the policy did not sample. Returns (prompt, completion tokens with end of turn)."""
-        self._check_media([Message("assistant", completion)])
-        return self.render(messages), np.append(self._encode(completion), np.int32(self._end_of_turn))
+        last = Message("assistant", completion) if isinstance(completion, str) else completion
+        return self.supervised([*messages, last])[-1]
+
+    def supervised(self, messages: Sequence[Message]) -> list[tuple[Prompt, IntArray]]:
+        """(prompt, tokens with end of turn) of each turn of the assistant in a conversation that the policy did not
+        write, the last message being one. Each prompt begins with the earlier ones and their turns.
+
+        The conversation is encoded as a whole, for a tokenizer may write the beginning of a text differently from its
+        middle. A turn is what the template writes after its opening, or what `{% generation %}` encloses in the
+        template. Raises DataError if the template rewrites earlier messages, or drops a part of the last turn.
+        """
+        self._check_media(messages)
+        places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        if not places or places[-1] != len(messages) - 1 or places[0] == 0:
+            found = f"roles {[message.role for message in messages]}"
+            raise DataError("a conversation that ends with the assistant's turn", found, "add a prompt and the turn")
+        text = self.template.text(messages, generation=False)
+        self._check_reasoning(messages[-1], text)
+        tokens, ends = self._encode_with_ends(text)
+        first = [int(np.searchsorted(ends, self._opening(messages[:place], text), "right")) for place in places]
+        marked = self.template.generated(messages, len(tokens))
+        media, spans = _media_of(messages), []
+        for start, limit in zip(first, [*first[1:], len(tokens)], strict=True):
+            if marked is not None:
+                inside = start + np.flatnonzero(marked[start:limit])
+                spans.append((int(inside[0]), int(inside[-1]) + 1) if len(inside) else (start, start))
+            else:
+                spans.append((start, self._end_of(tokens, start, limit, last=limit == len(tokens))))
+        turns = [(self._expanded(tokens[:start], media, partly=True), tokens[start:end]) for start, end in spans]
+        prompt, last = turns[-1]
+        if marked is None and not (len(last) and int(last[-1]) in self.eos_token_ids):
+            left = len(text) - len(self._closing) if text.endswith(self._closing) else len(text)
+            written = tokens[len(tokens) - len(last) : int(np.searchsorted(ends, left, "right"))]
+            turns[-1] = prompt, np.append(written, np.int32(self._end_of_turn))
+        return turns
+
+    def check_turn(self, role: str) -> None:
+        """Raises what `extend` would for a turn that begins with a message of this role, `user` or `tool`."""
+        tool = {"type": "function", "function": {"name": "tool", "parameters": {"type": "object", "properties": {}}}}
+        tools = [Message(TOOLS, json.dumps([tool]))] if role == "tool" else []
+        new = [Message(role, text, name="tool" if tools else "") for text in (("one", "two") if tools else ("one",))]
+        try:
+            self._bridge((*tools, Message("user", "question")), tuple(new))
+        except TemplateRefusal:
+            if not tools:
+                raise
+            self._bridge((*tools, Message("user", "question")), tuple(new[:1]))  # a model of one call at a time
+
+    def _opening(self, before: Sequence[Message], text: str) -> int:
+        """The place in the text of a whole conversation where a turn of the assistant begins."""
+        opened, closed = (self.template.text(before, generation=generation) for generation in (True, False))
+        start = _num_shared(opened, text)
+        if start < _num_shared(opened, closed):
+            raise TemplateRefusal(*_divergence(opened, text))
+        return start
+
+    def _end_of(self, tokens: IntArray, start: int, limit: int, *, last: bool) -> int:
+        """The end of a turn in the tokens of a conversation: after its first end of turn, or in the last turn after the
+        first one of those that nothing but white space follows."""
+        if last:
+            end = len(tokens)
+            while end > start and (int(tokens[end - 1]) in self._special or not self._shown(tokens[end - 1 : end])):
+                end -= 1
+            ends = (place + 1 for place in range(end, limit) if int(tokens[place]) in self.eos_token_ids)
+            return next(ends, limit)
+        end = next((place + 1 for place in range(start, limit) if int(tokens[place]) in self.eos_token_ids), None)
+        if end is None:
+            raise DataError(
+                "the end of an earlier turn of the assistant",
+                "the chat template writes no token there that ends a turn",
+                "learn from the last turn alone, or use a template that ends its turns",
+            )
+        return end
+
+    def _shown(self, tokens: IntArray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist())).strip()
+
+    def _check_reasoning(self, turn: Message, text: str) -> None:
+        if turn.reasoning is not None and turn.reasoning.strip() not in text:
+            raise TemplateRefusal(
+                "a row whose last turn has reasoning",
+                "the chat template leaves the reasoning out",
+                "write it into the content, or use a template that writes `reasoning_content`",
+            )
+
+    def _in_place_of(self, history: Sequence[Message], place: int) -> Message:
+        """A message of a history without what the policy wrote: the tokens of that are known."""
+        message, results = history[place], _results(history[place + 1 :])
+        if message.role != "assistant":
+            return message
+        if results and self.template.results_need_calls:
+            return self.template.calling(results, _EARLIER_COMPLETION)
+        return Message("assistant", _EARLIER_COMPLETION)
 
     def _bridge(self, earlier: tuple[Message, ...], new: tuple[Message, ...]) -> IntArray:
         """The tokens between a completion and the next one. They depend on no completion: `earlier` are the messages
         before it, with others in their places."""
-        marker = _unused_marker([*earlier, *new])
-        seen = self._text(earlier, generation=True)
-        now = self._text([*earlier, Message("assistant", marker), *new], generation=True)
-        before, _, bridge = now.partition(marker)
-        if now.count(marker) != 1:
-            raise DataError(
+        marker, results = _unused_marker([*earlier, *new]), _results(new)
+        calls = bool(results) and self.template.results_need_calls
+        turn = self.template.calling(results, marker) if calls else Message("assistant", marker)
+        seen = self.text(earlier)
+        now = self.text([*earlier, turn, *new])
+        before, _, bridge = now.rpartition(marker)
+        if not calls and now.count(marker) != 1:
+            raise TemplateRefusal(
                 "a chat template that renders each completion once",
                 f"it renders the last completion {now.count(marker)} times when the conversation continues",
                 "use another template for multi-turn tasks",
             )
         # Either may be longer: a template may open a block before a completion, or write one only into the history.
         if not (seen.startswith(before) or before.startswith(seen)):
-            raise DataError(*_divergence(seen, before))
-        return self._encode(bridge)
+            closed = self.template.text(earlier, generation=False)
+            if _num_shared(seen, before) < _num_shared(seen, closed):
+                raise TemplateRefusal(*_divergence(seen, before))
+        tokens = self._encode_inside(bridge)
+        if not calls:
+            return tokens
+        ends = np.flatnonzero(np.isin(tokens, list(self.eos_token_ids)))
+        if not len(ends):
+            raise TemplateRefusal(
+                "a chat template that ends a turn with calls",
+                "it writes no token there that ends a turn",
+                "map the role of results with model.roles: {tool: user}",
+            )
+        return tokens[ends[0] :]
 
     def _without_sampled_end(self, bridge: IntArray, sampled: int) -> IntArray:
         """The bridge without the end of turn that the policy sampled itself (and white space before it)."""
@@ -220,78 +334,9 @@ class ChatRenderer:
             return bridge[at[0] + 1 :]
         return bridge
 
-    def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
-        """Renders the conversation with the template; `generation` opens the assistant's next turn."""
-        self._check_media(messages)
-        tools, messages = split_tools(messages)
-        if tools and not self._knows_tools:
-            instructions = self.tool_format.instructions()
-            tools, messages = [], described(tools, messages, instructions, self._default_system)
-        from jinja2 import TemplateError
-
-        conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                conversation,
-                tools=tools or None,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=generation,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"render a conversation of roles {[message.role for message in messages]}",
-                f"the chat template refuses it: {error}",
-                "give tasks and environments the roles, in the order, that the model was trained on",
-            ) from error
-        assert isinstance(text, str)
-        return text
-
-    @cached_property
-    def _default_system(self) -> str:
-        """The system message that the template writes into a conversation without one; empty if it writes none.
-
-        Raises DataError if it writes no system message at all: what is described there would not reach the policy.
-        """
-        marker, question = _unused_marker(()), Message("user", "question")
-        before, shown, after = self._text([Message("system", marker), question], generation=False).partition(marker)
-        if not shown:
-            raise DataError(
-                "tools described in the system message, since the chat template does not name them",
-                "the template drops the system message",
-                "set model.chat_template to one that writes tools or system messages",
-            )
-        text = self._text([question], generation=False)
-        is_default = text.startswith(before) and text.endswith(after)
-        return text[len(before) : len(text) - len(after)] if is_default else ""
-
-    def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """The content of a message for the template: a list of parts if the template supports it and the model reads
-        images."""
-        if not self._by_parts:
-            return message.content
-        texts = parts_of(message)
-        content: list[dict[str, str]] = []
-        for number, text in enumerate(texts):
-            content += [{"type": "image"}] if number else []
-            content += [{"type": "text", "text": text}] if text else []
-        return content or [{"type": "text", "text": ""}]
-
-    def _takes_parts(self) -> bool:
-        """Whether the template supports content that is a list of parts; a template for text prints the list."""
-        from jinja2 import TemplateError
-
-        marker = _unused_marker(())
-        conversation = [{"role": "user", "content": [{"type": "text", "text": marker}]}]
-        try:
-            text = self._tokenizer.apply_chat_template(conversation, chat_template=self._template, tokenize=False)
-        except (TemplateError, TypeError):  # the template joins text and a list
-            return False
-        return marker in str(text) and "'text'" not in str(text)
-
     def _check_media(self, messages: Sequence[Message]) -> None:
         """Refuses media that the model cannot read, and texts that contain placeholders of media."""
-        if not self._by_parts and any(message.media for message in messages):
+        if not self.template.by_parts and any(message.media for message in messages):
             raise DataError(
                 "render a message with images or sound",
                 "this model reads text only" if self._images is None else "the chat template writes text only",
@@ -309,11 +354,13 @@ class ChatRenderer:
                         "remove it from the text (an image is in `media`, and `<image>` marks its place)",
                     )
 
-    def _expanded(self, tokens: IntArray, media: Sequence[Media]) -> Prompt:
-        """Expands the placeholders in `tokens`, one for each of `media`, to a prompt."""
+    def _expanded(self, tokens: IntArray, media: Sequence[Media], *, partly: bool = False) -> Prompt:
+        """Expands the placeholders in `tokens`, one for each of `media`, to a prompt; `partly`: for the first of
+        them."""
         if self._images is None or not media:
             return Prompt(tokens)
         places = np.flatnonzero(tokens == self._images.token_id)
+        media = media[: len(places)] if partly else media
         if len(places) != len(media):
             raise DataError(
                 f"a chat template that writes {self._images.token} once for each image",
@@ -343,13 +390,32 @@ class ChatRenderer:
             )
         return tokens
 
+    def _encode_inside(self, text: str) -> IntArray:
+        """The tokens of a text that others precede. SentencePiece writes a space before the first text."""
+        if not self._prefixes:
+            return self._encode(text)
+        tokens, ends = self._encode_with_ends(_BEFORE + text)
+        return tokens[int(np.searchsorted(ends, len(_BEFORE), "right")) :]
+
+    @cached_property
+    def _prefixes(self) -> bool:
+        """Whether the tokenizer writes the beginning of a text differently from its middle."""
+        alone, inside = ([*self._ids_of(text)] for text in ("a", _BEFORE + "a"))
+        return alone[:1] != inside[-1:]
+
+    def _encode_with_ends(self, text: str) -> tuple[IntArray, IntArray]:
+        """(the tokens of a text, the place after the last character of each)."""
+        tokens, backend = self._encode(text), _backend_of(self._tokenizer)
+        if backend is None:  # a tokenizer in Python: the ends of the texts of its tokens
+            texts = [str(self._tokenizer.decode(tokens[: n + 1].tolist())) for n in range(len(tokens))]
+            return tokens, np.asarray([len(each) for each in texts], np.int32)
+        offsets = backend.encode(text, add_special_tokens=False).offsets
+        return tokens, np.asarray([end for _, end in offsets], np.int32)
+
     def _find_end_of_turn(self) -> int:
         """The special token that the template writes after a completion; else the tokenizer's end of sequence."""
-        marker = _unused_marker(())
-        text = self._text([Message("user", "question"), Message("assistant", marker)], generation=False)
-        closing = self._encode(text.partition(marker)[2])
-        special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        token = next((int(i) for i in closing if int(i) in special), _eos(self._tokenizer))
+        closing = self._encode(self._closing)
+        token = next((int(i) for i in closing if int(i) in self._special), _eos(self._tokenizer))
         if token is None:
             raise DataError(
                 f"the end of a turn of {self._tokenizer.name_or_path or 'the tokenizer'}",
@@ -358,38 +424,51 @@ class ChatRenderer:
             )
         return token
 
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes after the last completion of a conversation."""
+        marker = _unused_marker(())
+        return self.template.tried([Message("user", "question"), Message("assistant", marker)]).rpartition(marker)[2]
 
-def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS, tool_calls: str = "auto") -> ChatRenderer:
+    def _ends_of_calls(self) -> set[int]:
+        """The special token that the template writes after the calls of a turn, and that is no part of the calls."""
+        if self.template.call_style is None:
+            return set()
+        marker, result = _unused_marker(()), Message("tool", "result")
+        turn = [Message("user", "question"), self.template.calling([result], marker)]
+        text = self.template.tried([*turn, result])
+        text = text if marker in text else self.template.tried(turn)
+        written = [*self.tool_format.marks, self.tool_format.write([ToolCall("f", "{}")])]
+        own = {token for part in written for token in self._ids_of(part)}
+        closing = [int(token) for token in self._encode(text.rpartition(marker)[2])]
+        return {*[token for token in closing if token in self._special and token not in own][:1]}
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def renderer_of(
+    model_dir: str | Path,
+    *,
+    max_image_pixels: int = MAX_PIXELS,
+    tool_calls: str = "auto",
+    roles: Mapping[str, str] | None = None,
+    today: date | None = None,
+) -> ChatRenderer:
     """The renderer of the model in a directory, with images if the model reads them."""
     images = images_of(model_dir, max_pixels=max_image_pixels)
-    return ChatRenderer(hf_tokenizer(model_dir, correct_pad_token=False), images=images, tool_calls=tool_calls)
-
-
-def parts_of(message: Message) -> list[str]:
-    """The texts before, between and after the media of a message: one more than the number of media.
-
-    Raises DataError if its text marks a different number of images.
-    """
-    if not message.media:
-        return [message.content]
-    texts = message.content.split(IMAGE)
-    if len(texts) == 1:
-        return [*[""] * len(message.media), message.content]
-    if len(texts) != len(message.media) + 1:
-        raise DataError(
-            f"a message with one {IMAGE} for each image",
-            f"{len(texts) - 1} in {message.content!r:.80}, and {len(message.media)} image(s)",
-            f"mark the place of each image with {IMAGE}, or of none (they precede the text)",
-        )
-    return texts
+    tokenizer = hf_tokenizer(model_dir, correct_pad_token=False)
+    return ChatRenderer(tokenizer, images=images, tool_calls=tool_calls, roles=roles, today=today)
 
 
 def _media_of(messages: Sequence[Message]) -> list[Media]:
     return [item for message in messages for item in message.media]
 
 
-def _with_content(message: Message, content: str) -> Message:
-    return Message(message.role, content)
+def _results(messages: Sequence[Message]) -> Sequence[Message]:
+    """The results of tools that the messages begin with."""
+    return list(takewhile(lambda message: message.role == "tool", messages))
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:
@@ -400,9 +479,14 @@ def _unused_marker(messages: Sequence[Message]) -> str:
     return f"sampledreply{number}"
 
 
+def _num_shared(one: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _divergence(seen: str, now: str) -> tuple[str, str, str]:
     """The parts of the error about the first place where two renderings differ."""
-    at = next(i for i, (a, b) in enumerate(zip(seen, now, strict=False)) if a != b)
+    at = _num_shared(seen, now)
     return (
         "a chat template that only appends text when the conversation continues",
         f"from character {at} it reads {now[at : at + 40]!r} but the policy has seen {seen[at : at + 40]!r}",
@@ -425,6 +509,11 @@ def _decode_of(tokenizer: AnyTokenizer) -> Callable[..., object]:
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
     return getattr(tokenizer, "_decode", tokenizer.decode) if plain else tokenizer.decode
+
+
+def _backend_of(tokenizer: AnyTokenizer) -> Any:
+    """The tokenizer of the `tokenizers` library, which knows the place of each token in a text; None without one."""
+    return tokenizer.backend if isinstance(tokenizer, FastTokenizer) else getattr(tokenizer, "backend_tokenizer", None)
 
 
 def _encode_of(tokenizer: AnyTokenizer) -> Callable[[str], Sequence[int]]:

@@ -10,18 +10,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from trivium.registry import resolve
-
-
-class ToolCall(NamedTuple):
-    """A call of a tool by the policy."""
-
-    name: str
-    arguments: str
-    """A JSON object, as text."""
-
+from trivium.types import ToolCall
 
 MAX_DEPTH = 48
 """How deep arguments may be nested. Agents send them back inside a request, whose depth is limited as well."""

@@ -33,6 +33,7 @@ from trivium.types.capabilities import (
     capabilities_of,
 )
 from trivium.types.enums import (
+    DAY,
     TRAINER,
     RunningStatus,
     SaveStrategy,
@@ -59,6 +60,7 @@ from trivium.types.trajectories import (
     Sample,
     Sampling,
     Task,
+    ToolCall,
     Trajectory,
     Turn,
     with_system,
@@ -67,6 +69,7 @@ from trivium.types.trajectories import (
 __all__ = [
     "AT_UPDATE",
     "CANDIDATES",
+    "DAY",
     "EXPERT_VERSION",
     "EXTRAS",
     "IMAGE",
@@ -104,6 +107,7 @@ __all__ = [
     "SyncStyle",
     "Task",
     "Teacher",
+    "ToolCall",
     "Trajectory",
     "Turn",
     "TurnSpan",

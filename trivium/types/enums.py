@@ -6,6 +6,8 @@ from enum import StrEnum
 
 TRAINER = "trainer"
 """The role name of the trainer; any other name on a board is an explorer's."""
+DAY = "run.date"
+"""The setting of a run that explorers take from the trainer: the day that chat templates write."""
 
 
 class RunningStatus(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -53,15 +53,50 @@ class Media:
         return replace(self, span=(start, end))
 
 
+class ToolCall(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One entry of a conversation."""
 
     role: str
-    """`system`, `user`, `assistant`, `tool`, or `tools` for the first one, whose content is a JSON list of tools."""
+    """`system`, `developer`, `user`, `assistant`, `tool`, or `tools` for the first one, whose content is a JSON list of
+    tools."""
     content: str
-    """Text. In a message with media, each `<image>` is the place of one; without any, the media precede the text."""
+    """Text. In a message with media, each `<image>` is the place of one; without any, the media precede the text. The
+    content of a completion that the policy wrote is its whole text, reasoning and calls included."""
     media: tuple[Media, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of an assistant's message in a row. The chat template writes them after the content."""
+    reasoning: str | None = None
+    """The reasoning of an assistant's message in a row. The chat template writes it before the content."""
+    name: str = ""
+    """The tool that a `tool` message is the result of; empty: the one of its call."""
+    call: int | None = None
+    """The number of the call that a `tool` message answers, in the assistant's message before it; None: in order."""
+
+    def entry(self) -> dict[str, Any]:
+        """Role and content, and of the other fields those that are set, as JSON values; not the media."""
+        more: dict[str, Any] = {
+            "tool_calls": [call._asdict() for call in self.tool_calls],
+            "reasoning": self.reasoning,
+            "name": self.name,
+            "call": self.call,
+        }
+        return {"role": self.role, "content": self.content} | {k: v for k, v in more.items() if v not in (None, "", [])}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any], media: tuple[Media, ...] = ()) -> Message:
+        """The inverse of `entry`."""
+        calls = tuple(ToolCall(**call) for call in entry.get("tool_calls", ()))
+        more = {name: entry[name] for name in ("reasoning", "name", "call") if name in entry}
+        return cls(entry["role"], entry["content"], media, calls, **more)
 
 
 def with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:

@@ -10,7 +10,7 @@ import pytest
 from failing import refused
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, DataError
+from trivium.errors import ConfigError, DataError, TemplateRefusal
 from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.text import hf_tokenizer
@@ -148,13 +148,13 @@ def test_a_template_that_rewrites_earlier_messages_is_an_error_that_shows_where(
     chat = renderer(MOVING)
     talk = [Message("system", "S"), user("a")]
     tokens = chat.render(talk)
-    with refused(DataError, "character 8", "'S|a<"):
+    with refused(TemplateRefusal, "character 8", "'S|a<"):
         chat.extend([*talk, assistant("b")], tokens, StopReason.EOS, [user("c")])
 
 
 def test_a_template_that_drops_the_reply_is_an_error():
     chat = renderer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with refused(DataError, "0 times"):
+    with refused(TemplateRefusal, "message 2", "assistant"):
         chat.extend([user("a"), assistant("b")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_rendered_is_said_in_three_parts():
     chat = renderer()
     with refused(DataError, "text only", "`media`"):
         chat.render([Message("user", "look", (Media("image/png", b""),))])
-    with refused(DataError, "critic"):
+    with refused(TemplateRefusal, "critic"):
         chat.render([Message("critic", "no")])
     with refused(DataError, "one token"):
         renderer(PLAIN).render([user("")])
@@ -320,7 +320,7 @@ def test_tools_are_described_after_the_system_message_that_the_policy_would_see(
     tools = Message("tools", json.dumps([{"type": "function", "function": {"name": "add"}}]))
     conversation = [tools, *([Message("system", own)] if own else []), user("1?")]
     if system is None:
-        with refused(DataError, "system message", "model.chat_template"):
+        with refused(TemplateRefusal, "system message", "model.chat_template"):
             renderer(template).render(conversation)
         return
     text = written(renderer(template).render(conversation))

@@ -74,6 +74,11 @@ class HuggingFaceModel:
         """How the model writes calls of tools: `hermes` (also Qwen), `llama3`, `mistral`, `deepseek`, `gpt_oss`, or a
         format of your own (`my_format.py:FORMAT`). `auto` takes the one that the chat template contains."""
 
+        roles: dict[str, str] = Field(default={})
+        """Roles that the chat template drops or refuses, each with the one that it gets instead: `{tool: user}` or
+        `{system: user}`. Such a message joins its neighbours of that role, and a result of a tool is marked by
+        `<tool_response>`. `developer` is `system` by default, if the template writes only that one."""
+
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))
             if missing is not None:

@@ -65,8 +65,11 @@ class CutRenderer:
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
         return self.renderer.decode(tokens)
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
+    def expert(self, messages: Sequence[Message], completion: str | Message) -> tuple[Prompt, IntArray]:
         return self.renderer.expert(messages, completion)
+
+    def supervised(self, messages: Sequence[Message]) -> list[tuple[Prompt, IntArray]]:
+        return self.renderer.supervised(messages)
 
 
 def template_of(verl: Settings, tokenizer: PreTrainedTokenizerBase) -> str | None:
