@@ -515,7 +515,9 @@ def turns(taskset: _Taskset) -> Iterator[Problem]:
         return
     role = "tool" if isinstance(workflow, ToolConfig) else "user"
     try:
-        renderer.check_turn(role)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the characters of its texts, which are no prompt's
+            renderer.check_turn(role)
     except DataError as error:
         found = f"{error.found} (in a conversation with a second turn of the role {role})"
         kind = Problem if role == "tool" else Caution  # an environment may end with the first completion

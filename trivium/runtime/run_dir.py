@@ -177,7 +177,7 @@ def as_saved(config: RunConfig) -> RunConfig:
     if config.run.date is not None:
         return config
     day = (saved.get("run") or {}).get("date") or date.today()
-    return on_day(config, day if isinstance(day, date) else date.fromisoformat(day))
+    return on_day(config, date.fromisoformat(str(day)))
 
 
 def on_day(config: RunConfig, day: date) -> RunConfig:

@@ -207,8 +207,6 @@ def test_the_date_is_that_of_the_run(tokenizer: Any) -> None:
     chat = ChatRenderer(tokenizer("bytes"), chat_template=DATED, today=date(2026, 2, 3))
     assert written(chat.render([USER])).startswith("<|system|>Today: 03 Feb 2026<|end|><|user|>")
     says = "{% macro today() %}{{ 'on ' + strftime_now('%A, %-d.%m.%y %H:%M') }}{% endmacro %}{{ today() }}"
-        "\n{% macro today() %}{{ 'on ' + strftime_now('%A, %-d.%m.%y %H:%M') }}{% endmacro %}{{ today() }}" + EACH
-    )
     chat = ChatRenderer(tokenizer("bytes"), chat_template="\n" + says + EACH, today=date(2026, 2, 3))
     assert written(chat.render([USER])) == "\non Tuesday, 3.02.26 00:00<|user|>1+1=<|end|><|assistant|>"
 
