@@ -88,7 +88,7 @@ def test_a_run_that_continues_on_another_day_has_the_weights_of_one_that_was_not
             }
             run(configured(folder, DATED, **sections))
             monkeypatch.setattr(Clock, "now", Clock.now + timedelta(days=1))
-        weights[name] = (folder / "run" / "checkpoints" / "step-4" / "policy" / "model.safetensors").read_bytes()
+        weights[name] = (folder / "run" / "checkpoints" / "step-000004" / "policy" / "model.safetensors").read_bytes()
         prompts[name] = run_dir.as_saved(configured(folder, DATED)).run.date
     assert weights["whole"] == weights["in two"]
     assert set(prompts.values()) == {date(2026, 2, 27)}
