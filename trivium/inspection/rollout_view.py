@@ -143,8 +143,8 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion, after its reasoning. A record has no list of tools: any name counts."""
     prompt_end = decode(turn.prompt_tokens[-REASONING_TAIL:])
-    texts = (how.split(turn.text, opened=how.opens(prompt_end))[1] for how in FORMATS)
-    read = (how.read(text) for how, text in zip(FORMATS, texts, strict=True))
+    texts = [(how, how.split(turn.text, opened=how.opens(prompt_end))[1]) for how in FORMATS]
+    read = (how.read(text) for how, text in texts if how.begins(text))
     return next((calls[1] for calls in read if calls is not None), ())
 
 
@@ -207,15 +207,15 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
 
 
 def calls_of(rollout: Rollout, decode: Decode) -> str:
-    """Formats the calls of a rollout with their results, and its last completion. The results of a turn are the context
-    of the next one, in the template's form."""
+    """Formats the calls of a rollout with their results, and completions without calls that can be read. The results of
+    a turn are the context of the next one, in the template's form."""
     turns, lines = _turns(rollout, decode), _heading(rollout)
     for number, turn in enumerate(turns):
         lines += [_indented("call", f"{call['name']} {call['arguments']}") for call in turn["calls"]]
-        if turn["calls"] and number + 1 < len(turns):
+        if not turn["calls"]:
+            lines.append(_indented("completion", turn["completion"]))
+        if number + 1 < len(turns):
             lines.append(_indented("results", turns[number + 1]["context"]))
-    if turns and not turns[-1]["calls"]:
-        lines.append(_indented("completion", turns[-1]["completion"]))
     if (failure := rollout.trajectory.failure) is not None:
         lines.append(_indented("failed", f"{failure.side}: {failure.kind}: {failure.message}"))
     return "\n".join(lines) + "\n"

@@ -57,12 +57,14 @@ from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
+from trivium.text.tool_formats import detected, rendered_by
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
 from trivium.workflows.episodes import EpisodeConfig
 from trivium.workflows.function_schemas import described_function, function_of
 from trivium.workflows.function_tools import FunctionTools
 from trivium.workflows.single_turn import SingleTurn
 from trivium.workflows.tools import COLUMN, ToolConfig, chosen
+from trivium.workflows.verifiers import Verifiers
 
 T = TypeVar("T")
 
@@ -398,6 +400,7 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
     renderer = yield from attempt("model", lambda: stage.renderer)
     if renderer is not None:
         yield from _beyond_embedding(stage.config, renderer)
+        yield from _unread_calls(stage.config, renderer)
     several = source_configs(stage.config)
     if "" not in several:
         others = {name: tasks for name, tasks in stage.config.tasks.items() if name != "train"}
@@ -418,6 +421,23 @@ def _beyond_embedding(config: RunConfig, renderer: ChatRenderer) -> Iterator[Pro
         found = f"its embedding has {size}, and lacks {len(beyond)}, such as {beyond[0]!r}"
         do = "save the tokenizer that belongs to the model, or enlarge the embedding (resize_token_embeddings)"
         yield kind("model", f"a model with all tokens of the tokenizer in {model.path}", found, do)
+
+
+def _unread_calls(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem]:
+    """Reports a chat template whose notation of calls no format reads, or another one than `model.tool_calls` names."""
+    model, offers = config.model, isinstance(config.workflow, ToolConfig)
+    may_offer = config.run.mode == "serve" or isinstance(config.workflow, Verifiers.Config)
+    if not isinstance(model, HuggingFaceModel.Config) or not (offers or may_offer):
+        return
+    if model.tool_calls == "auto":
+        problems = attempt("model.tool_calls", renderer.tool_format.check)
+        yield from problems if offers else (Caution(*problem) for problem in problems)
+        return
+    own = detected(rendered_by(_tokenizer(Path(model.path)), model.template()))
+    if own.written and own.format is not resolve("tool_calls", model.tool_calls):
+        found = f"the chat template writes {own.written!r:.200}"
+        do = "leave it out, unless the model was trained on another notation than that of its template"
+        yield Caution("model.tool_calls", f"calls as {model.tool_calls} writes them", found, do)
 
 
 def _task_problems(

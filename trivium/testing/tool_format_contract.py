@@ -45,9 +45,11 @@ def check_tool_format(
         require(cut is None or len(cut[1]) < len(calls), f"a call that is cut is no call: {written[:size]!r}")
     after = how.read(f"{written} and more")
     require(after is None, "calls with text after them are text")
-    unsendable = tuple(how.write([ToolCall(name, arguments)]) for name in tools.names for arguments in _UNSENDABLE)
-    for text in unsendable:
-        require(tools.read(text) == (text, ()), f"a call that no response can contain is text: {text!r:.99}")
+    for text in (how.write([ToolCall(name, arguments)]) for name in tools.names for arguments in _UNSENDABLE):
+        sent = [call.arguments for call in tools.read(text)[1]]
+        require(sent == [json_object(each) for each in sent], f"a response can contain any call: {text!r:.99}")
+    require(not any(map(how.begins, ("", content))), "a completion without a mark begins no call")
+    require(how.begins(written), "a completion with calls begins one")
     for text in texts:
         require(tools.read(text) == (text, ()), f"text that is not a call stays text: {text!r}")
         for size in range(len(text) + 1):

@@ -33,6 +33,7 @@ from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.fast_tokenizer import FastTokenizer
 from trivium.text.templates import AnyTokenizer, ChatTemplate, parts_of
 from trivium.text.tokenizer import hf_tokenizer
+from trivium.text.tool_formats import UnknownFormat
 from trivium.text.tools import TOOLS, ToolCall
 from trivium.types import IntArray, Media, Message, Prompt, StopReason
 
@@ -432,13 +433,13 @@ class ChatRenderer:
 
     def _ends_of_calls(self) -> set[int]:
         """The special token that the template writes after the calls of a turn, and that is no part of the calls."""
-        if self.template.call_style is None:
+        if self.template.call_style is None or isinstance(self.tool_format, UnknownFormat):
             return set()
         marker, result = _unused_marker(()), Message("tool", "result")
-        turn = [Message("user", "question"), self.template.calling([result], marker)]
-        text = self.template.tried([*turn, result])
-        text = text if marker in text else self.template.tried(turn)
-        written = [*self.tool_format.marks, self.tool_format.write([ToolCall("f", "{}")])]
+        conversation = [Message("user", "question"), self.template.calling([result], marker), result]
+        text = self.template.tried(conversation)
+        text = text if marker in text else self.template.tried(conversation[:2])
+        written = [*self.tool_format.marks, self.tool_format.write([ToolCall("f", "{}"), ToolCall("f", "{}")])]
         own = {token for part in written for token in self._ids_of(part)}
         closing = [int(token) for token in self._encode(text.rpartition(marker)[2])]
         return {*[token for token in closing if token in self._special and token not in own][:1]}

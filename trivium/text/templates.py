@@ -19,7 +19,7 @@ import numpy as np
 
 from trivium.errors import DataError, TemplateRefusal
 from trivium.text.fast_tokenizer import FastTokenizer
-from trivium.text.tool_formats import ToolFormat, format_of
+from trivium.text.tool_formats import REFUSALS, ToolFormat, format_of, rendered_by
 from trivium.text.tools import described, split_tools
 from trivium.types import IMAGE, BoolArray, Media, Message, ToolCall
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 AnyTokenizer = Union["PreTrainedTokenizerBase", FastTokenizer]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
-"""What the expressions of a template raise for a value that it does not expect, apart from Jinja's own errors."""
 
 
 def _word(number: int, call: int | None = None) -> str:
@@ -84,7 +82,7 @@ class ChatTemplate:
         self._tokenizer, self._source, self._today = tokenizer, source, today
         self.by_parts = self._takes(True) and (takes_images or not self._takes(False))
         """Whether the content of a message is a list of parts."""
-        self.tool_format: ToolFormat = format_of(self._source_for(True), tool_calls)
+        self.tool_format: ToolFormat = format_of(rendered_by(tokenizer, source), tool_calls)
         self._roles = dict(roles or {})
         if "developer" not in self._roles and not self._writes_role("developer") and self._writes_role("system"):
             self._roles["developer"] = "system"  # as OpenAI's clients name it for newer models
@@ -209,7 +207,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=generation,
             )
-        except (TemplateError, *_REFUSALS) as error:
+        except (TemplateError, *REFUSALS) as error:
             raise _Refused(error) from error
         assert isinstance(text, str)
         return text

@@ -8,11 +8,11 @@ support tools. `trivium.text.tool_formats` reads the calls in completions.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trivium.errors import DataError
-from trivium.text.tool_formats import FORMATS, CallableTools, ToolCall, ToolFormat, arguments_text
+from trivium.text.tool_formats import FORMATS, CallableTools, Schemas, ToolCall, ToolFormat, arguments_text
 from trivium.types import Message
 
 TOOLS = "tools"
@@ -55,21 +55,48 @@ def described(
     return [Message("system", f"{default_system}\n\n{text}" if default_system else text), *messages]
 
 
+def schemas_of(tools: Sequence[Any]) -> Schemas:
+    """The schemas of the arguments of tools that are described as OpenAI's clients send them."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return {each["name"]: each.get("parameters") or {} for each in functions if isinstance(each.get("name"), str)}
+
+
 def read_tool_calls(
-    text: str, names: Collection[str], tool_format: ToolFormat | None = None, prompt_end: str = ""
+    text: str, tools: Collection[str] | Schemas, tool_format: ToolFormat | None = None, prompt_end: str = ""
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """(text before the calls, calls) of a completion in this format; None: in that of any family that Trivium knows.
 
-    Nothing in a reasoning block is a call. The block begins the completion, or is opened by the prompt, of which
-    `prompt_end` is the text of the last `REASONING_TAIL` tokens. If any part after it is not a valid call
-    of one of these tools, the whole completion is text.
+    `tools` are the names of the tools, or a mapping from them to the JSON schemas of their arguments: some families
+    write no types, and a value is read by its schema then. Nothing in a reasoning block is a call. The block begins the
+    completion, or is opened by the prompt, of which `prompt_end` is the text of the last `REASONING_TAIL` tokens. If
+    any part after it is not a valid call of one of these tools, the whole completion is text.
     """
-    for each in FORMATS if tool_format is None else (tool_format,):
+    for each in _typed(tools, tool_format):
         _, rest = each.split(text, opened=each.opens(prompt_end))
-        content, calls = CallableTools(frozenset(names), each).read(rest)
+        content, calls = CallableTools(frozenset(tools), each).read(rest)
         if calls:
             return text.removesuffix(rest) + content, calls
     return text, ()
+
+
+def attempted_calls(
+    text: str, tools: Schemas, tool_format: ToolFormat | None = None, prompt_end: str = ""
+) -> tuple[tuple[ToolCall, ...], str]:
+    """(the calls of a completion, of tools of any name; what is wrong with its calls if they cannot be read). Both are
+    empty for a completion that begins no call."""
+    _, calls = read_tool_calls(text, tools, tool_format, prompt_end)
+    if calls or not tools:
+        return calls, ""
+    formats = _typed(tools, tool_format)
+    rests = [(each, each.split(text, opened=each.opens(prompt_end))[1]) for each in formats]
+    started = [(each, rest) for each, rest in rests if each.begins(rest)]
+    read = next((calls[1] for each, rest in started if (calls := each.read(rest)) is not None), ())
+    return read, started[0][0].fault(started[0][1]) if started and not read else ""
+
+
+def _typed(tools: Collection[str] | Schemas, tool_format: ToolFormat | None) -> list[ToolFormat]:
+    formats = FORMATS if tool_format is None else (tool_format,)
+    return [each.typed(tools) for each in formats] if isinstance(tools, Mapping) else [*formats]
 
 
 def json_object(text: str) -> str | None:

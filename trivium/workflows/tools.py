@@ -17,7 +17,7 @@ from trivium.errors import DataError, text_of
 from trivium.policy import Policy
 from trivium.registry import suggest
 from trivium.text.tool_formats import REASONING_TAIL
-from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
+from trivium.text.tools import TOOLS, ToolCall, attempted_calls
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EpisodeConfig
 
@@ -48,7 +48,8 @@ class ToolConfig(EpisodeConfig):
     """Base of the sections of workflows with tools."""
 
     max_calls: int = Field(default=8, ge=1)
-    """Calls of tools in a trajectory. Further ones get an error, and the completion after that is the last."""
+    """Calls of tools in a trajectory, with those that cannot be read. Further ones get an error, and the completion
+    after that is the last."""
     max_result_chars: int = Field(default=8000, ge=1)
     """Length of a result for the policy. A longer one is cut, with a mark."""
 
@@ -76,6 +77,8 @@ class Toolbox(Protocol):
 class ToolEnvironment:
     """Offers the tools of a toolbox, executes the calls of each completion concurrently, and answers with the results.
 
+    A call that cannot be read, or of an unknown tool, gets an error as its result.
+
     `max_calls` bounds the calls of a trajectory: further calls get an error, and the completion after that is the last.
     `max_result` bounds the text of a result, in characters.
     """
@@ -84,11 +87,12 @@ class ToolEnvironment:
         """`policy` writes the completions. If it has no format, calls of any family that Trivium knows count."""
         self._toolbox, self._max_calls, self._max_result = toolbox, max_calls, max_result
         self._policy = policy
-        self._names: frozenset[str] = frozenset()
+        self._schemas: dict[str, Mapping[str, Any]] = {}
         self._num_calls = self._num_errors = 0
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """The task's messages, after the descriptions of its tools."""
+        """The task's messages, after the descriptions of its tools. Raises DataError if the policy writes calls in a
+        notation that Trivium does not read."""
         if task.prompt[0].role == TOOLS:
             raise DataError(
                 f"the tools of task {task.task_id!r} from the workflow",
@@ -96,21 +100,28 @@ class ToolEnvironment:
                 f"choose among the workflow's tools by a column {COLUMN!r} with their names",
             )
         tools = chosen(await self._toolbox.open(task), task)
-        self._names = frozenset(tool.name for tool in tools)
+        self._schemas = {tool.name: tool.parameters for tool in tools}
         if not tools:
             return task.prompt
+        if self._policy.tool_format is not None:
+            self._policy.tool_format.check()
         return [Message(TOOLS, json.dumps([tool.described for tool in tools])), *task.prompt]
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
-        """The results of the calls, in order. A completion without calls ends the trajectory."""
-        policy = self._policy
-        _, calls = read_tool_calls(completion, self._names, policy.tool_format, policy.prompt_end(REASONING_TAIL))
+        """The results of the calls, in order. A completion that begins no call ends the trajectory."""
+        prompt_end = self._policy.prompt_end(REASONING_TAIL)
+        calls, fault = attempted_calls(completion, self._schemas, self._policy.tool_format, prompt_end)
         left = self._max_calls - self._num_calls
-        if not calls or left <= 0:
+        if not (calls or fault) or left <= 0:
             return (), None, True
-        self._num_calls += len(calls)
+        self._num_calls += len(calls) or 1
+        if fault:
+            self._num_errors += 1
+            text = f"error: the call cannot be read: {fault}. {self._known}"
+            return [Message("tool", self._cut(text))], None, False
         results = await gather_or_cancel(self._result(call, number < left) for number, call in enumerate(calls))
-        return [Message("tool", result) for result in results], None, False
+        named = zip(calls, results, strict=True)
+        return [Message("tool", result, name=call.name) for call, result in named], None, False
 
     async def finish(self) -> tuple[float | None, Mapping[str, float]]:
         """The reward of the toolbox, and the numbers of calls and of errors."""
@@ -120,15 +131,24 @@ class ToolEnvironment:
     async def close(self) -> None:
         await self._toolbox.close()
 
+    @property
+    def _known(self) -> str:
+        return f"The tools are: {', '.join(self._schemas)}"
+
     async def _result(self, call: ToolCall, allowed: bool) -> str:
         """The result of a call, or the text of its error."""
         try:
+            if call.name not in self._schemas:
+                raise ToolError(f"no tool {call.name!r}. {self._known}")
             if not allowed:
                 raise ToolError(f"the limit of {self._max_calls} calls is reached")
             text = await self._toolbox.call(call.name, json.loads(call.arguments))
         except ToolError as error:
             self._num_errors += 1
             text = f"error: {text_of(error)}"
+        return self._cut(text)
+
+    def _cut(self, text: str) -> str:
         left_out = len(text) - self._max_result
         return text if left_out <= 0 else f"{text[: self._max_result]}... ({left_out} more characters)"
 

@@ -19,7 +19,7 @@ from trivium.errors import ConfigError, DataError, Problem, TriviumError, text_o
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.processes.isolated import require
 from trivium.text.tool_formats import HERMES, REASONING_TAIL
-from trivium.text.tools import TOOLS, ToolCall, read_tool_calls
+from trivium.text.tools import TOOLS, ToolCall, read_tool_calls, schemas_of
 from trivium.types import Message, StopReason, Task
 from trivium.workflows.adapters import mapping_of
 from trivium.workflows.episodes import EnvironmentFailure
@@ -211,11 +211,13 @@ class _Client:
         vf, tools, run = _verifiers(), turn.tools or [], self.runs[turn.trace.id]
         if not isinstance(dialect, vf.dialects.ChatDialect):
             raise vf.ProviderError(f"{type(dialect).__name__}: the policy answers Chat Completions", status_code=400)
-        described = json.dumps([vf.clients.train.tool_to_wire(tool) for tool in tools])
-        messages = [Message(TOOLS, described)] if tools else []
+        described = [vf.clients.train.tool_to_wire(tool) for tool in tools]
+        messages = [Message(TOOLS, json.dumps(described))] if tools else []
         try:
             messages += [Message(message.role, self._text(message)) for message in turn.prompt]
             policy = run.policy_of(messages)
+            if tools and policy.tool_format is not None:
+                policy.tool_format.check()
             done = await policy.generate(messages)
         except TriviumError as error:
             self.errors.append(error)
@@ -223,7 +225,7 @@ class _Client:
             words = "maximum context length: " if isinstance(error, PromptTooLong) else ""
             raise vf.ProviderError(f"{words}{text_of(error)}", status_code=400) from error
         how, prompt_end = policy.tool_format or HERMES, policy.prompt_end(REASONING_TAIL)
-        text, calls = read_tool_calls(done.text, [tool.name for tool in tools], policy.tool_format, prompt_end)
+        text, calls = read_tool_calls(done.text, schemas_of(described), policy.tool_format, prompt_end)
         thought, content = how.split(text, opened=how.opens(prompt_end))
         if thought is not None:
             thought, content = thought.strip(), content.strip()

@@ -237,8 +237,8 @@ async def test_a_row_chooses_among_the_tools_and_a_long_result_is_cut() -> None:
     first = shown(player)[0]
     assert "look" in first
     assert "Adds two" not in first
-    assert len(player.turns) == 2, "a call of a tool that the row did not choose is text"
     assert '<|tool|>{"wo... (' in shown(player)[1]
+    assert "<|tool|>erro... (" in shown(player)[2], "a call of a tool that the row did not choose gets an error"
     for columns, prompt in (({"tools": ["lock"]}, TASK.prompt), ({}, (Message(TOOLS, "[]"), *TASK.prompt))):
         with pytest.raises(EnvironmentFailure) as caught:
             await tooled.run(Task("t", prompt, columns), policy("a"))
@@ -253,6 +253,66 @@ async def test_a_call_that_no_thread_could_begin_fails_the_rollout() -> None:
         await tools("hang_until_it_is_over", threads=1, call_deadline_s=0.2).run(TASK, policy(both, "a"))
     assert "no answer" not in str(caught.value)
     check_error(caught.value.__cause__, RolloutError, "hang_until_it_is_over", "0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("completion", "wrong"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 2}', "cannot be read"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2</tool_call>', "JSON"),
+        ('<tool_call>{"name": "add", "arguments": [2]}</tool_call>', "object"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call> It is 3.', "text follows"),
+        ("<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>", "cannot be read"),
+        (call("subtract", a=2), "'subtract'"),
+    ],
+)
+async def test_a_call_that_is_none_gets_an_error_and_counts(completion: str, wrong: str) -> None:
+    (found, again), player = await results(tools("add", "look"), completion, call("add", a=2), "3")
+    assert found.startswith("error: ")
+    assert wrong in found
+    assert "add, look" in found
+    assert again == "3"
+    assert player.metrics == {"env_done": 1.0, "tool_calls": 2.0, "tool_errors": 1.0}
+
+
+async def test_a_policy_that_only_writes_broken_calls_ends() -> None:
+    found, player = await results(tools("add", max_calls=2), *["<tool_call>{"] * 4)
+    assert len(found) == 2
+    assert (len(player.turns), player.metrics["tool_errors"]) == (3, 2)
+
+
+async def test_one_unknown_tool_among_calls_gets_an_error_of_its_own() -> None:
+    found, player = await results(tools("add"), call("add", a=2) + call("subtract", a=2), "3")
+    assert found[0] == "3"
+    assert found[1].startswith("error: ")
+    assert player.metrics["tool_errors"] == 1
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}', ', "arguments": "{}"'])
+async def test_a_tool_without_parameters_is_called(arguments: str) -> None:
+    written = f'<tool_call>{{"name": "let_the_other_end"{arguments}}}</tool_call>'
+    found, _ = await results(tools("let_the_other_end"), written, "ok")
+    assert found == ["ended"]
+
+
+def repeat(text: str, times: int = 1) -> str:
+    return text * times
+
+
+async def test_a_text_that_looks_like_a_number_stays_a_text() -> None:
+    arguments = "<parameter=text>12</parameter><parameter=times>2</parameter>"
+    written = f"<tool_call><function=repeat>{arguments}</function></tool_call>"
+    player = policy(written, "ok", renderer=ChatRenderer(TOKENIZER, tool_calls="xml"))
+    await tools("repeat").run(TASK, player)
+    assert "<|tool|>1212<|end|>" in shown(player)[1]
+
+
+async def test_a_template_whose_calls_nobody_reads_fails_the_rollout() -> None:
+    calls = "{% for c in message.tool_calls %}CALL {{ c.function }}{% endfor %}"
+    source = TEMPLATE + f"{{% for message in messages %}}{calls}{{% endfor %}}"
+    player = policy("CALL add", renderer=ChatRenderer(tiny_tokenizer("bytes", template=source)))
+    with refused(EnvironmentFailure, "model.tool_calls", "CALL"):
+        await tools("add").run(TASK, player)
 
 
 async def test_calls_are_read_in_the_format_of_the_model() -> None:

@@ -71,8 +71,9 @@ class HuggingFaceModel:
         """Variables of the chat template, for example `{enable_thinking: false}`. They are set at the start of the
         template, so every prompt, in training, evaluation and an exported model, is rendered with them."""
         tool_calls: Annotated[str, AfterValidator(plugin_path)] = "auto"
-        """How the model writes calls of tools: `hermes` (also Qwen), `llama3`, `mistral`, `deepseek`, `gpt_oss`, or a
-        format of your own (`my_format.py:FORMAT`). `auto` takes the one that the chat template contains."""
+        """How the model writes calls of tools: `hermes` (Qwen 2.5, 3), `xml` (Qwen 3.5 and Coder, Nemotron 3), `glm`,
+        `llama3`, `mistral`, `deepseek`, `gpt_oss`, `cohere`, `minimax`, `muse`, `lfm`, `gemma` (4), or a format of
+        your own (`my_format.py:FORMAT`). `auto` takes the one that reads what the chat template writes for a call."""
 
         roles: dict[str, str] = Field(default={})
         """Roles that the chat template drops or refuses, each with the one that it gets instead: `{tool: user}` or
