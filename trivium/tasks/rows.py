@@ -297,11 +297,11 @@ def _without_images(
     prompt = config.prompt_column
     value = None if prompt is None else row.get(prompt)
     entries = value if isinstance(value, list | tuple) else ()
-    in_parts = any(isinstance(entry, Mapping) and not isinstance(entry.get("content"), str) for entry in entries)
+    in_parts = any(isinstance(entry, Mapping) and isinstance(entry.get("content"), list | tuple) for entry in entries)
     if prompt is None or value is None or not (images or in_parts):
         return row, None, images
     messages = messages_of(list(entries) or value, f"{where}, {prompt!r}", read, images)
-    row[prompt] = [{"role": message.role, "content": message.content} for message in messages]
+    row[prompt] = [message.entry() for message in messages]
     return row, messages, images
 
 

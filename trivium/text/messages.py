@@ -18,11 +18,11 @@ MORE_KEYS = {"assistant": ("tool_calls", *_REASONING), "tool": ("tool_call_id", 
 def with_parts(message: Message, entry: Mapping[str, Any], where: str) -> Message:
     """The message with the calls, the reasoning and the name in an entry of a conversation. Raises DataError."""
     reasoning = next((entry[key] for key in _REASONING if entry.get(key) is not None), None)
-    name = entry.get("name", "")
-    if not isinstance(reasoning, str | None) or not isinstance(name, str):
+    name, call = entry.get("name", ""), entry.get("call")
+    if not isinstance(reasoning, str | None) or not isinstance(name, str) or not isinstance(call, int | None):
         raise DataError(f"a message at {where}", f"{entry!r:.80}", "give reasoning and the name of a tool as text")
     calls = tuple(_call(call, f"{where}, tool_calls[{n}]") for n, call in enumerate(entry.get("tool_calls") or ()))
-    return replace(message, tool_calls=calls, reasoning=reasoning, name=name)
+    return replace(message, tool_calls=calls, reasoning=reasoning, name=name, call=call)
 
 
 def _call(call: object, where: str) -> ToolCall:

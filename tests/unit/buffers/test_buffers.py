@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import struct
 import sys
 import time
@@ -35,7 +36,20 @@ from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Failure, Group, Lease, Media, Message, Sampling, StopReason, Task, Trajectory, Turn
+from trivium.types import (
+    Failure,
+    Group,
+    Lease,
+    Media,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+    experiences_of,
+)
 
 TASKS = [Task(f"t{i}", (Message("user", f"{i}="),), {"completion": str(i), "answer": i}) for i in range(4)]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789="))
@@ -243,6 +257,62 @@ async def test_a_pair_of_conversations_without_a_prompt_is_the_pair_that_continu
     assert await turns(implicit) == await turns(explicit)
     with refused(DataError, "prompt"):
         task_of_row("a row", {"chosen": "2", "rejected": "9"}, RowTasks.Config(kind="rows"), "train")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "2"},
+]
+TOOLS_COLUMN = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+async def test_a_row_of_messages_is_learned_from_by_its_last_turn_or_by_all(tmp_path: Path, turns: str) -> None:
+    config = RowTasks.Config(kind="rows", prompt="messages", completion="messages")
+    tasks = [task_of_row("a row", {"messages": TALK, "tools": json.dumps(TOOLS_COLUMN)}, config, "train")]
+    plan = Schedule(tasks, seed=0, groups_per_step=1, steps=1, group_size=1)
+    section = FileBuffer.Config.model_validate({"turns": turns})
+    renderer = ChatRenderer(tiny_tokenizer("bytes"))
+    files = FileBuffer(section, schedule=plan, rollouts=tmp_path, renderer=renderer, deadline_s=1)
+    [group] = await files.take(1, 0)
+    [experience] = experiences_of(group, group.trajectories[0])
+    whole = tiny_tokenizer("bytes").decode(experience.tokens.tolist())
+    learned = tiny_tokenizer("bytes").decode(experience.tokens[experience.response_mask].tolist())
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
+    assert learned == ("2<|end|>" if turns == "last" else f"{call}2<|end|>")
+    assert whole.endswith(f"<|user|>1+1=<|end|><|assistant|>{call}<|tool|>2<|end|><|assistant|>2<|end|>")
+    assert '"name": "add", "parameters"' in whole
+
+
+async def test_the_parts_of_a_message_survive_the_journal(tmp_path: Path) -> None:
+    config = RowTasks.Config(kind="rows", prompt="messages", completion="messages")
+    turn = {"role": "assistant", "content": "two", "reasoning_content": "one and one"}
+    task = task_of_row("a row", {"messages": [*TALK[:3], {"role": "user", "content": "again"}, turn]}, config, "train")
+    assert task.prompt[1].tool_calls == (ToolCall("add", '{"a": 1}'),)
+    assert task.prompt[2].call == 0
+    assert task.columns["completion"] == [{"role": "assistant", "content": "two", "reasoning": "one and one"}]
+    group = Group(0, task, (), 0)
+    assert decode_group(encode_group(group)) == group
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": [1]}}]},
+        {"role": "assistant", "content": "", "reasoning_content": 3},
+        {"role": "user", "content": "", "tool_calls": [CALL]},
+        {"role": "tool"},
+    ],
+)
+def test_a_message_with_broken_parts_is_refused(message: dict[str, Any]) -> None:
+    row = {"prompt": [*TALK[:1], message, {"role": "user", "content": "?"}]}
+    with refused(DataError, "message 1"):
+        task_of_row("a row", row, RowTasks.Config(kind="rows"), "train")
 
 
 # --------------------------------------------------------------------------- the buffer in memory
