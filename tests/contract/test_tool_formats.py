@@ -224,10 +224,10 @@ def test_the_schema_gives_a_value_its_type(written: str, schema: dict[str, objec
 def test_what_templates_write_unescaped_is_read() -> None:
     assert XML.read(xml("a </parameter> b")) == ("", (ToolCall("f", '{"x": "a </parameter> b"}'),))
     text = "<|tool_call_start|>[f(x='it's\nso', y=['a', None, True], z={\"b\": null})]<|tool_call_end|>"
-    [call] = (LFM.read(text) or ("", ()))[1]
+    _, (call, *_) = read_tool_calls(text, {"f"}, LFM)
     assert json.loads(call.arguments) == {"x": "it's\nso", "y": ["a", None, True], "z": {"b": None}}
     text = '<|tool_call>call:f{x:<|"|>"a", {b}\n<|"|>,y:[None,1.5,{z:false}]}<tool_call|>'
-    [call] = (GEMMA.read(text) or ("", ()))[1]
+    _, (call, *_) = read_tool_calls(text, {"f"}, GEMMA)
     assert json.loads(call.arguments) == {"x": '"a", {b}\n', "y": [None, 1.5, {"z": False}]}
 
 

@@ -16,7 +16,7 @@ from trivium.serving.bodies import RequestError, bad_request, read_body
 from trivium.serving.completion_parts import Answer, Recorded, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
 from trivium.text.tool_formats import CallableTools
-from trivium.text.tools import TOOLS, ToolCall, json_object
+from trivium.text.tools import TOOLS, ToolCall, json_object, schemas_of
 from trivium.types import MIN_TEMPERATURE, IntArray, Message, Sampling
 
 T = TypeVar("T")
@@ -163,6 +163,7 @@ def read_chat(
     stream, include_usage = read_stream(body)
     tools = [] if body.get("tool_choice") == "none" else typed(body, "tools", list, [])
     names = frozenset(_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools))
+    recorded = recorded._replace(format=recorded.format.typed(schemas_of(tools)))
     messages = _messages(body.get("messages"), recorded)
     return ChatRequest(
         messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
@@ -431,8 +432,8 @@ def _called(entry: Mapping[str, Any], where: str, recorded: Recorded) -> str:
     """The text of an assistant's message with `tool_calls` or `reasoning_content`. If the policy wrote the calls,
     exactly its text."""
     content = "" if entry.get("content") is None else _text(entry["content"], where)
-    asked, reasoning = entry.get("tool_calls") or [], entry.get("reasoning_content")
-    sent: list[Any] = asked if isinstance(asked, list) else [None]
+    calling, reasoning = entry.get("tool_calls") or [], entry.get("reasoning_content")
+    sent: list[Any] = calling if isinstance(calling, list) else [None]
     if not isinstance(reasoning, str | None):
         raise bad_request(f"{where}.reasoning_content", "text", f"{reasoning!r:.60}", "send it as it was received")
     calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))

@@ -240,8 +240,8 @@ def messages_of(
         messages.append(_message(entry, message, here, read, images))
         if message["role"] == "assistant":
             ids = [call.get("id") for call in message.get("tool_calls") or ()]
-        elif (asked := message.get("tool_call_id")) in ids and asked is not None:
-            messages[-1] = replace(messages[-1], call=ids.index(asked))
+        elif (own := message.get("tool_call_id")) in ids and own is not None:
+            messages[-1] = replace(messages[-1], call=ids.index(own))
     return tuple(messages)
 
 

@@ -59,21 +59,17 @@ class Json(JsonFormat):
         return self.marks[0] + "; ".join(objects)
 
 
-class Hermes(JsonFormat):
+class Hermes(Json):
     """`<tool_call>` blocks of JSON, as Hermes and Qwen write them. Also reads a completion that is nothing but JSON
     objects without blocks, as `Json` does."""
 
     marks = ("<tool_call>", "</tool_call>")
-    starts = ("{",)
-
-    def begins(self, text: str) -> bool:
-        return super().begins(text) or _BARE.match(text) is not None
 
     def read(self, text: str) -> Calls | None:
         content, mark, body = text.partition(self.marks[0])
         if mark:
             return all_calls(content, separated(body, self.marks[0], _block))
-        return None if LLAMA3.marks[0] in text else LLAMA3.read(text)
+        return None if Json.marks[0] in text else LLAMA3.read(text)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         objects = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls)
