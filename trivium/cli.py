@@ -257,9 +257,11 @@ def profile(
 ) -> None:
     """Reads from finished RUNs what the machine needs for tokens, train steps, weights and environments, as YAML."""
     with Outcome(debug):
-        from trivium.checkpoint.atomic import atomic_write
+        from trivium.checkpoint.atomic import atomic_write, refuse_existing
         from trivium.simulation.rates import measure
 
+        if out is not None:
+            refuse_existing(out, "--output")
         text = measure(runs).to_yaml()
         if out is None:
             print(text, end="")
@@ -295,10 +297,12 @@ def simulate(
         loaded = load(config, overrides or ())
         if find_spec("greenlet") is None:
             raise MissingPackage("greenlet", "simulation", "trivium simulate")
-        from trivium.checkpoint.atomic import atomic_write
+        from trivium.checkpoint.atomic import atomic_write, refuse_existing
         from trivium.simulation.planner import cases_of, cheapest, forecasts, plot, table
         from trivium.simulation.rates import Rates
 
+        if out is not None:
+            refuse_existing(out, "--output")
         cases = cases_of(loaded, explorers, trainers, staleness)
         results = list(forecasts(loaded, Rates.read(machine), cases, steps))
         print(table(results))
@@ -370,14 +374,21 @@ def export(
         Literal["policy", "reward"],
         typer.Option("--role", help="The policy, or the reward model as a sequence classifier."),
     ] = "policy",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(
+            "--dtype", help="Type of the weights. [default: that of the model before training]", show_default=False
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Writes a checkpoint's policy or reward model as a plain Hugging Face model directory."""
     with Outcome(debug):
+        from trivium.runtime.export import dtype_in
         from trivium.runtime.export import export as export_step
 
-        export_step(run, step, out, role)
-        print(f"wrote {out}")
+        export_step(run, step, out, role, dtype)
+        print(f"wrote {out} in {dtype_in(out)}")
 
 
 @app.command("serve-reward", context_settings=_CONFIGURED)
@@ -470,9 +481,12 @@ def replay(
 ) -> None:
     """Computes recorded rollouts and their train step again; exits with 1 where something differs, and names it."""
     with Outcome(debug):
+        from trivium.checkpoint.atomic import refuse_existing
         from trivium.inspection.bundle import opened, write_bundle
         from trivium.inspection.replay_step import replay as replay_step
 
+        if bundle is not None:
+            refuse_existing(bundle, "--bundle")
         with opened(run) as source:
             number, chosen = step or source.step, task or source.task
             if number is None:

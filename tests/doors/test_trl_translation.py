@@ -190,6 +190,30 @@ def test_the_schedule_of_the_learning_rate(kind: str | None, expected: tuple[str
 
 
 @pytest.mark.parametrize(
+    ("trainer", "keys", "expected"),
+    [
+        ("sft", {"max_length": 64}, "cut_right"),
+        ("dpo", {"max_length": 64, "truncation_mode": "keep_end"}, "cut_left"),
+        ("reward", {"max_length": 64}, "drop"),
+        ("sft", {"max_length": None}, None),
+        ("sft", {}, None),
+    ],
+)
+def test_the_length_of_rows(trainer: str, keys: dict[str, Any], expected: str | None, model: str) -> None:
+    tasks = translate(given(trainer, model, **keys, max_steps=8)).config["tasks"]["train"]
+    assert (tasks.get("max_tokens"), tasks.get("on_overlong")) == (expected and 64, expected)
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "sft", "dpo"])
+def test_variables_of_the_chat_template(trainer: str, model: str) -> None:
+    keys = {"chat_template_kwargs": {"enable_thinking": False}, "max_steps": 8}
+    assert translate(given(trainer, model, **keys)).config["model"]["template_variables"] == {"enable_thinking": False}
+    for nothing in ({}, None):
+        translated = translate(given(trainer, model, chat_template_kwargs=nothing, max_steps=8)).config
+        assert "template_variables" not in translated["model"]
+
+
+@pytest.mark.parametrize(
     ("trainer", "keys", "named"),
     [
         ("grpo", {"num_train_epochs": 2}, ("schedule.steps", "2 epochs", "2 * tasks / 1 ")),

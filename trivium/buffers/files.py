@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from trivium.buffers.read_only import ReadOnlyBuffer
+from trivium.buffers.row_cuts import cut_turns
 from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
@@ -99,6 +101,10 @@ class FileBuffer(ReadOnlyBuffer):
     def group_of(self, assignment: Assignment) -> Group:
         """The group of an assigned row."""
         sides = [self._turns(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
+        if (cuts := getattr(self.schedule.tasks, "cuts", None)) is not None:
+            turns = [turn for side in sides for turn in side]
+            left = iter(cut_turns(turns, *cuts) or turns)
+            sides = [tuple(islice(left, len(side))) for side in sides]
         rewards = [{}] if len(sides) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
         members = tuple(Trajectory(i, turns, rewards[i]) for i, turns in enumerate(sides))
         return Group(assignment.slot, assignment.task, members, assignment.epoch)

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,14 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
         fsync(staging)
         staging.replace(path)
+
+
+def refuse_existing(path: Path, option: str, *, is_own: Callable[[bytes], bool] = lambda content: False) -> None:
+    """Raises ConfigError if an option of a command names a file or directory that exists, unless `is_own` of its
+    content: the command itself wrote it."""
+    if path.exists() and not (path.is_file() and is_own(path.read_bytes())):
+        found = "it exists, and this command did not write it"
+        raise ConfigError(f"{option} {path}", found, "name a new file, or move that one elsewhere")
 
 
 def _sha256(path: Path) -> str:

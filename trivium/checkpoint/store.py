@@ -149,7 +149,7 @@ def export(checkpoint: Checkpoint, out: Path, leave_out: Sequence[str] = ()) -> 
 
     Raises RunDirError if `out` is not empty.
     """
-    if out.exists() and any(out.iterdir()):
-        raise RunDirError(f"export to {out}", "it exists and is not empty", "name a new directory")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunDirError(f"export to {out}", "it exists and is not an empty directory", "name a new directory")
     shutil.copytree(checkpoint.path / "policy", out, ignore=shutil.ignore_patterns(*leave_out), dirs_exist_ok=True)
     return out

@@ -90,6 +90,8 @@ class TaskTokens:
     """The whole sequences of a stage that learns from rows; None for one that learns from rollouts."""
     evaluated: int = 0
     """The rollouts of one evaluation; 0 if there is none, or if their number is unknown."""
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The rows that are skipped, dropped or cut, by taskset and reason."""
 
 
 _UNREAD = TaskTokens()

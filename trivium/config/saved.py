@@ -6,12 +6,21 @@ LibYAML, with which most builds of PyYAML come, reads and writes them in a tenth
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+BESIDE = "config.run.yaml"
+"""The config of a run in whose directory a config.yaml of the user lies."""
+
+
+def config_file(run_dir: Path) -> Path:
+    """The file in which the run of a directory saved its config."""
+    beside = run_dir / BESIDE
+    return beside if beside.is_file() else run_dir / "config.yaml"
 
 
 def from_yaml(text: str) -> Any:

@@ -23,6 +23,7 @@ from trivium.config import RunConfig, build, config_from_mapping, load_config, p
 from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
 from trivium.config.resume import as_begun
+from trivium.config.saved import config_file
 from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
 from trivium.models.backbone.huggingface import missing_model_error
@@ -206,7 +207,7 @@ def _loaded(
 
 
 def _is_run(path: str) -> bool:
-    return (Path(path) / "config.yaml").is_file()
+    return config_file(Path(path)).is_file()
 
 
 def _config_of(path: str, overrides: Sequence[str], scratch: str) -> RunConfig:
@@ -216,7 +217,7 @@ def _config_of(path: str, overrides: Sequence[str], scratch: str) -> RunConfig:
         if changed := [override for override in overrides if override.startswith("model.")]:
             do = f"name the model: {path}/checkpoints/step-N/policy"
             raise ConfigError(f"{changed[0]} of a run", "its checkpoints have their own model and chat template", do)
-        file = Path(path) / "config.yaml"
+        file = config_file(Path(path))
         config = as_begun(read_yaml(file), load_config(file, overrides, _WITHOUT))
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": path})})
     data: dict[str, Any] = {"run": {"dir": scratch}, "model": {"kind": "hf", "path": path}}

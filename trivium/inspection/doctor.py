@@ -16,6 +16,7 @@ import numpy as np
 
 from trivium.concurrency import usable_cores
 from trivium.config.machine import host_memory
+from trivium.config.saved import config_file
 from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
@@ -46,7 +47,7 @@ def diagnose(run_dir: Path) -> Report:
     run = RecordedRun(run_dir)
     rows, error = run.rows(), run.error
     if not rows and not error:
-        found = "no rows in metrics.jsonl" if (run_dir / "config.yaml").is_file() else "no run there"
+        found = "no rows in metrics.jsonl" if config_file(run_dir).is_file() else "no run there"
         raise RunDirError(
             f"the metrics of {run_dir}", found, "name the directory of a run; `monitors` needs kind jsonl"
         )

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import atomic_write, refuse_existing
 from trivium.config.sources import algorithm_kinds
 from trivium.errors import Problem, RunDirError, TriviumError
 from trivium.inspection.charts import CHARTS, curves, keys_of, line_chart, marks, matching, shown
@@ -46,11 +46,14 @@ _FAILED_STEPS = 5
 _IMAGE_BYTES = 200_000
 _FORECAST = "forecast.svg"
 """The chart of `trivium simulate`, in the run directory."""
+_TITLE = "<p>Trivium report</p>"
 _MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
-    """Writes the report of the directory of a finished or running run. Raises RunDirError if it holds no run."""
+    """Writes the report of the directory of a finished or running run. Raises RunDirError if it holds no run, and
+    ConfigError if `out` is a file of another kind."""
+    refuse_existing(out, "--out", is_own=lambda content: _TITLE.encode() in content)
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, report_of(run_dir))
     return out
@@ -87,7 +90,7 @@ def report_of(run_dir: Path) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" ',
             f'content="light dark"><title>{title}: report</title><style>{style}</style></head>',
-            f"<body><header><p>Trivium report</p><h1>{title}</h1></header><main>{''.join(sections)}</main>",
+            f"<body><header>{_TITLE}<h1>{title}</h1></header><main>{''.join(sections)}</main>",
             f"<script>{script}</script></body></html>\n",
         )
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trivium.config.saved import from_yaml
+from trivium.config.saved import config_file, from_yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
@@ -40,9 +40,9 @@ def rollouts_of(run_dir: Path, step: int | None, task: str | None, failed: bool)
 
 def decoder(run_dir: Path) -> Decode:
     """Returns a function that decodes tokens, including special tokens, with the tokenizer of the run's model."""
-    if not (run_dir / "config.yaml").is_file():
+    if not config_file(run_dir).is_file():
         raise RunDirError(f"the run in {run_dir}", "no config.yaml there", "name the directory of a run")
-    config: dict[str, Any] = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    config: dict[str, Any] = from_yaml(config_file(run_dir).read_text(encoding="utf-8"))
     source = Path(config["model"].get("path") or run_dir / "model")
     places = [source, run_dir / "model", *sorted(run_dir.glob("checkpoints/step-*/policy"))]
     path = next((place for place in places if (place / "tokenizer_config.json").is_file()), None)

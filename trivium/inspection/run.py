@@ -24,6 +24,7 @@ from trivium.buffers.step_tokens import MASK, TOKENS, Columns, kept_means, kept_
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, load_config, read_yaml
 from trivium.config.resume import as_begun
+from trivium.config.saved import config_file
 from trivium.errors import RunDirError, TriviumError
 from trivium.inspection.changing_files import MetricRows, Row, cached_while_unchanged, json_value
 from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, step_records, taken_groups
@@ -69,7 +70,7 @@ class RecordedRun:
     @property
     def config_file(self) -> Path:
         """The file of the config. Raises RunDirError if the directory holds no run."""
-        file = self.path / "config.yaml"
+        file = config_file(self.path)
         if not file.is_file():
             found = "no config.yaml there" if self.path.is_dir() else "no such directory"
             raise RunDirError(f"the run in {self.path}", found, "name the directory of a run (run.dir)")

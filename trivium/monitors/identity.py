@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.atomic import atomic_write
-from trivium.config.saved import from_yaml
+from trivium.config.saved import config_file, from_yaml
 
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$")
 """Keys of settings that are left out."""
@@ -38,7 +38,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
 
     The result leaves the machine: keys that name a secret, and passwords in URLs, are removed.
     """
-    path = run_dir / "config.yaml"
+    path = config_file(run_dir)
     config = from_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return dict(_flat(config, ""))
 

@@ -39,6 +39,7 @@ from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainE
 from trivium.publisher import Publisher
 from trivium.registry import resolve
 from trivium.rewards.judge import Judge, make_judge
+from trivium.runtime.row_lengths import fit
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_train_engine
 from trivium.schedule import Cadence, Schedule
@@ -328,6 +329,7 @@ def build_tasks(config: RunConfig, name: str, taskset: str | None = None) -> Tas
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         found = f"{config.tasks[name].kind} makes {described(source)}"
         raise ConfigError(f"tasks of tasks.{name}", found, "name a class with __len__ and __getitem__")
+    fit(source, config, name)
     return source
 
 
@@ -379,7 +381,10 @@ def _explorer_of(
     """An explorer of a stage, or of one of its sources, whose judge scores these tasksets."""
     workflow, rows = config.workflow, None
     if isinstance(config.buffer, FileBuffer.Config):
-        schedule = Schedule((), config.run.seed, group_size=config.schedule.group_size)  # pyright: ignore[reportArgumentType]
+        # The buffer reads from the tasks only whether rows are cut.
+        cuts = getattr(config.tasks["train"], "on_overlong", "").startswith("cut")
+        tasks: Any = build_tasks(config, "train") if cuts else ()
+        schedule = Schedule(tasks, config.run.seed, group_size=config.schedule.group_size)
         rows = FileBuffer(config.buffer, schedule=schedule, rollouts=Path(), renderer=stage.renderer, deadline_s=0)
     for taskset in dict.fromkeys(tasksets) if rows is None else ():
         if config.tasks[taskset].kind != SERVED:  # `serve`: the requests of agents are checked on arrival

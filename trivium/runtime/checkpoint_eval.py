@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import atomic_write, refuse_existing
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.plan import with_choices
@@ -18,12 +20,17 @@ from trivium.monitors.console import shown
 from trivium.registry import resolve
 from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.row_lengths import left_out
 from trivium.runtime.run_dir import as_saved
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.tasks.rows import json_value
 from trivium.training.device import machine
 from trivium.types import REFERENCE_REWARDS, Group, Metrics, Task, capabilities_of
+
+_log = logging.getLogger("trivium")
+_SAVED = "saved.txt"
+"""Hashes of the files that evaluations of the run wrote. Only such a file, unchanged, is replaced."""
 
 
 def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path | None = None) -> Metrics:
@@ -40,6 +47,7 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     rewarded = bool(last.rewards) or capabilities_of(resolve("workflows", last.workflow.kind)).gives_rewards
     if tasks is not None and not rewarded:
         raise ConfigError("tasks with the rewards of their rollouts (--tasks)", "no rewards", "set rewards, or --save")
+    _refuse_foreign(last, save, tasks)
     stage = stage_at(config, step)
     run_dir, store = stage.run_dir, CheckpointStore(stage.run_dir / "checkpoints")
     last = with_reward_models(stage.config, config.stage_names, stage_ends(store), store)
@@ -50,11 +58,35 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
         written = _evaluate(stage, explorer, rows=save is not None, tasks=tasks is not None)
         metrics, groups = run_in_loop(written, last.workflow.deadline_s)
     if save is not None:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group)]
-        atomic_write(save, "".join(lines))
+        _write(run_dir, save, (row for group in groups for row in _rows(group)))
     if tasks is not None:
-        atomic_write(tasks, "".join(json.dumps(_task_row(group), ensure_ascii=False) + "\n" for group in groups))
+        _write(run_dir, tasks, map(_task_row, groups))
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
+
+
+def _refuse_foreign(config: RunConfig, save: Path | None, tasks: Path | None) -> None:
+    """Raises ConfigError for a file to write that the evaluation reads, or that no evaluation of the run wrote."""
+    saved = Path(config.run.dir) / _SAVED
+    own = saved.read_text(encoding="utf-8").split() if saved.is_file() else []
+    read = [Path(path).resolve() for path in getattr(config.tasks[str(config.evaluation.taskset)], "paths", ())]
+    for option, path in (("--save", save), ("--tasks", tasks)):
+        if path is not None and path.resolve() in read:
+            raise ConfigError(f"{option} {path}", "the tasks are read from it", "name a new file")
+        if path is not None:
+            refuse_existing(path, option, is_own=lambda content: _hash(content) in own)
+    if save is not None and tasks is not None and save.resolve() == tasks.resolve():
+        raise ConfigError(f"--save and --tasks {save}", "both name one file", "name two")
+
+
+def _write(run_dir: Path, path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    with (run_dir / _SAVED).open("a", encoding="utf-8") as file:
+        file.write(_hash(content) + "\n")
+    atomic_write(path, content)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def stage_at(config: RunConfig, step: int) -> Stage:
@@ -83,6 +115,8 @@ async def _evaluate(stage: Stage, explorer: Explorer, *, rows: bool, tasks: bool
     raises DataError, before any rollout, for a task that a row cannot hold."""
     try:
         evaluator = build_evaluator(stage, explorer)
+        for what, count in left_out(evaluator.tasks).items():
+            _log.warning("tasks.%s: %d rows %s", evaluator.taskset, count, what)
         for index in range(len(evaluator.tasks)) if rows or tasks else ():
             _check_row(evaluator.tasks[index], media=not tasks)
         groups = await evaluator.rollouts(explorer.version)

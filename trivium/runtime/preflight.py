@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
 
-from trivium.buffers.files import FileBuffer, is_conversation
+from trivium.buffers.files import FileBuffer
 from trivium.concurrency import usable_cores
 from trivium.config import ModelConfig, RunConfig
 from trivium.config.checks import sections_of
@@ -38,7 +38,7 @@ from trivium.config.schema import Config
 from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
-from trivium.models.vision.images import check_image, decoded, images_of
+from trivium.models.vision.images import check_image, decoded
 from trivium.models.vision.processor import read_json
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
@@ -47,16 +47,21 @@ from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of
 from trivium.rewards.trial import is_plain, trial
 from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
+from trivium.runtime.row_lengths import (
+    left_out,
+    longest_row,
+    renderer_here,
+    surely_within,
+    texts_of,
+    tokenizer_in,
+)
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_problems
 from trivium.runtime.train_engines import check_vocabulary
 from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
-from trivium.text import hf_tokenizer
-from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
-from trivium.text.tiny_vision import TinyVisionModel
 from trivium.text.tool_formats import detected, rendered_by
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
 from trivium.workflows.episodes import EpisodeConfig
@@ -68,9 +73,6 @@ from trivium.workflows.verifiers import Verifiers
 
 T = TypeVar("T")
 
-_MESSAGE_TOKENS = 64
-"""Upper bound on the tokens that a chat template adds to a message. A prompt that fits with this many added tokens is
-not rendered."""
 _MADE_TASKS = 1000
 """Number of tasks to check of a source that generates them on access. All tasks of a source with rows are checked."""
 _MEASURED = 64
@@ -123,6 +125,8 @@ class _Read:
     evaluated: int = 0
     unread: str = ""
     """Why the lengths of some prompts are unknown."""
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
+    """The rows that are skipped, dropped or cut, by taskset and reason."""
 
     def tokens(self) -> TaskTokens:
         """For the plan. Prompts of unknown length are assumed to be at least as long as the others."""
@@ -136,7 +140,7 @@ class _Read:
         )
         rows = f"{len(self.rows)} of {self.num_rows} sequences"
         read = Lengths(max(self.rows), int(median(self.rows)), rows) if self.rows else None
-        return TaskTokens(prompts, read, self.evaluated)
+        return TaskTokens(prompts, read, self.evaluated, self.left_out)
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class _StageHere:
 
     @cached_property
     def renderer(self) -> ChatRenderer | None:
-        return _renderer(self.config)
+        return renderer_here(self.config)
 
 
 @dataclass(frozen=True)
@@ -183,11 +187,15 @@ class _Taskset:
         """The number of the row of a task in its file, from 1."""
         return place + 1 + getattr(self.config.tasks[self.name], "skip", 0)
 
-    def report(self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False) -> Iterator[Problem]:
-        """Counts the failing tasks and describes the first. Failing tasks are a problem if they exceed
-        `workflow.max_failed_fraction`, else a warning. With `warns` (a probable mistake), they are always a warning."""
+    def report(
+        self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False, allowed: float | None = None
+    ) -> Iterator[Problem]:
+        """Counts the failing tasks and describes the first. Failing tasks are a problem if they exceed the fraction
+        `allowed` (None: `workflow.max_failed_fraction`), else a warning. With `warns` (a probable mistake), they are
+        always a warning."""
         if failing:
-            total, allowed = len(self.seen), self.config.workflow.max_failed_fraction
+            total = len(self.seen)
+            allowed = self.config.workflow.max_failed_fraction if allowed is None else allowed
             may_fail = len(failing) < total and len(failing) <= allowed * total
             found = f"{len(failing)} of {total} {'have others' if warns else 'do not'}: {failing[0]}"
             kind = Caution if warns or may_fail else Problem
@@ -369,7 +377,7 @@ def _settings_of(config: RunConfig, where: str, section: Config) -> Iterator[Pro
     teacher = getattr(section, "teacher", None)
     if teacher is not None and teacher.path is not None and isinstance(config.model, HuggingFaceModel.Config):
         paths = Path(teacher.path), Path(config.model.path)
-        yield from attempt(f"{where}.teacher", lambda: check_vocabulary(*paths, load=_tokenizer))
+        yield from attempt(f"{where}.teacher", lambda: check_vocabulary(*paths, load=tokenizer_in))
 
 
 @STAGE_RULES.rule
@@ -433,7 +441,7 @@ def _unread_calls(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem
         problems = attempt("model.tool_calls", renderer.tool_format.check)
         yield from problems if offers else (Caution(*problem) for problem in problems)
         return
-    own = detected(rendered_by(_tokenizer(Path(model.path)), model.template()))
+    own = detected(rendered_by(tokenizer_in(Path(model.path)), model.template()))
     if own.written and own.format is not resolve("tool_calls", model.tool_calls):
         found = f"the chat template writes {own.written!r:.200}"
         do = "leave it out, unless the model was trained on another notation than that of its template"
@@ -463,6 +471,12 @@ def _task_problems(
             continue
         if digest := digest_of(source):
             stage.digests[where or f"tasks.{name}"] = digest
+        for what, count in left_out(source).items():
+            place = where or f"tasks.{name}"
+            stage.read.left_out[f"{place}: {what}"] = count
+            first = "".join(f"; first {each.asked}" for each in getattr(source, "bad_rows", [])[:1] if "bad" in what)
+            do = "set the key to `refuse` for an error instead"
+            yield Caution(place, "all rows, whole", f"{count} rows are {what}{first}", do)
         judges = judge if _is_rolled_out(config, name) else None
         taskset = _Taskset(config, name, source, judges, renderer, stage.read)
         if name == config.evaluation.taskset:
@@ -555,7 +569,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
             taskset.read.unread = f"workflow {config.workflow.kind!r} makes its prompts itself"
         yield from _image_problems(taskset)
         return
-    limit, workflow = context_limit(config), SingleTurn(config.workflow)
+    limit, longest, workflow = context_limit(config), longest_row(config, taskset.name), SingleTurn(config.workflow)
     counted = _counted([workflow.prompt(taskset.tasks[place]) for place in taskset.seen])
     taskset.read.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
@@ -567,7 +581,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         has_images = any(message.media for message in messages)
         pictured += has_images
         # A small alphabet may lack characters of a short text: such prompts are all rendered.
-        short = place not in counted and (limit is None or (_surely_below(limit, messages) and not small_alphabet))
+        short = place not in counted and (longest is None or (surely_within(longest, messages) and not small_alphabet))
         short = short and not _is_empty(task)  # the template may make no token of it
         form = tuple(message.role for message in messages)  # of which the template may drop or refuse one
         short = short and form in forms
@@ -582,8 +596,8 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
                 refused.append(f"task {task.task_id!r} (row {taskset.row(place)}): {error.found}")
                 continue
         taskset.read.prompts += [length] * (place in counted)
-        if limit is not None and length >= limit:
-            too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
+        if longest is not None and length > longest:
+            too_long.append(f"task {task.task_id!r} has {length} tokens, and {_holder('the context', limit, longest)}")
         else:
             fitting.append(length)
         if caught:
@@ -592,8 +606,10 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     yield from taskset.report("prompts that can be rendered", refused, do)
     if pictured > _FIRST_IMAGES:
         yield from _image_problems(taskset)
-    do = "shorten or drop them, or raise engine.max_context"
-    yield from taskset.report("prompts that leave space for a completion", too_long, do)
+    do = f"set tasks.{taskset.name}.on_overlong to drop or cut them, or raise engine.max_context"
+    own = getattr(config.tasks[taskset.name], "max_tokens", None)
+    asked = "prompts that leave space for a completion"
+    yield from taskset.report(asked, too_long, do, allowed=None if own is None else 0.0)
     do = "add them to model.alphabet, or set it to bytes: the policy cannot read them"
     yield from taskset.report("prompts with characters that the model knows", unreadable, do, warns=True)
     yield from _short_completions(taskset, limit, fitting)
@@ -645,51 +661,11 @@ def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
         yield Caution(f"tasks.{taskset.name}", "images that can be decoded", found, do)
 
 
-def _tokenizer(directory: Path) -> Any:
-    """Returns the tokenizer of a model directory. Imports transformers only if `saved_tokenizer` cannot read it."""
-    return saved_tokenizer(directory) or hf_tokenizer(directory, correct_pad_token=False)  # packs need no padding
-
-
-def _renderer(config: RunConfig) -> ChatRenderer | None:
-    """Returns the renderer of the model, without loading the model; None for a user's own kind of model."""
-    model, max_pixels = config.model, config.workflow.max_image_pixels
-    if isinstance(model, TinyVisionModel.Config):
-        return ChatRenderer(model.tokenizer(), images=TinyVisionModel.images(model, max_pixels))
-    if isinstance(model, TinyModel.Config):
-        return ChatRenderer(model.fast_tokenizer() or model.tokenizer())
-    if not isinstance(model, HuggingFaceModel.Config):
-        return None
-    try:
-        tokenizer = _tokenizer(Path(model.path))
-    except (ValueError, KeyError, TypeError, ImportError) as error:  # transformers raises this for damaged files
-        if isinstance(error, TriviumError):
-            raise
-        raise ConfigError(
-            f"the tokenizer in {model.path}",
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            "save the model's tokenizer there (tokenizer.save_pretrained)",
-        ) from error
-    images = images_of(model.path, max_pixels=max_pixels)
-    return ChatRenderer(
-        tokenizer,
-        chat_template=model.template(),
-        images=images,
-        tool_calls=model.tool_calls,
-        roles=model.roles,
-        today=config.run.date,
-    )
-
-
 def _counted(prompts: Sequence[Iterable[Message]]) -> set[int]:
     """The places of the prompts whose tokens are counted: those with the longest texts, and evenly spaced ones."""
     sizes = [sum(len(message.content) for message in messages) for messages in prompts]
     longest = sorted(range(len(sizes)), key=lambda place: -sizes[place])[:_MEASURED]
     return {*longest, *range(0, len(sizes), max(1, len(sizes) // _MEASURED))}
-
-
-def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
-    """Whether a prompt is certainly shorter than this limit: a token stands for at least one byte."""
-    return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
 
 
 # --------------------------------------------------------------------------- rows to learn from
@@ -729,36 +705,33 @@ def _row_problems(
     assert isinstance(section, FileBuffer.Config)
     assert renderer is not None
     seen = _Taskset(config, taskset, schedule.tasks, None, renderer, read).seen
-    limit, total = None if shape is None else shape.max_positions, min(len(seen), taken)
-    texts = [_texts(schedule.at(slot).task) for slot in range(total)]
+    limit, total = longest_row(config, taskset), min(len(seen), taken)
+    texts = [texts_of(schedule.at(slot).task) for slot in range(total)]
     counted = _counted(texts)
     slots = [
         slot
         for slot in range(total)
-        if slot < _FIRST_ROWS or slot in counted or (limit and not _surely_below(limit, texts[slot]))
+        if slot < _FIRST_ROWS or slot in counted or (limit and not surely_within(limit, texts[slot]))
     ]
     buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
     groups = yield from attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
     read.num_rows += total
     read.rows += [length for group in groups or () if (length := max(_length(t) for t in group.trajectories))]
+    held = _holder("the model", shape and shape.max_positions, limit or 0)
     too_long = [
-        f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
+        f"task {group.task.task_id!r} has {length} tokens, and {held}"
         for group in groups or ()
         if limit and (length := max(_length(t) for t in group.trajectories)) > limit
     ]
     if too_long:
         found = f"{len(too_long)} of {total} do not: {too_long[0]}"
-        yield Problem(f"tasks.{taskset}", "rows that fit the model", found, "shorten or drop them")
+        do = f"set tasks.{taskset}.on_overlong to drop or cut them"
+        yield Problem(f"tasks.{taskset}", "rows that fit the model", found, do)
 
 
-def _texts(task: Task) -> list[Message]:
-    """Returns a task's prompt and all texts that may be its completion, as messages."""
-    texts = [
-        entry["content"]
-        for value in task.columns.values()
-        for entry in (value["conversation"] if is_conversation(value) else [{"content": str(value)}])
-    ]
-    return [*task.prompt, *(Message("assistant", text) for text in texts)]
+def _holder(what: str, held: int | None, longest: int) -> str:
+    """What bounds the tokens of a row: what holds so many, or the key of the taskset."""
+    return f"max_tokens is {longest}" if held is None or longest + 1 < held else f"{what} holds {held}"
 
 
 def _length(trajectory: Trajectory) -> int:

@@ -91,7 +91,7 @@ def _section(own: object, source: Rows, where: str) -> tuple[Any, str | None]:
     columns = {} if not is_mapping(own) or "kind" in own else dict(own)
     if callable(source):
         return {**columns, "kind": "python", "source": source}, None
-    text = as_lines(source, where)
+    text = as_lines(source, where, skips=columns.get("on_bad_row") == "skip")
     return {**columns, "kind": "given", "path": "", "digest": digest_of(text)}, text
 
 

@@ -19,14 +19,14 @@ from typing import Any, TextIO
 import yaml
 
 from trivium.buffers.step_log import STEPS
-from trivium.checkpoint.atomic import atomic_write, fsync, made_directory, writing
+from trivium.checkpoint.atomic import MANIFEST, atomic_write, fsync, made_directory, writing
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
 from trivium.config.plan import Plan, plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
-from trivium.config.saved import from_yaml
+from trivium.config.saved import BESIDE, as_yaml, config_file, from_yaml
 from trivium.errors import ConfigError, Problem, RunDirError, first_cause, one_line
 from trivium.phases import SPANS
 from trivium.runtime.logs import ENDED, logging_to
@@ -41,6 +41,8 @@ _ROWS = "rows.json"
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """Files and folders that a run may have written before its first step."""
 _LOCK = ".lock"
+_OWN = (*_OF_A_START, "checkpoints", "plan.yaml", _ROWS, _CHANGES, "summary.json", "bench.jsonl", BESIDE, _LOCK)
+"""Files and folders that a run replaces or removes."""
 _ENDING_S = 20.0
 """Seconds that a new run waits for the processes of a killed run."""
 _POLL_S = 0.05
@@ -53,13 +55,17 @@ _joined: dict[Path, TextIO] = {}
 @contextmanager
 def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None, plan: Plan | None = None) -> Generator[Path]:
     """Opens the run directory: this process and those that join it (`hold_with`) hold it while the block runs. Writes
-    config.yaml, plan.yaml and log.txt. `rows` are the digests of the task sources (`preflight`). `plan` is that of
-    the run; None: the one that follows from the config alone.
+    config.yaml (config.run.yaml beside a config.yaml of the user), plan.yaml and log.txt. `rows` are the digests of
+    the task sources (`preflight`). `plan` is that of the run; None: the one that follows from the config alone.
 
-    Raises RunDirError if another run holds the directory or its config is lost, ConfigError if it belongs to another
-    run.
+    Raises RunDirError if another run holds the directory, its config is lost, or it holds files that no run wrote under
+    names that a run needs; ConfigError if it belongs to another run.
     """
     run_dir = made_directory(Path(config.run.dir), "run.dir")
+    if not _has_begun(run_dir):
+        refuse_another_run(config, run_dir, rows or {})
+    if (run_dir / "config.yaml").is_file() and not _has_begun(run_dir):
+        atomic_write(run_dir / BESIDE, to_yaml(config))  # before the lock, which tells that a run has begun here
     with (
         _opened(run_dir / _LOCK) as lock,
         _held(lock, run_dir),
@@ -170,7 +176,7 @@ def _write(lock: TextIO, text: str) -> None:
 def as_saved(config: RunConfig) -> RunConfig:
     """Returns the config with its day. If its directory holds a run, the day is that of the run; if it holds a step,
     so are the defaults that were saved with it."""
-    path = Path(config.run.dir) / "config.yaml"
+    path = config_file(Path(config.run.dir))
     saved: Mapping[str, Any] = _saved_config(path) if path.is_file() else {}
     if saved and _has_steps(path.parent):
         config = as_begun(saved, config)
@@ -195,8 +201,15 @@ def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
 
 def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     """Raises RunDirError or ConfigError if the directory holds a run that this config does not continue, or that began
-    with other `rows`."""
-    path = run_dir / "config.yaml"
+    with other `rows`; or files that no run wrote, which this one would replace."""
+    # Another run that begins at this moment makes the lock before its other files.
+    foreign = [name for name in _OWN if (run_dir / name).exists() and not _is_built(run_dir / name)]
+    if not _has_begun(run_dir):
+        if foreign:
+            found = f"it holds files that no run wrote, and that this one would replace: {', '.join(foreign)}"
+            raise RunDirError(f"a new run in {run_dir}", found, "move them elsewhere, or choose another run.dir")
+        return
+    path = config_file(run_dir)
     if not path.is_file():
         if _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
             raise _unknown_config(run_dir, "its config.yaml is missing")
@@ -217,7 +230,7 @@ def _differences(run_dir: Path, config: RunConfig, rows: Mapping[str, str]) -> l
     """Returns the differences from the config and the rows that the run in the directory began with."""
     path = run_dir / _ROWS
     began: Mapping[str, str] = _read_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
-    return resume_differences(_saved_config(run_dir / "config.yaml"), config) or [
+    return resume_differences(_saved_config(config_file(run_dir)), config) or [
         Problem(where, digest, f"the run began with {began[where]}", "put the rows back, or start another run.dir")
         for where, digest in rows.items()
         if began.get(where, digest) != digest
@@ -236,9 +249,11 @@ def _read_json(text: str, path: Path) -> Any:
 def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan | None) -> None:
     """Writes the config into a new run directory; in an existing one, checks that it is the same run."""
     refuse_another_run(config, run_dir, rows)
-    path = run_dir / "config.yaml"
+    path = config_file(run_dir)
     if path.is_file():
         _continue(config, run_dir, rows)
+        if as_yaml(_saved_config(path)) != path.read_text(encoding="utf-8"):
+            path = run_dir / BESIDE  # edited by the user, who may have written comments
     if rows:
         atomic_write(run_dir / _ROWS, json.dumps(rows, indent=1))
     atomic_write(path, to_yaml(config))
@@ -252,7 +267,7 @@ def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None
     """Records the differences of `config` from the saved one. After an aborted start, removes its files instead."""
     # With differences, the run took no step: else `refuse_another_run` has raised.
     if not _differences(run_dir, config, rows):
-        _record(run_dir, resume_changes(_saved_config(run_dir / "config.yaml"), config))
+        _record(run_dir, resume_changes(_saved_config(config_file(run_dir)), config))
         return
     _log.warning("the run in %s ended before its first step: it starts again with this config", run_dir)
     for name in _OF_A_START:
@@ -277,8 +292,24 @@ def _unknown_config(run_dir: Path, cause: str) -> RunDirError:
     )
 
 
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a run has opened the directory, or its checkpoints or rollouts have been copied here."""
+    lock = run_dir / _LOCK
+    is_locked = lock.is_file() and re.match(rf"({_RUN_ENDED})?(\{{|$)", lock.read_text(errors="replace"))
+    return bool(is_locked or CheckpointStore(run_dir / "checkpoints").steps() or _journals(run_dir))
+
+
+def _is_built(path: Path) -> bool:
+    """Whether a model directory was built by another command for the run, as by `trivium eval --step 0`."""
+    return path.name == "model" and ((path / MANIFEST).is_file() or (path / "config.json").is_symlink())
+
+
 def _holds_a_run(run_dir: Path) -> bool:
-    return _has_steps(run_dir) or any(run_dir.glob("rollouts/stage-*/step-*.msgpack"))
+    return _has_steps(run_dir) or bool(_journals(run_dir))
+
+
+def _journals(run_dir: Path) -> list[Path]:
+    return [*run_dir.glob("rollouts/stage-*/step-*.msgpack")]
 
 
 def _has_steps(run_dir: Path) -> bool:
@@ -289,8 +320,7 @@ def _has_steps(run_dir: Path) -> bool:
     rows = run_dir / "metrics.jsonl"
     if rows.is_file():
         return re.search(rb'^\{"step": [1-9]', rows.read_bytes(), re.MULTILINE) is not None
-    journals = run_dir.glob("rollouts/stage-*/step-*.msgpack")
-    numbers = (path.stem.removeprefix("step-") for path in journals)
+    numbers = (path.stem.removeprefix("step-") for path in _journals(run_dir))
     return any(number.isdecimal() and int(number) > 1 for number in numbers)
 
 

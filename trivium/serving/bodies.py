@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trivium.errors import DataError, RolloutError, TriviumError
 from trivium.policy import EngineFailure, PromptTooLong
+from trivium.types.recordable import unrecordable, visible
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +21,6 @@ _BODIES = 8
 """All bodies that are arriving may take up the memory of this many bodies of the largest size."""
 _MAX_DEPTH = 64
 """How deep the values of a body may be nested."""
-_MAX_INTEGER = 2**63
 
 
 class RequestError(TriviumError):
@@ -151,11 +150,11 @@ def _check_values(param: str, value: object) -> None:
         if not level:
             return
         for entry in level:
-            if (problem := _problem(entry)) is not None:
-                raise bad_request(_shown(param), *problem)
+            if (problem := unrecordable(entry)) is not None:
+                raise bad_request(visible(param), *problem)
         level = [part for entry in level for part in _parts(entry)]
     raise bad_request(
-        _shown(param), f"values nested at most {_MAX_DEPTH} deep", "deeper ones", "send a flatter value, or JSON text"
+        visible(param), f"values nested at most {_MAX_DEPTH} deep", "deeper ones", "send a flatter value, or JSON text"
     )
 
 
@@ -163,25 +162,3 @@ def _parts(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return value if isinstance(value, list) else ()
-
-
-def _problem(value: object) -> tuple[str, str, str] | None:
-    """(asked, found, do) for a text or number that cannot be recorded, else None."""
-    match value:
-        case str():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return "text in Unicode", f"half of a surrogate pair in {_shown(value)!r:.60}", "send whole characters"
-        case float():
-            if not math.isfinite(value):
-                return "a finite number", "a number too large for a float", "send finite numbers"
-        case int():
-            if not -_MAX_INTEGER <= value < _MAX_INTEGER:
-                return "an integer of 64 bits", f"one of {value.bit_length()} bits", "send it as text"
-    return None
-
-
-def _shown(text: str) -> str:
-    """The text, with the characters escaped that UTF-8 cannot encode."""
-    return text.encode(errors="backslashreplace").decode()

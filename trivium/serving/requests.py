@@ -34,6 +34,7 @@ _HEADERS = {"x-task-id": "task_id", "x-session": "session", "x-session-secret": 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "tool_choice": ("none", "auto"),
@@ -79,6 +80,9 @@ _KNOWN = frozenset(
         "max_completion_tokens",
         "temperature",
         "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
         "stop",
         "stream",
         "stream_options",

@@ -56,16 +56,24 @@ class JsonlTasks(FileTasks):
     """One JSON object per line (UTF-8); empty lines are skipped. Lines are counted from 1."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return chain.from_iterable(jsonl_rows(path) for path in self.config.paths)
+        return chain.from_iterable(jsonl_rows(path, self.bad_rows) for path in self.config.paths)
 
 
-def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(location, row) for each row of a file of JSON lines."""
+def jsonl_rows(path: str, bad: list[DataError] | None = None) -> Iterator[tuple[str, Any]]:
+    """(location, row) for each row of a file of JSON lines. `bad` gets the errors of lines that are not JSON, which are
+    raised without it."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _parsed(where, line)
+                try:
+                    row = _parsed(where, line)
+                except DataError as error:
+                    if bad is None:
+                        raise
+                    bad.append(error)
+                else:
+                    yield where, row
 
 
 def _parsed(where: str, line: bytes) -> object:
@@ -78,7 +86,7 @@ def _parsed(where: str, line: bytes) -> object:
     except UnicodeDecodeError as error:
         found = f"byte {line[error.start : error.start + 1]!r} of {line.strip()[:60]!r} is not UTF-8"
         raise DataError(f"JSON at {where}", found, "convert the file, as with `iconv -f latin1 -t utf-8`") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"JSON at {where}", f"{error} in {line.strip()[:60]!r}", "correct the line") from error
 
 
@@ -108,7 +116,7 @@ def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     yield f"{path}, row {number}", row
                     number += 1
-    except (OSError, ValueError) as error:  # pyarrow raises either
+    except (OSError, ValueError, ArithmeticError) as error:  # pyarrow raises any of them
         raise DataError(f"rows of {path}", str(error), "write the file again") from error
 
 

@@ -264,6 +264,7 @@ class PythonTasks(RowTasks):
 
     def task_of(self, where: str, row: object) -> Task:
         if isinstance(row, Task):
+            json_value([row.task_id, *(message.content for message in row.prompt)], where)
             return replace(row, taskset=self.name, columns=json_value(row.columns, where))
         return super().task_of(where, row)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import ConfigPath, free
-from trivium.errors import DataError
+from trivium.errors import DataError, text_of
 from trivium.tasks.files import jsonl_rows
 from trivium.tasks.pictures import portable
 from trivium.tasks.rows import RowTasks, json_value
@@ -48,15 +48,28 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def as_lines(rows: Iterable[object], where: str) -> str:
+def as_lines(rows: Iterable[object], where: str, *, skips: bool = False) -> str:
     """The rows as JSON lines, images in them as data URIs. Raises DataError for a row that is not a mapping of JSON
-    values."""
+    values; with `skips` (`on_bad_row`), its line is the text of the error, which no task can be made of."""
     lines: list[str] = []
     for number, row in enumerate(rows):
-        value = json_value(portable(row), f"{where}, row {number}")
-        if not isinstance(value, dict):
-            raise DataError(
-                f"a row at {where}, row {number}", type(row).__name__, "give a mapping from column to value"
-            )
+        try:
+            value = _given(row, f"{where}, row {number}")
+        except DataError as error:
+            if not skips:
+                raise
+            value = text_of(error)
         lines.append(json.dumps(value, ensure_ascii=False) + "\n")
     return "".join(lines)
+
+
+def _given(row: object, where: str) -> dict[str, Any]:
+    """A row as JSON values. Raises DataError."""
+    try:
+        value = json_value(portable(row), where)
+    except RecursionError as error:
+        do = "write it as JSON text, or remove the column"
+        raise DataError(f"a row at {where}", "a value that is nested too deep, or that contains itself", do) from error
+    if not isinstance(value, dict):
+        raise DataError(f"a row at {where}", type(row).__name__, "give a mapping from column to value")
+    return value

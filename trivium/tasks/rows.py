@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import re
 import string
 from abc import ABC, abstractmethod
@@ -19,20 +18,23 @@ from datetime import date, time
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from trivium.config import ConfigPath, Plugin
-from trivium.errors import DataError, MissingPackage, Problem
+from trivium.errors import DataError, MissingPackage, Problem, text_of
 from trivium.registry import suggest
 from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
 from trivium.text.messages import MORE_KEYS, with_parts
 from trivium.types import Media, Message, Task, with_system
+from trivium.types.recordable import unrecordable
 
 Row = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "tools")
+_MAX_DEPTH = 200
+"""How deep the values of a row may be nested: msgpack, in which rollouts are recorded, holds 511 levels."""
 
 
 def _checked_regex(pattern: str) -> str:
@@ -54,8 +56,8 @@ def _checked_template(template: str) -> str:
 class RowTasks(ABC):
     """A source whose tasks are rows; `rows` is all that a kind of source adds.
 
-    Everything is read and checked when the source is made. Raises DataError for a row that cannot become a task and
-    for a source without rows.
+    Everything is read and checked when the source is made. Raises DataError for rows that cannot become tasks (unless
+    `on_bad_row` skips them) and for a source without rows.
     """
 
     class Config(Plugin):
@@ -90,6 +92,20 @@ class RowTasks(ABC):
         """Rows left out at the start."""
         limit: int | None = Field(default=None, ge=1)
         """Most rows to use; unset, all."""
+        on_bad_row: Literal["refuse", "skip"] = "refuse"
+        """What happens to rows that cannot become tasks: damaged JSON, a missing column, half of a surrogate pair, an
+        integer above 64 bits, NaN. `refuse` ends the check and the run before it starts; `skip` leaves them out, and
+        the plan and a warning count them."""
+        max_tokens: int | None = Field(default=None, ge=1)
+        """Most tokens of a row: of a prompt to roll out, or of prompt and completion to learn from. Unset: what the
+        context (`engine.max_context`) or the model holds."""
+        on_overlong: Literal["refuse", "drop", "cut_left", "cut_right"] = "refuse"
+        """What happens to longer rows. `refuse` ends the check and the run before it starts (prompts without space in
+        the context: if they are more than `workflow.max_failed_fraction`, else they fail); `drop` leaves them out;
+        `cut_left` and `cut_right` remove the beginning or the end: of the last user message of a prompt to roll out,
+        which then leaves space for `engine.sampling.max_new_tokens` (up to half of the context) unless `max_tokens` is
+        set; of the tokens of a row to learn from, whose completion then has no end of turn (`cut_right`). A row of
+        which nothing would be left, or whose images would be cut, is dropped. The plan and a warning count them."""
 
         @model_validator(mode="after")
         def _one_prompt(self) -> Self:
@@ -112,11 +128,22 @@ class RowTasks(ABC):
         self.config, self.name = config, name
         self.num_duplicates = 0
         """Number of rows with a duplicate id, to which a number was appended."""
+        self.bad_rows: list[DataError] = []
+        """The errors of bad rows, which `on_bad_row` refuses or skips. `rows` adds those that cannot be read."""
+        self.num_dropped = self.num_cut = 0
+        """Number of overlong rows that were dropped, and that were cut."""
+        self.cuts: tuple[int, bool] | None = None
+        """(most tokens, whether the beginning is cut) of rows to learn from, if `on_overlong` cuts them."""
         self._tasks = tuple(self._read())
+        if self.bad_rows and config.on_bad_row == "refuse":
+            first, more = self.bad_rows[0], len(self.bad_rows) - 1
+            do = f"{first.do}; or leave such rows out: tasks.{name}.on_bad_row=skip"
+            raise DataError(first.asked, first.found + (f"; further bad rows: {more}" if more else ""), do)
         if not self._tasks:
+            skipped = config.skip or len(self.bad_rows)
             raise DataError(
                 f"tasks for {name!r} from {self.origin}",
-                f"no rows after skipping {config.skip}" if config.skip else "no rows",
+                f"no rows after skipping {skipped}" if skipped else "no rows",
                 f"give a source with rows to tasks.{name}",
             )
 
@@ -125,6 +152,14 @@ class RowTasks(ABC):
 
     def __getitem__(self, index: int) -> Task:
         return self._tasks[index]
+
+    def keep(self, tasks: Sequence[Task], *, num_cut: int) -> None:
+        """Replaces the tasks by those that are left of them, of which `num_cut` are cut (`on_overlong`)."""
+        if not tasks:
+            found = f"all {len(self)} rows are overlong"
+            raise DataError(f"tasks for {self.name!r} from {self.origin}", found, f"raise tasks.{self.name}.max_tokens")
+        self.num_dropped, self.num_cut = len(self) - len(tasks), num_cut
+        self._tasks = tuple(tasks)
 
     @cached_property
     def digest(self) -> str:
@@ -152,7 +187,11 @@ class RowTasks(ABC):
         stop = None if self.config.limit is None else self.config.skip + self.config.limit
         seen: set[str] = set()
         for where, row in islice(self.rows(), self.config.skip, stop):
-            task = self.task_of(where, row)
+            try:
+                task = self.task_of(where, row)
+            except DataError as error:
+                self.bad_rows.append(error)
+                continue
             task_id, number = task.task_id, 1
             while task_id in seen:
                 number += 1
@@ -175,7 +214,7 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
         prompt = next(iter(sides.values()))
     else:
         prompt = _prompt(where, columns, config, messages, images)
-    columns |= {name: as_json(side) for name, side in sides.items()}
+    columns |= {name: json_value(as_json(side), f"{where}, {name!r}") for name, side in sides.items()}
     task_id = _identity(where, columns, config, prompt)
     added = {**_answer(where, columns, config), **_completion(where, columns, config)}
     if config.prompt_column is not None:
@@ -201,23 +240,42 @@ def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[
         yield Problem(where, error.asked, error.found, error.do)
 
 
-def json_value(value: object, where: str) -> Any:
-    """Converts a value to JSON values: tuples become lists, dates become ISO text. Raises DataError for other types."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: json_value(item, f"{where}, {key!r}") for key, item in value.items()}
+def json_value(value: object, where: str, depth: int = 0) -> Any:
+    """Converts a value to JSON values that a run can record: tuples become lists, dates become ISO text. Raises
+    DataError for other values."""
+    if depth > _MAX_DEPTH:
+        asked = f"values nested at most {_MAX_DEPTH} deep at {where:.200}"
+        raise DataError(asked, "deeper ones", "write the value as JSON text, or remove the column")
+    if value is None or isinstance(value, str | int | float):
+        if (problem := unrecordable(value)) is None:
+            return value
+        raise DataError(f"{problem[0]} at {where}", problem[1], f"{problem[2]}, or remove the column")
+    if isinstance(value, Mapping) and all(_is_ascii(key) or _is_name(key) for key in value):
+        return {
+            key: item if _is_ascii(item) else json_value(item, f"{where}, {key!r}", depth + 1)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [json_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [
+            item if _is_ascii(item) else json_value(item, f"{where}[{index}]", depth + 1)
+            for index, item in enumerate(value)
+        ]
     if isinstance(value, date | time):
         return value.isoformat()
     raise DataError(
         f"a JSON value at {where}",
-        f"{type(value).__name__} {value!r:.60}",
+        f"{type(value).__name__} {text_of(value, 60, repr)}",
         "store it as text, a finite number, a list or a mapping with text keys, or remove the column",
     )
+
+
+def _is_ascii(value: object) -> bool:
+    """Whether a value needs no look: most values of rows and all usual names of columns."""
+    return type(value) is str and value.isascii()
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and unrecordable(key) is None
 
 
 def messages_of(

@@ -131,8 +131,8 @@ class ChatTemplate:
     @cached_property
     def results_need_calls(self) -> bool:
         """Whether the template writes a result only after a message with the call, not after the text of one."""
-        told = {"role": "assistant", "content": _word(1)}
-        if "tool" in self._roles or self.call_style is None or self._shows([_USER, told, _RESULT], _word(1), _word(2)):
+        reply = {"role": "assistant", "content": _word(1)}
+        if "tool" in self._roles or self.call_style is None or self._shows([_USER, reply, _RESULT], _word(1), _word(2)):
             return False
         return self._shows([_USER, self._called([_CALL], [_ID], self.call_style), _RESULT], _word(2))
 
@@ -319,8 +319,8 @@ class ChatTemplate:
         Raises TemplateRefusal if it writes no system message at all: what is described there would not reach the
         policy.
         """
-        told = self._tried([{"role": "system", "content": _word(1)}, _USER])
-        before, shown, after = (told or "").partition(_word(1))
+        text = self._tried([{"role": "system", "content": _word(1)}, _USER])
+        before, shown, after = (text or "").partition(_word(1))
         if not shown:
             raise TemplateRefusal(
                 "tools described in the system message, since the chat template does not write them",
@@ -382,8 +382,8 @@ class ChatTemplate:
             case "user":
                 return self._shows([own], _word(1))
             case "tool":
-                told = {"role": "assistant", "content": _word(1)}
-                return self.results_need_calls or self._shows([_USER, told, _RESULT], _word(1), _word(2))
+                reply = {"role": "assistant", "content": _word(1)}
+                return self.results_need_calls or self._shows([_USER, reply, _RESULT], _word(1), _word(2))
             case _:
                 return self._shows([_USER, own], _word(1))
 
@@ -406,8 +406,8 @@ def _clock(today: date) -> str:
     """Jinja text that defines the clock of templates. transformers offers `strftime_now`, which tells the time, and
     makes texts of all variables that it is given, so it takes no other function."""
     parts = ("-d", "-m", "-H", "-I", "-j", "-M", "-S", *"aAwdbBmyYHIpMSfzZjUWcxXeDFuVGT")
-    told = "".join(f" | replace('%{part}', {today.strftime(f'%{part}')!r})" for part in parts)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n"
+    replaced = "".join(f" | replace('%{part}', {today.strftime(f'%{part}')!r})" for part in parts)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def _num_results(messages: Sequence[Message]) -> int:

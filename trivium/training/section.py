@@ -214,6 +214,11 @@ class TorchTrainConfig(TrainConfig):
                     "set it to merged",
                 )
 
+    def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from super().warnings(run, where)
+        if self.lora is not None:
+            yield from self.lora.own_warnings(f"{where}.lora")
+
 
 class DescribedTorchTrainEngine:
     """The section and the capabilities of `trivium.training.engine.TorchTrainEngine`."""

@@ -15,6 +15,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from trivium.errors import DataError, RolloutError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
 from trivium.protocols import ClosedEnvironment, Environment, FinishedEnvironment
 from trivium.types import Message, Task
+from trivium.types.recordable import unrecordable, visible
 from trivium.workflows.adaptive_limit import AdaptiveTurns
 
 _log = logging.getLogger("trivium")
@@ -223,11 +225,11 @@ class Episodes(ABC):
             raise self._failure(asked, task, f"as {name} {error}") from None
 
     def _messages(self, messages: object, task: Task) -> tuple[Message, ...]:
-        """Checks the messages of an environment."""
+        """Checks the messages of an environment. Halves of surrogate pairs, which have no token, are escaped."""
         if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
             found = f"{described(messages)} instead of a sequence of trivium.types.Message"
             raise self._failure(f"messages of {self._name}", task, found)
-        return tuple(cast("Sequence[Message]", messages))
+        return tuple(_readable(message) for message in cast("Sequence[Message]", messages))
 
     def _failure(self, asked: str, task: Task, found: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "fix the environment or the task")
@@ -247,6 +249,11 @@ def _close_here(environment: Environment) -> None:
 
 async def _result_of(awaitable: Awaitable[object]) -> object:
     return await awaitable
+
+
+def _readable(message: Message) -> Message:
+    is_half = isinstance(message.content, str) and unrecordable(message.content) is not None
+    return replace(message, content=visible(message.content)) if is_half else message
 
 
 def _state(seen: Sequence[Message]) -> str:

@@ -330,6 +330,12 @@ async def test_chat_sends_messages_and_images_and_keeps_the_text_as_it_came(mode
         "max_tokens": 8,
         "temperature": 1.0,
         "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
 
 
@@ -362,6 +368,9 @@ async def test_eval_and_data_from_an_endpoint_that_knows_only_chat(tmp_path: Pat
     assert len(written) == 12
     assert all(row["completion"] == row["answer"] and row["reward"] == 1.0 for row in written)
     assert written[0]["prompt"][-1]["role"] == "user"
+    assert trivium("eval", str(path), "--step", "0", "--save", str(path))[0] == 2
+    rows.write_text(rows.read_text() + "\n")
+    assert trivium("eval", str(path), "--step", "0", "--save", str(rows))[0] == 2  # edited
     again = [json.loads(line) for line in tasks.read_text().splitlines()]
     for task, row in zip(again, written, strict=True):
         assert task.pop("reference_rewards") == [1.0]

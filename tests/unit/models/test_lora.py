@@ -183,6 +183,24 @@ def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: P
         attach(load(directory), LoraConfig(path=str(adapter)), seed=0)
 
 
+def test_an_adapter_that_was_trained_with_dropout_is_a_start_without_it(tmp_path: Path) -> None:
+    directory, adapter = write_model(tmp_path / "model"), tmp_path / "adapter"
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    change(module)
+    save_adapter(module, adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "lora_dropout": 0.25}))
+    section = LoraConfig(path=str(adapter))
+    assert not list(section.own_problems("train.lora", 2))
+    (warning,) = section.own_warnings("train.lora")
+    assert (warning.where, "0.25" in warning.found) == ("train.lora.path", True)
+    again = attach(load(directory), section, seed=0)
+    assert torch.equal(logits(again), logits(module))
+    assert torch.equal(logits(again.train()), logits(module))
+    save_adapter(again, tmp_path / "second")
+    assert json.loads((tmp_path / "second" / "adapter_config.json").read_text())["lora_dropout"] == 0
+
+
 def numbered_layers(module: PreTrainedModel) -> set[int]:
     return {int(next(part for part in name.split(".") if part.isdecimal())) for name, _ in adapter_state(module)}
 

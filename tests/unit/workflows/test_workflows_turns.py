@@ -116,6 +116,24 @@ async def test_an_episode_trains_on_the_replies_and_on_nothing_the_world_said() 
     assert experience.reward == pytest.approx(0.7)
 
 
+class Halves:
+    """Answers with half of a surrogate pair."""
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        return [Message("user", "first \ud83d")]
+
+    def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
+        return [Message("user", "then \udc00 &")], 1.0, False
+
+
+async def test_half_of_a_surrogate_pair_is_shown_escaped() -> None:
+    player = policy("1", "2")
+    assert await here("Halves", max_turns=2).run(TASK, player) == {"environment": 2.0}
+    renderer_text = RENDERER.decode(player.turns[1].prompt_tokens.tolist())
+    assert "first \\ud83d" in renderer_text
+    assert "then \\udc00 " in renderer_text
+
+
 async def test_max_turns_ends_an_episode_that_the_world_would_go_on_with() -> None:
     player = policy("1", "2", "3")
     earned = await workflow(environment=f"{GUESS}:Guess", environment_args={"cost": 1}, max_turns=2).run(TASK, player)

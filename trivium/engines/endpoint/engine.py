@@ -57,7 +57,8 @@ class EndpointEngine:
         """Whether equal seeds give equal completions at this endpoint, regardless of its other requests."""
         extra_body: dict[str, Any] = Field(default={})
         """Further keys of each request, for example `{chat_template_kwargs: {enable_thinking: false}}` for vLLM; null
-        leaves one out (`{stop_token_ids: null}`, where an endpoint refuses it)."""
+        leaves one out, where an endpoint refuses it (`{stop_token_ids: null}`; with `chat`, OpenAI's own refuses
+        `top_k`, `min_p`, `min_tokens` and `repetition_penalty`)."""
         update_urls: tuple[Url, ...] = ()
         """URLs of each server that load new weights: `{model_path: DIRECTORY, weight_version: N}` is posted to them, as
         SGLang's `/update_weights_from_disk` reads it. Empty: the policy behind the endpoint never changes, and nothing

@@ -1,8 +1,8 @@
 """Requests to an OpenAI-compatible endpoint, and its responses.
 
-`tokens` sends token ids and returns token ids with log-probabilities, as vLLM's `/v1/completions` does. It sets every
-sampling parameter, so that no server default applies. `chat` sends messages and returns text, with the parameters that
-OpenAI's clients send.
+`tokens` sends token ids and returns token ids with log-probabilities, as vLLM's `/v1/completions` does. `chat` sends
+messages and returns text. Both set every sampling parameter, so that no default of the server applies, such as the
+`top_k` and the penalties of a model's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from trivium.clients.chat import chat_messages, read_choice, read_text
 from trivium.clients.http import EndpointClient
 from trivium.errors import described
-from trivium.types import Completion, Request, StopReason
+from trivium.types import Completion, Request, Sampling, StopReason
 
 _ROUNDING = 1e-3
 """How far rounding may move a log-probability above 0."""
@@ -25,10 +25,25 @@ _DO = "use an endpoint that returns token ids and log-probabilities, as vLLM doe
 
 def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | None) -> dict[str, Any]:
     """The request for token ids."""
-    sampling = request.sampling
-    body: dict[str, Any] = {
+    return {
         "model": model,
         "prompt": request.prompt_tokens.tolist(),
+        **_sampling(request.sampling, seed),
+        "stop_token_ids": sorted(eos),
+        "include_stop_str_in_output": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def chat_body(model: str, request: Request, seed: int | None) -> dict[str, Any]:
+    """The request for text."""
+    return {"model": model, "messages": chat_messages(request.messages), **_sampling(request.sampling, seed)}
+
+
+def _sampling(sampling: Sampling, seed: int | None) -> dict[str, Any]:
+    """How to sample, with the values of the parameters that have no effect."""
+    body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -38,29 +53,8 @@ def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | N
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "stop_token_ids": sorted(eos),
-        "include_stop_str_in_output": True,
-        "logprobs": 0,
-        "return_token_ids": True,
     }
     return body | ({"stop": [*sampling.stop]} if sampling.stop else {}) | ({} if seed is None else {"seed": seed})
-
-
-def chat_body(model: str, request: Request, seed: int | None) -> dict[str, Any]:
-    """The request for text. Omits parameters without effect, since endpoints refuse unknown keys."""
-    sampling = request.sampling
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": chat_messages(request.messages),
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-    }
-    body |= {"stop": [*sampling.stop]} if sampling.stop else {}
-    body |= {"top_k": sampling.top_k} if sampling.top_k else {}
-    body |= {"min_p": sampling.min_p} if sampling.min_p else {}
-    body |= {"min_tokens": sampling.min_new_tokens} if sampling.min_new_tokens else {}
-    return body | ({} if seed is None else {"seed": seed})
 
 
 def read_tokens(

@@ -202,6 +202,8 @@ def _endpoint(trinity: TrinityConfig, external: Mapping[str, Any]) -> dict[str, 
         "model": external.get("model_name") or trinity["model.model_path"],
         "urls": [url],
         "token_variable": external.get("api_key_env") or "OPENAI_API_KEY",
+        # Parameters that OpenAI's own endpoint refuses, and that Trinity leaves to the server.
+        "extra_body": dict.fromkeys(("top_k", "min_p", "min_tokens", "repetition_penalty")),
         "max_context": max_context(trinity),
         "sampling": sampling_of(trinity, (trinity.tasksets + trinity.eval_tasksets or [None])[0]),
     }

@@ -8,6 +8,7 @@ KEYS: Mapping[str, str] = {
     "beta": "algorithm.kl.coef",
     "bf16": "train.dtype: bfloat16",
     "epsilon": "algorithm.policy_loss.clip_low and algorithm.policy_loss.clip_high",
+    "chat_template_kwargs": "model.template_variables",
     "eval_dataset": "evaluation.taskset, the name of a second entry of tasks",
     "eval_steps": "evaluation.every",
     "gradient_accumulation_steps": "train.max_tokens_per_micro_batch (the gradient does not depend on it)",

@@ -47,6 +47,7 @@ _BASICS: Mapping[str, Entry] = {
     "load_in_4bit": Mapped("train.frozen_dtype", default=False, convert={True: "nf4"}, when={"use_peft": True}),
     "load_in_8bit": Mapped("train.frozen_dtype", default=False, convert={True: "int8"}, when={"use_peft": True}),
     "gradient_checkpointing": Mapped("train.gradient_checkpointing", default=True),
+    "chat_template_kwargs": Mapped("model.template_variables", type=object, convert=if_on),
     "report_to": Mapped("monitors"),
     "run_name": Mapped("the name of the run in wandb and mlflow", type=str),
     **ignored("micro-batches are cut by train.max_tokens_per_micro_batch", "auto_find_batch_size"),
@@ -87,11 +88,15 @@ _ON_POLICY: Mapping[str, Entry] = {
     **ignored("prompts are not truncated", "max_prompt_length"),
 }
 _ROWS: Mapping[str, Entry] = {
-    **ignored("rows are not truncated: one that is longer than engine.max_context is an error", "max_length"),
-    **ignored("sequences are packed without seeing each other", "packing packing_strategy padding_free"),
-    **ignored(
-        "rows are rendered by the template of the model", "dataset_text_field eos_token pad_token truncation_mode"
+    "max_length": Mapped("tasks.train.max_tokens", type=int),
+    "truncation_mode": Mapped(
+        "tasks.train.on_overlong",
+        default="keep_start",
+        convert={"keep_start": "cut_right", "keep_end": "cut_left"},
+        when={"max_length": True},
     ),
+    **ignored("sequences are packed without seeing each other", "packing packing_strategy padding_free"),
+    **ignored("rows are rendered by the template of the model", "dataset_text_field eos_token pad_token"),
     **ignored("the reference scores each batch once", "precompute_ref_log_probs"),
 }
 _DEFAULTS_OF: Mapping[str, tuple[float, int, float, float]] = {
@@ -240,6 +245,7 @@ OF_ROWS: Mapping[str, Mapping[str, Entry]] = {
     "reward": {
         "learning_rate": Mapped("train.optimizer.lr", default=1e-4),
         "use_peft": Restricted((None, False), "a reward model is trained without an adapter: leave it out"),
+        "truncation_mode": Ignored("TRL drops the longer rows of a reward model"),
     },
 }
 """Trainer of rows -> its own keys."""

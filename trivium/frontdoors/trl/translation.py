@@ -59,6 +59,8 @@ def translate(config: Mapping[str, Any]) -> Translation:
     mapping["train"]["optimizer"]["betas"] = [trl["adam_beta1"], trl["adam_beta2"]]
     mapping |= _monitors(trl, notes)
     tasks = mapping.setdefault("tasks", {}).get("train", {})
+    if name == "reward" and "max_tokens" in tasks:
+        tasks["on_overlong"] = "drop"
     mapping["tasks"]["train"] = {"kind": "datasets", **tasks}
     if "path" not in tasks:
         notes.append("tasks.train: name the rows (docs/extend-tasks.md), or dataset_name=... here")

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import atomic_write, refuse_existing
 from trivium.errors import ConfigError, MissingPackage, RunDirError
 from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.timeline import chrome_trace
@@ -53,6 +53,7 @@ def write_trace(paths: Sequence[Path], out: Path) -> None:
     without recorded spans."""
     if len(paths) != 1:
         raise ConfigError("the trace of one run", f"{len(paths)} runs", "write one file for each")
+    refuse_existing(out, "--trace")
     RecordedRun.open(paths[0])
     trace = chrome_trace(paths[0])
     if not trace["traceEvents"]:

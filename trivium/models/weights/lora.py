@@ -79,6 +79,7 @@ def inject(
         if trouble := unusable_adapter(start):
             raise TriviumError(*trouble)
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
+        config.lora_dropout = 0.0  # with dropout, two passes over the same tokens, and their ratios, would differ
     else:
         layers = None if section.layers is None else _last_layers(module, section.layers)
         targets = _targets(module, section.targets, layers)

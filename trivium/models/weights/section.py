@@ -23,14 +23,14 @@ _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
-    "lora_dropout": 0.0,
     "modules_to_save": None,
     "trainable_token_indices": None,
     "target_parameters": None,
     "layer_replication": None,
     "lora_bias": False,
 }
-"""The config of an adapter that has only A, B and a scale for each layer. Others are refused."""
+"""The config of an adapter that has only A, B and a scale for each layer. Others are refused. Its `lora_dropout` is no
+weight: the run trains without dropout."""
 
 
 def _unless_all(targets: object) -> object:
@@ -56,7 +56,8 @@ class LoraConfig(Config):
     them, and the layers below keep no activations. Unset: all layers."""
     path: ModelPath | None = None
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
-    Unset: a new adapter, which does not change outputs at first."""
+    One that was trained with dropout is trained on without it. Unset: a new adapter, which does not change outputs at
+    first."""
     push: Literal["merged", "adapter"] = "merged"
     """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
 
@@ -87,6 +88,14 @@ class LoraConfig(Config):
             )
         if trouble := unusable_adapter(Path(self.path)):
             yield Problem(f"{where}.path", *trouble)
+
+    def own_warnings(self, where: str) -> Iterator[Problem]:
+        """Says that an adapter to start from was trained with dropout, which the run does not use."""
+        file = Path(self.path or "") / ADAPTER_CONFIG
+        dropout = json.loads(file.read_text(encoding="utf-8")).get("lora_dropout") if file.is_file() else None
+        if self.path is not None and dropout:
+            found = f"lora_dropout {dropout:g}: it is trained on without dropout"
+            yield Problem(f"{where}.path", f"the adapter {self.path}", found, "nothing: dropout is no weight")
 
 
 def largest_rank(section: LoraConfig) -> int:
