@@ -4,6 +4,7 @@ TriviumError
 ├── ConfigError          the config asks for something that cannot be done (exit code 2)
 │   └── UnknownName      a short name that is not in the catalogue; also a LookupError
 ├── DataError            a file, dataset or rollout record is missing or malformed; also a ValueError
+│   └── TemplateRefusal  the chat template refuses, drops or rewrites a sequence of roles: ends the run
 ├── MissingPackage       an optional package is not installed; also an ImportError
 ├── RunDirError          a run directory belongs to another run, or is damaged
 ├── StorageError         a file cannot be written: disk full, no permission; also an OSError

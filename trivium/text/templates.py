@@ -131,8 +131,8 @@ class ChatTemplate:
     @cached_property
     def results_need_calls(self) -> bool:
         """Whether the template writes a result only after a message with the call, not after the text of one."""
-        reply = {"role": "assistant", "content": _word(1)}
-        if "tool" in self._roles or self.call_style is None or self._shows([_USER, reply, _RESULT], _word(1), _word(2)):
+        spoken = {"role": "assistant", "content": _word(1)}
+        if "tool" in self._roles or self.call_style is None or self._shows([_USER, spoken, _RESULT], _word(1), _word(2)):
             return False
         return self._shows([_USER, self._called([_CALL], [_ID], self.call_style), _RESULT], _word(2))
 
@@ -382,8 +382,8 @@ class ChatTemplate:
             case "user":
                 return self._shows([own], _word(1))
             case "tool":
-                reply = {"role": "assistant", "content": _word(1)}
-                return self.results_need_calls or self._shows([_USER, reply, _RESULT], _word(1), _word(2))
+                spoken = {"role": "assistant", "content": _word(1)}
+                return self.results_need_calls or self._shows([_USER, spoken, _RESULT], _word(1), _word(2))
             case _:
                 return self._shows([_USER, own], _word(1))
 

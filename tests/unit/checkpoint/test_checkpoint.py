@@ -36,7 +36,7 @@ async def test_round_trip(tmp_path: Path) -> None:
     assert latest is not None
     assert (latest.step, latest.state["step"]) == (2, 2)
     assert (export(latest, tmp_path / "out") / "weights").read_bytes() == b"x" * 100
-    with refused(RunDirError, tmp_path / "out", "not empty"):
+    with refused(RunDirError, tmp_path / "out", "empty"):
         export(latest, tmp_path / "out")
 
 
