@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def maj_at_k(answers: Sequence[str], right: str, k: int) -> float:
+def maj_at_k(answers: Sequence[Hashable], right: Hashable, k: int) -> float:
     """The probability that the most frequent answer among k of the n answers is `right`; a tie shares the win.
 
     Exact, by counting k-subsets. For every number m of right answers drawn, counts the ways in which no other answer is
@@ -121,7 +121,8 @@ class Evaluator:
         Raises SyncError if the explorer does not hold `version` throughout, RolloutsFailing if too many rollouts
         failed, since a broken reward must not look like an accuracy of zero.
         """
-        return self.measured(await self.rollouts(version), version)
+        groups = await self.rollouts(version)
+        return await asyncio.to_thread(self.measured, groups, version)  # a grader in another process may read answers
 
     async def rollouts(self, version: int) -> list[Group]:
         """Rolls out every task with this version."""
@@ -167,9 +168,12 @@ class Evaluator:
     def _judge(self, group: Group) -> Metrics:
         """The metrics of one task. A failed rollout counts both as wrong and as failed."""
         right = [is_right(t, self.threshold) for t in group.trajectories]
-        # All right completions are one answer; wrong ones are compared by their text.
+        # All right completions are one answer; wrong ones are compared by the rewards that compare answers.
+        judge: Any = getattr(self.explorer, "judge", None)
+        by_rewards = hasattr(judge, "answer")
         votes = [
-            "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)
+            "right" if ok else ("wrong", judge.answer(group.task, t.completion) if by_rewards else t.completion.strip())
+            for ok, t in zip(right, group.trajectories, strict=True)
         ]
         rewards = [t.reward for t in group.alive] or [0.0]
         metrics = {

@@ -13,6 +13,7 @@ import episodes
 import numpy as np
 import pytest
 import torch
+from configs import with_algorithm
 from episodes import group
 from failing import refused
 from hypothesis import given
@@ -199,6 +200,51 @@ def test_length_penalty_is_linear(members: list[tuple[float, int]], coef: float)
 def test_a_length_needs_a_limit(kind: str) -> None:
     with refused(DataError, "`limit`", "max_new_tokens"):
         shape(kind, [0.0], [1], max_new_tokens=0)
+
+
+def several(index: int, *lengths: int) -> Trajectory:
+    """A trajectory with a completion of each of these lengths, in one conversation."""
+    turns, prompt = list[Turn](), [1, 2]
+    for number in lengths:
+        turns.append(turn(prompt, number))
+        prompt = [*prompt, *range(3, 3 + number), 2]
+    return Trajectory(index, tuple(turns), {"exact": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ({"kind": "overlong_penalty", "buffer": 0.5}, [0, 0, 1, 0.5]),  # the longest completion against 8
+        ({"kind": "overlong_penalty", "buffer": 0.5, "limit": 24}, [0, 0, 0, 1]),  # all of them against 24
+        ({"kind": "length_penalty", "coef": 1.0}, [12 / 8, 4 / 8, 10 / 8, 24 / 8]),  # every token costs the same
+    ],
+)
+def test_length_and_limit_are_both_of_a_completion_or_both_of_a_trajectory(
+    options: dict[str, Any], lost: list[float]
+) -> None:
+    which = algorithm("reinforce", max_new_tokens=8, shaping=[options])
+    members = [several(0, 4, 4, 4), several(1, 4), several(2, 1, 8, 1), several(3, 6, 6, 6, 6)]
+    assert [each.num_tokens for each in members] == [12, 4, 10, 24]
+    shaped_rewards, _ = returns(which, [group(0, *members)])
+    assert [1 - reward for reward in shaped_rewards] == pytest.approx(lost, abs=1e-6)
+
+
+def test_the_longest_completion_is_found_in_a_history_that_was_rewritten() -> None:
+    """Its turns are in two sequences."""
+    rewritten = Trajectory(0, (turn([1, 2], 8), turn([1, 9], 3)), {"exact": 1.0})
+    other = Trajectory(1, (turn([1, 2], 3), turn([1, 9], 3)), {"exact": 1.0})
+    which = algorithm("reinforce", max_new_tokens=8, shaping=[{"kind": "overlong_penalty"}])
+    shaped_rewards, _ = returns(which, [group(0, rewritten, other)])
+    assert shaped_rewards == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_dapo_and_its_plan_say_what_is_compared() -> None:
+    config = with_algorithm("dapo", steps=1)
+    assert "longest turn" in config.algorithm.describe(config)["lengths"]
+    section = {"kind": "dapo", "shaping": [{"kind": "overlong_penalty", "limit": 99}]}
+    config = with_algorithm(section, steps=1)
+    assert "99" in config.algorithm.describe(config)["lengths"]
+    assert "lengths" not in with_algorithm("grpo", steps=1).algorithm.describe(with_algorithm("grpo", steps=1))
 
 
 MEMBERS = st.lists(st.tuples(NUMBERS, st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=12)

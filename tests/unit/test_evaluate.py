@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +15,10 @@ from episodes import group, turn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trivium.config import RewardConfig, plugin
 from trivium.config.recording import scores_observations
 from trivium.evaluate import Evaluator, best_at_k, maj_at_k, observation_loss, pass_at_k, worst_at_k
+from trivium.rewards import make_judge
 from trivium.runtime.stage import evaluates_alike
 from trivium.types import Failure, Group, Sampling, Task, Trajectory
 
@@ -73,6 +76,84 @@ def test_graded_rewards_are_counted_unless_a_threshold_makes_them_right_or_wrong
     metrics = evaluator.measured([Group(0, Task("a", ()), trajectories)], version=3)
     assert (metrics["eval/test/accuracy"], metrics["eval/test/partial"]) == (accuracy, partial)
     assert metrics["eval/test/reward"] == pytest.approx(mean(rewards))
+
+
+def voted(rewards: list[dict[str, Any]], completions: list[str], num_right: int, **columns: Any) -> float:
+    """maj@n of n completions to one task, of which the first `num_right` are right."""
+    judge = make_judge([plugin("rewards", RewardConfig)(section) for section in rewards])
+    count = len(completions)
+    explorer = cast(Any, SimpleNamespace(judge=judge))
+    evaluator = Evaluator(explorer, [], "test", 0, count, (1, count), Sampling(max_new_tokens=4))
+    members = tuple(
+        Trajectory(index, (turn([5], [1], text=text),), {"r": float(index < num_right)})
+        for index, text in enumerate(completions)
+    )
+    metrics = evaluator.measured([Group(0, Task("a", (), columns), members)], version=3)
+    return metrics[f"eval/test/maj@{count}"]
+
+
+RIGHT = ["Way 0: #### 4", "Way 1: #### 4"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wrong", "columns", "majority"),
+    [
+        # one wrong answer, in words of its own each time
+        ([{"kind": "gsm8k"}], ["so #### 5", "or #### 5.0", "thus #### 05"], {"answer": "4"}, 0.0),
+        ([{"kind": "gsm8k"}], ["so #### 5", "or #### 6", "thus #### 7"], {"answer": "4"}, 1.0),
+        ([{"kind": "gsm8k"}], ["I", "do not", "know"], {"answer": "4"}, 0.0),  # no answer, three times
+        ([{"kind": "format"}, {"kind": "gsm8k"}], ["so #### 5", "or #### 5", "#### 5"], {"answer": "4"}, 0.0),
+        ([{"kind": "gsm8k", "method": "flexible", "workers": 1}], ["5", "is 5", "5."], {"answer": "4"}, 0.0),
+        ([{"kind": "exact"}], ["5", " 5", "5\n"], {"answer": "4"}, 0.0),
+        ([{"kind": "exact"}], ["5", "5.0", "5.00"], {"answer": 4.0}, 0.0),
+        ([{"kind": "exact"}], ["5", "5.0", "5.00"], {"answer": "4"}, 1.0),  # other words
+        ([{"kind": "exact", "casefold": True}], ["Yes", "YES", "yes"], {"answer": "no"}, 0.0),
+        ([{"kind": "exact"}], ["5", " 5", "5 "], {"answer": None}, 0.0),  # cannot be compared: the text
+        # no form of its own: the whole text
+        ([{"kind": "regex", "pattern": "4"}], ["so 5", "or 5", "5"], {}, 1.0),
+        ([{"kind": "regex", "pattern": "4"}], ["5", "5 ", " 5"], {}, 0.0),
+        # the grader of the task
+        (
+            [{"kind": "by_source"}],
+            ["\\boxed{\\frac12}", "or \\boxed{1/2}", "so \\boxed{0.5}"],
+            {"data_source": "lighteval/MATH", "answer": "4"},
+            0.0,
+        ),
+        (
+            [{"kind": "by_source"}],
+            ["a\nAnswer: 5", "Answer: $5$", "\\boxed{5}"],
+            {"data_source": "aime", "answer": "4"},
+            0.0,
+        ),
+        (
+            [{"kind": "by_source"}],
+            ["<answer>The end</answer>", "so <answer>end!</answer>", "<answer>an END</answer>"],
+            {"data_source": "searchR1_nq", "answer": "4"},
+            0.0,
+        ),
+        ([{"kind": "by_source"}], ["a = 1", "a = 2", "a = 3"], {"data_source": "taco", "answer": "[]"}, 1.0),
+    ],
+)
+def test_a_majority_is_of_answers_not_of_texts(
+    rewards: list[dict[str, Any]], wrong: list[str], columns: dict[str, Any], majority: float
+) -> None:
+    assert voted(rewards, [*RIGHT, *wrong], 2, **columns) == majority
+
+
+def test_a_majority_of_expressions() -> None:
+    pytest.importorskip("math_verify")
+    rewards = [{"kind": "math_verify"}]
+    same = ["\\boxed{\\sqrt{8}}", "so $2\\sqrt{2}$", "\\boxed{2\\sqrt2}"]
+    assert voted(rewards, [*RIGHT, *same], 2, answer="4") == 0.0
+    assert voted(rewards, [*RIGHT, "\\boxed{1/2}", "\\boxed{0.5}", "\\boxed{x}"], 2, answer="4") == 0.5
+
+
+def test_a_majority_with_the_recipe_of_the_task() -> None:
+    parts = [{"kind": "gsm8k"}, {"kind": "regex", "pattern": "4"}]
+    recipe = {"kind": "recipe", "components": parts, "labels": {"sums": {"gsm8k": 1.0}, "other": {"regex": 1.0}}}
+    wrong = ["so #### 5", "or #### 5", "#### 5"]
+    assert voted([recipe], [*RIGHT, *wrong], 2, label="sums", answer="4") == 0.0
+    assert voted([recipe], [*RIGHT, *wrong], 2, label="other", answer="4") == 1.0
 
 
 def test_the_loss_of_observations_is_a_mean_over_their_tokens() -> None:

@@ -70,6 +70,8 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
     of_row, total = x.trajectory, int(x.trajectory.max()) + 1
     rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
     lengths = torch.tensor([e.num_response_tokens for e in batch.experiences])
+    turns = [[int(e.response_mask[turn.start : turn.stop].sum()) for turn in e.turns] for e in batch.experiences]
+    longest = torch.tensor([max(own, default=int(length)) for own, length in zip(turns, lengths, strict=True)])
     participants = {int(number): e.participant for number, e in zip(of_row, batch.experiences, strict=True)}
     return ShapingInputs(
         reward=rewards.new_zeros(total).scatter(0, of_row, rewards),
@@ -78,6 +80,7 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
         group=x.group.new_zeros(total).scatter(0, of_row, x.group),
         participants=tuple(participants[number] for number in range(total)),
         max_new_tokens=max_new_tokens,
+        longest_turn=lengths.new_zeros(total).scatter_reduce(0, of_row, longest, "amax"),
     )
 
 

@@ -64,6 +64,7 @@ def _groups(algorithm: GroupAlgorithm) -> Iterator[Line]:
         yield Line("R becomes", describe_function(step.function, step.metadata), step.metadata.source)
     if any("L_max" in step.metadata.formula for step in algorithm.shapings) and algorithm.max_new_tokens:
         yield Line("L_max", f"{algorithm.max_new_tokens} tokens, the longest completion, unless `limit` is set")
+        yield Line("length", "of all turns; in overlong_penalty without `limit`, of the longest turn")
     if (teacher := algorithm.teacher) is not None:
         weights = f"the policy's {teacher.weights} weights"
         if teacher.weights == "average":

@@ -53,7 +53,7 @@ class ShapingInputs:
     reward: Tensor
     """Float64: the total reward after the earlier shapings."""
     length: Tensor
-    """Int64: tokens that the policy sampled."""
+    """Int64: tokens that the policy sampled, in all turns."""
     truncated: Tensor
     """Bool: whether a length limit cut the last turn."""
     group: Tensor
@@ -66,6 +66,8 @@ class ShapingInputs:
     """The participant of each trajectory (`Policy.fork`); empty texts if they have no rewards of their own."""
     role_mean: Tensor | None = None
     """Float64: the mean of all rewards of the participant so far, this step's included; None if it is not needed."""
+    longest_turn: Tensor | None = None
+    """Int64: tokens that the policy sampled in its longest turn; None if each trajectory has one turn."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _role_means(roles: dict[str, Moments], x: ShapingInputs) -> Tensor:
 
 Limit = Annotated[
     int | None,
-    Field(ge=1, description="L_max: the longest completion, in tokens; unset, `engine.sampling.max_new_tokens`"),
+    Field(ge=1, description="L_max of all turns together, in tokens; unset, `engine.sampling.max_new_tokens`"),
 ]
 
 
@@ -126,7 +128,7 @@ def _longest(x: ShapingInputs, limit: int | None) -> int:
 
 
 @reward_shaping(
-    formula="R - factor * clip(1 - (L_max - length) / (buffer * L_max), 0, 1){limit:, L_max = limit}",
+    formula="R - factor * clip(1 - (L_max - length) / (buffer * L_max), 0, 1){limit:, L_max = limit, of all turns}",
     source="soft overlong punishment: DAPO, Yu et al. 2025, eq. 13",
 )
 def overlong_penalty(
@@ -143,10 +145,12 @@ def overlong_penalty(
 ) -> Tensor:
     """Completions near the length limit lose reward: linearly within the buffer, and never more than `factor`.
 
-    The paper's buffer is 4096 of 20480 tokens. Set `limit` where a trajectory has several completions.
+    The paper's buffer is 4096 of 20480 tokens. Of several completions of a trajectory, the longest counts; with
+    `limit`, all of them together.
     """
     longest = _longest(x, limit)
-    return x.reward - factor * overlong_fraction(x.length, longest, max(1, round(buffer * longest)))
+    length = x.length if limit is not None or x.longest_turn is None else x.longest_turn
+    return x.reward - factor * overlong_fraction(length, longest, max(1, round(buffer * longest)))
 
 
 def overlong_fraction(length: Tensor, max_length: int, buffer: int) -> Tensor:

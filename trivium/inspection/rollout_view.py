@@ -129,6 +129,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
                 **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
                 "fork": fork_values(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
+                "written": decode(turn.tokens),
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in _calls(turn, decode)],
                 "participant": turn.participant,
                 "stop_reason": turn.stop_reason.value,
@@ -195,6 +196,8 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
             lines.append(f"  {item['mime']}{place}: media/{item['sha256']}")
         who = f" of {turn['participant']}" if turn["participant"] else ""
         lines.append(_indented(f"completion{who}", turn["completion"]))
+        if not turn["written"].startswith(turn["completion"]):  # its special tokens were stripped
+            lines.append(_indented("as written", turn["written"]))
         earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
         lines.append(f"  ({turn['tokens']} tokens, stop reason {turn['stop_reason']}{earned})")
     if (failure := trajectory.failure) is not None:

@@ -44,7 +44,7 @@ class Renderer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
-        """Text without special tokens."""
+        """Text without ends of turn, padding, the beginning of a sequence and placeholders of media."""
         ...
 
     def expert(self, messages: Sequence[Message], completion: str | Message) -> tuple[Prompt, IntArray]:

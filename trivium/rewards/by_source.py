@@ -7,15 +7,16 @@ import re
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.processes.isolated import Isolated, require
-from trivium.rewards.functions import gsm8k_score, last_tag
-from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, same_math, stated_answer
+from trivium.rewards.accepted import Answer, accepted, plain_number
+from trivium.rewards.functions import GSM8K_TAIL, gsm8k_form, gsm8k_score, last_tag, with_opened
+from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, math_form, same_math, stated_answer
 from trivium.rewards.graders.programs import program_score
 from trivium.rewards.sandbox import Limits, Sandbox
 
@@ -50,21 +51,38 @@ def default_compute_score(
     *,
     memory_limit_mb: int | None = None,
     limits: GraderLimits | None = None,
+    prompt_end: str = "",
 ) -> Score:
     """The score of a completion by the grader of its `data_source` (docs/extend-rewards.md lists them).
 
     A number or `{"score": number, ...}`. Raises DataError for a data source without a grader and for a ground truth
     that its grader cannot read; MissingPackage if math-verify is needed and not installed; RewardError if grading takes
-    too long. `memory_limit_mb` and `limits` bound programs.
+    too long. `memory_limit_mb` and `limits` bound programs. `prompt_end` is the end of the prompt's text, which may
+    open `<think>`.
     """
     del extra_info
     limits = limits or GraderLimits()
     if memory_limit_mb is not None:
         limits = GraderLimits(limits.cpu_s, memory_limit_mb, limits.without)
-    return grader_of(data_source)(solution_str, ground_truth, limits)
+    grader = grader_of(data_source)
+    grader.truths(ground_truth)
+    text = with_opened(solution_str, prompt_end, ["think"]) if grader.reads_tags else solution_str
+    return grader.score(text, ground_truth, limits)
 
 
-def grader_of(data_source: str) -> Callable[[str, object, GraderLimits], Score]:
+class Grader(NamedTuple):
+    """How completions of a data source are graded."""
+
+    score: Callable[[str, object, GraderLimits], Score]
+    form: Callable[[str], object] = str
+    """The final answer of a completion, equal for equal answers. That of a program is its text."""
+    truths: Callable[[object], object] = accepted
+    """Raises DataError for a ground truth that the grader cannot compare."""
+    reads_tags: bool = False
+    """Whether the score depends on `<think>` tags."""
+
+
+def grader_of(data_source: str) -> Grader:
     """The grader of a data source. Raises DataError, which lists the data sources that have one."""
     for name, grader in GRADERS.items():
         if data_source == name or (name.endswith("*") and data_source.startswith(name[:-1])):
@@ -79,37 +97,30 @@ def grader_of(data_source: str) -> Callable[[str, object, GraderLimits], Score]:
 # --------------------------------------------------------------------------- graders
 
 
-def _gsm8k(text: str, truth: object, limits: GraderLimits) -> float:
-    return gsm8k_score(text, str(truth))
-
-
-def _math(text: str, truth: object, limits: GraderLimits) -> float:
-    return float(math_boxed(text, str(truth)))
-
-
-def _math_dapo(text: str, truth: object, limits: GraderLimits) -> Score:
-    return math_dapo(text, str(truth))
-
-
 def _boxed_or_verified(text: str, truth: object, limits: GraderLimits) -> float:
     """Compares the last box, or the last statement of a completion without one, as it is written, then by computing."""
     boxed = last_boxed(text)
-    answer = stated_answer(text) if boxed is None else boxed
-    if same_math(answer, str(truth)):
+    answer = _final(text)
+    if same_math(answer, truth):
         return 1.0
     return _math_verify(text, truth, limits) or float(
         boxed is None and _math_verify(f"\\boxed{{{answer}}}", truth, limits)
     )
 
 
+def _final(text: str) -> str:
+    boxed = last_boxed(text)
+    return stated_answer(text) if boxed is None else boxed
+
+
 def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:
     require("math_verify", "math-verify", "math", "score mathematics written in another form")
-    return _verifier(limits.cpu_s)(completion=text, answer=str(truth))
+    return max(_verifier(limits.cpu_s)(completion=text, answer=each.text) for each in accepted(truth))
 
 
 @functools.cache
-def _verifier(cpu_s: int) -> Isolated:
-    return Isolated("trivium.rewards.graders.packages:math_verify", cpu_s)
+def _verifier(cpu_s: int, function: str = "math_verify") -> Isolated:
+    return Isolated(f"trivium.rewards.graders.packages:{function}", cpu_s)
 
 
 _ACCURACY, _FORMAT = 0.9, 0.1
@@ -118,9 +129,7 @@ _ACCURACY, _FORMAT = 0.9, 0.1
 def _geometry(text: str, truth: object, limits: GraderLimits) -> float:
     """0.9 for the boxed answer, 0.1 for `<think>` tags before it."""
     boxed = last_boxed(text)
-    right = boxed is not None and (
-        same_math(boxed, str(truth)) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1
-    )
+    right = boxed is not None and (same_math(boxed, truth) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1)
     return _ACCURACY * right + _FORMAT * _thought(text)
 
 
@@ -137,39 +146,47 @@ def _program(text: str, truth: object, limits: GraderLimits) -> float:
 
 def _exact_answer(text: str, truth: object, limits: GraderLimits) -> float:
     """1 if the content of the last `<answer>` is one of the accepted answers."""
-    accepted = truth.get("target") if isinstance(truth, Mapping) else truth
-    tolist = getattr(accepted, "tolist", None)
-    accepted = accepted if tolist is None else tolist()
-    accepted = [accepted] if isinstance(accepted, str) else accepted
-    if not isinstance(accepted, list | tuple) or not accepted:
-        raise DataError("a ground truth with accepted answers", repr(truth)[:80], "give {target: [text, ...]}")
-    answered = last_tag(text, "answer")
-    return float(answered is not None and _words(answered) in [_words(str(answer)) for answer in accepted])
+    answers, answered = _targets(truth), last_tag(text, "answer")
+    if answered is None:
+        return 0.0
+    number, words = plain_number(answered), _words(answered)
+    return float(any(number == each.text if each.is_number else words == _words(each.text) for each in answers))
 
 
-def _words(text: str) -> list[str]:
-    """The words without case, punctuation and articles (SQuAD, Rajpurkar et al. 2016)."""
+def _targets(truth: object) -> list[Answer]:
+    """The accepted answers of a ground truth. Raises DataError."""
+    return accepted(truth.get("target") if isinstance(truth, Mapping) else truth)
+
+
+def _words(text: str) -> str:
+    """The words in lower case, without punctuation and articles (SQuAD, Rajpurkar et al. 2016)."""
     plain = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
-GRADERS: Mapping[str, Callable[[str, object, GraderLimits], Score]] = {
-    "openai/gsm8k": _gsm8k,
-    "lighteval/MATH": _math,
-    "DigitalLearningGmbH/MATH-lighteval": _math,
-    "HuggingFaceH4/MATH-500": _math,
-    "math_dapo": _math_dapo,
-    "math": _math_dapo,
-    "math_dapo_reasoning": _math_dapo,
-    "aime*": _math_dapo,
-    "math_verify": _math_verify,
-    "numina_*": _boxed_or_verified,
-    "hiyouga/geometry3k": _geometry,
-    "codecontests": _program,
-    "apps": _program,
-    "codeforces": _program,
-    "taco": _program,
-    "searchR1_*": _exact_answer,
+_MATH = Grader(lambda text, truth, _: float(math_boxed(text, truth)), lambda text: math_form(last_boxed(text) or ""))
+_MATH_DAPO = Grader(lambda text, truth, _: math_dapo(text, truth), lambda text: math_dapo(text, "")["pred"])
+_PROGRAM = Grader(_program, truths=lambda _: None)  # their tests are read when they run
+
+GRADERS: Mapping[str, Grader] = {
+    "openai/gsm8k": Grader(
+        lambda text, truth, _: gsm8k_score(text, truth), lambda text: gsm8k_form(text, "strict", GSM8K_TAIL)
+    ),
+    "lighteval/MATH": _MATH,
+    "DigitalLearningGmbH/MATH-lighteval": _MATH,
+    "HuggingFaceH4/MATH-500": _MATH,
+    "math_dapo": _MATH_DAPO,
+    "math": _MATH_DAPO,
+    "math_dapo_reasoning": _MATH_DAPO,
+    "aime*": _MATH_DAPO,
+    "math_verify": Grader(_math_verify, lambda text: _verifier(_CPU_S, "math_form")(completion=text)),
+    "numina_*": Grader(_boxed_or_verified, lambda text: math_form(_final(text))),
+    "hiyouga/geometry3k": Grader(_geometry, _MATH.form, reads_tags=True),
+    "codecontests": _PROGRAM,
+    "apps": _PROGRAM,
+    "codeforces": _PROGRAM,
+    "taco": _PROGRAM,
+    "searchR1_*": Grader(_exact_answer, lambda text: _words(last_tag(text, "answer") or ""), truths=_targets),
 }
 """Data source -> grader. A name that ends in `*` stands for all names with that beginning."""
 
@@ -193,14 +210,35 @@ class BySource:
             self._limits.sandbox()  # reports an unknown name now
 
     def __call__(
-        self, prompt: str, completion: str, data_source: str, reward_model: object = None, answer: object = None
+        self,
+        prompt: str,
+        completion: str,
+        data_source: str,
+        reward_model: object = None,
+        answer: object = None,
+        prompt_end: str = "",
     ) -> float:
-        truth = reward_model["ground_truth"] if isinstance(reward_model, Mapping) else answer
-        if truth is None:
-            raise DataError(
-                f"a ground truth of a task from {data_source!r}",
-                "neither `reward_model.ground_truth` nor `answer`",
-                "map a column to one of these names in the task source",
-            )
-        score = default_compute_score(data_source, completion, truth, limits=self._limits)
+        truth = _truth(data_source, reward_model, answer)
+        score = default_compute_score(data_source, completion, truth, limits=self._limits, prompt_end=prompt_end)
         return score["score"] if isinstance(score, dict) else score
+
+    @staticmethod
+    def check_columns(columns: Mapping[str, Any]) -> None:
+        """Raises DataError for columns that no grader can compare with a completion."""
+        source = columns["data_source"]
+        grader_of(source).truths(_truth(source, columns.get("reward_model"), columns.get("answer")))
+
+    def normal_form(self, completion: str, columns: Mapping[str, Any]) -> object:
+        """The final answer, as the grader of the data source reads it."""
+        return grader_of(columns["data_source"]).form(completion)
+
+
+def _truth(data_source: str, reward_model: object, answer: object) -> object:
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
+    if truth is None:
+        raise DataError(
+            f"a ground truth of a task from {data_source!r}",
+            "neither `reward_model.ground_truth` nor `answer`",
+            "map a column to one of these names in the task source",
+        )
+    return truth

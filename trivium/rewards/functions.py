@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.processes.isolated import Isolated, require
+from trivium.rewards.accepted import accepted, matches, plain_number
 
 
 def _compiles(pattern: str) -> str:
@@ -43,12 +45,23 @@ class Exact:
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    check_columns = staticmethod(lambda columns: accepted(columns.get("answer"), booleans=True))
+
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        text, expected = self._normal(completion), self._normal(str(answer))
-        if text == expected or not self.config.partial_credit:
-            return float(text == expected)
-        same = sum(a == b for a, b in zip(text, expected, strict=False))
-        return self.config.partial_credit * same / max(len(text), len(expected))
+        text, best = self._normal(completion), 0.0
+        for each in accepted(answer, booleans=True):
+            expected = self._normal(each.text)
+            if text == expected or (each.is_number and plain_number(text) == each.text):
+                return 1.0
+            same = sum(a == b for a, b in zip(text, expected, strict=False)) if self.config.partial_credit else 0
+            best = max(best, self.config.partial_credit * same / max(len(text), len(expected)))
+        return best
+
+    def normal_form(self, completion: str, columns: Mapping[str, Any]) -> str:
+        """The completion as it is compared."""
+        text = self._normal(completion)
+        numbers = any(each.is_number for each in accepted(columns["answer"], booleans=True))
+        return (plain_number(text) if numbers else None) or text
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.config.strip else text
@@ -74,7 +87,8 @@ class Regex:
 
 
 class Format:
-    """1 if the completion is the sections in order, each tag once, with only white space around them; else 0."""
+    """1 if the completion is the sections in order, each tag once, with only white space around them; else 0. Tags at
+    the end of the prompt count as the completion's beginning, as chat templates write `<think>`."""
 
     brief = True
 
@@ -84,9 +98,11 @@ class Format:
         """Tag names: `[think, answer]` requires `<think>...</think> <answer>...</answer>`."""
 
     def __init__(self, config: Config) -> None:
+        self._names = config.sections
         self._tags = [tag for name in config.sections for tag in (f"<{name}>", f"</{name}>")]
 
-    def __call__(self, prompt: str, completion: str) -> float:
+    def __call__(self, prompt: str, completion: str, prompt_end: str = "") -> float:
+        completion = with_opened(completion, prompt_end, self._names)
         if any(completion.count(tag) != 1 for tag in self._tags):
             return 0.0
         at = [completion.index(tag) for tag in self._tags]
@@ -96,28 +112,54 @@ class Format:
         return float(at == sorted(at) and not "".join(outside).strip())
 
 
-_GSM8K_TAIL = 300
-"""Characters at the end of a completion that count, as in the graders of published GSM8K results."""
-_NUMBER = r"-?[0-9.,]*[0-9][0-9.,]*"
+def with_opened(completion: str, prompt_end: str, names: Sequence[str]) -> str:
+    """The completion after the tags of these names that its prompt ends with: sections that it opened, or wrote empty.
+    A completion that writes the first of them itself is unchanged."""
+    name = "|".join(map(re.escape, names))
+    opened = re.search(rf"(<(?:{name})>)(?:\s*</?(?:{name})>)*\s*\Z", prompt_end)
+    return completion if opened is None or completion.lstrip().startswith(opened[1]) else opened[0] + completion
 
 
-def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+GSM8K_TAIL = 300
+"""Characters at the end of a completion that count in the graders of published GSM8K results."""
+# Possessive: a run of commas without a digit is read once, where backtracking would read it from each of its places.
+_NUMBER = r"-?[0-9.,]++"
+
+
+def gsm8k_answer(
+    text: str, method: Literal["strict", "flexible"] = "strict", tail: int | None = GSM8K_TAIL
+) -> str | None:
     """The final number of a GSM8K solution, without thousands separators. Returns None if there is none.
 
-    `strict` reads the number after the last `#### ` that has one, `flexible` the last number.
+    `strict` reads the number after the last `#### ` that has one, `flexible` the last number, both in the last `tail`
+    characters; None: in the whole text.
     """
-    numbers = re.findall(rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text[-_GSM8K_TAIL:])
-    return _plain_number(numbers[-1]) if numbers else None
+    numbers = re.findall(
+        rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text if tail is None else text[-tail:]
+    )
+    number = next((each for each in reversed(numbers) if any(map(str.isdigit, each))), None)
+    return None if number is None else _plain_number(number)
 
 
 def gsm8k_score(
-    text: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+    text: str,
+    answer: object,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    tail: int | None = GSM8K_TAIL,
 ) -> float:
     """1 for the answer's final number (`####` before it or not), `format_score` for another number, 0 for none."""
-    number = gsm8k_answer(text, method)
+    answers, number = accepted(answer), gsm8k_form(text, method, tail)
     if number is None:
         return 0.0
-    return 1.0 if number == _plain_number(answer.rpartition("####")[2].strip()) else format_score
+    right = matches(number, answers, lambda text: _as_number(_plain_number(text.rpartition("####")[2].strip())))
+    return 1.0 if right else format_score
+
+
+def gsm8k_form(text: str, method: Literal["strict", "flexible"], tail: int | None) -> str | None:
+    """The final number as it is compared."""
+    number = gsm8k_answer(text, method, tail)
+    return number and _as_number(number)
 
 
 class Gsm8k:
@@ -136,11 +178,21 @@ class Gsm8k:
         self.config = config
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        return gsm8k_score(completion, str(answer), self.config.method, self.config.format_score)
+        return gsm8k_score(completion, answer, self.config.method, self.config.format_score, tail=None)
+
+    check_columns = staticmethod(lambda columns: accepted(columns.get("answer")))
+
+    def normal_form(self, completion: str, columns: Mapping[str, Any]) -> str | None:
+        """The final number."""
+        return gsm8k_form(completion, self.config.method, None)
 
 
 def _plain_number(text: str) -> str:
     return text.replace(",", "").rstrip(".")
+
+
+def _as_number(text: str) -> str:
+    return plain_number(text) or text
 
 
 class MathVerify:
@@ -154,9 +206,16 @@ class MathVerify:
     def __init__(self, config: Config) -> None:
         require("math_verify", "math-verify", "math", "score with kind: math_verify")
         self._score = Isolated("trivium.rewards.graders.packages:math_verify", config.cpu_limit_s)
+        self._form = Isolated("trivium.rewards.graders.packages:math_form", config.cpu_limit_s)
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        return self._score(completion=completion, answer=str(answer))
+        return max(self._score(completion=completion, answer=each.text) for each in accepted(answer))
+
+    check_columns = staticmethod(lambda columns: accepted(columns.get("answer")))
+
+    def normal_form(self, completion: str, columns: Mapping[str, Any]) -> str | None:
+        """The final expression."""
+        return self._form(completion=completion)
 
 
 class ReasoningGym:

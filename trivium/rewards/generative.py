@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -20,12 +21,19 @@ from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression
 from trivium.rewards.remote import HttpRewardConfig
+from trivium.rewards.remote_forms import seen
 from trivium.types import Capabilities, Media
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _OWN_FIELDS = ("prompt", "completion", "conversation")
 """Fields of a template that are not columns of the task."""
 _THINKING = re.compile(r"(?s)^.*</think>")
+_BEFORE = re.compile(r"(?:\d[.,'’_/]?|[\d.]e[-+]?|(?<!\w)[-+−.])$", re.IGNORECASE)
+"""What makes the digits after it a part of another number: `8,` or a sign."""
+_AFTER = re.compile(r"[*_`]*(?:[^\W_]|[.,'’]\d|[ \t]*[-–—+−×^:~/*]+[ \t]*\d|[ \t]+(?:(?:to|or|and)[ \t]+)?\d)")
+"""What follows the beginning of a number or of a range: `,5`, ` to 8`."""
+_OUT_OF = re.compile(r"[*_`]*[ \t]*(?:(?:/|out of|of)[ \t*_`]*(\d+(?:\.\d+)?)(?![\d.,]*\d)|%)", re.IGNORECASE)
+"""The largest score after a score: `/ 10`, `out of 10`, `%`."""
 
 
 class UnreadableVerdict(EndpointError):
@@ -54,11 +62,16 @@ class GenerativeJudge:
         whole prompt, a line for each message, `{answer}` or another name the task's column. Other braces are kept."""
         system: str = changeable("")
         """The system message; empty sends none."""
-        pattern: RegularExpression = changeable(r"(?i)\bscore\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
-        """A Python regular expression: the score is the first group (without one, the match) of its last match, behind
-        the last `</think>`."""
+        pattern: RegularExpression = changeable(
+            r"(?i)\b(?:max(?:imum)?|min(?:imum)?|perfect|full|possible|best|top|highest|lowest)[ -]score\b"
+            r"|(?<![^\W_])score[*_\s]*[:=]\s*[*_]*\s*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+        )
+        """A Python regular expression: the score is the first group (without one, the match) of its matches, behind the
+        last `</think>`. The last line with a score counts, matches without the group do not. A number that is only
+        read in part (`8` of `8,5`), two scores in that line, and `7/5` with another `max_score` are errors."""
         json_key: str | None = changeable(None)
-        """The key of the score in the last JSON object that has it, in place of `pattern`."""
+        """The key of the score in the last JSON object that has it, in place of `pattern`. Of nested objects, the
+        outermost one with the key counts."""
         choices: dict[str, float] = changeable({})
         """The score for each verdict text (`{yes: 1, no: 0}`), regardless of case; empty reads numbers."""
         min_score: float = changeable(0.0)
@@ -117,14 +130,14 @@ class GenerativeJudge:
         config = self._config
         conversation = "\n".join(f"{message['role']}: {message['content']}" for message in prompt_messages)
         fields = {**columns, "prompt": prompt, "completion": completion, "conversation": conversation}
-        messages = self._messages(fields, prompt_media)
+        messages = await asyncio.to_thread(self._messages, fields, prompt_media)  # it may encode images
         bodies = [self._body(messages, config.seed + number) for number in range(config.samples)]
         return self._aggregated(await gather_or_cancel(self._ask(body) for body in bodies))
 
     def _messages(self, fields: Mapping[str, Any], media: Sequence[Media]) -> list[dict[str, Any]]:
         text: Any = _filled(self._config.template, fields)
         if self._config.images and media:
-            text = [*map(image_part, media), {"type": "text", "text": text}]
+            text = [*map(image_part, map(seen, media)), {"type": "text", "text": text}]
         system = _filled(self._config.system, fields)
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
 
@@ -157,11 +170,28 @@ class GenerativeJudge:
         """The score as a verdict writes it. Raises ValueError."""
         if self._config.json_key is not None:
             return _last_under(self._config.json_key, text)
-        matches = [*self._pattern.finditer(text)]
+        group = 1 if self._pattern.groups else 0
+        matches = [match for match in self._pattern.finditer(text) if match[group] is not None]
         if not matches:
             raise ValueError("no match of the pattern")
-        score = matches[-1].group(1 if self._pattern.groups else 0)
-        return score if self._choices or score is None else float(score)
+        if self._choices:
+            return matches[-1][group]
+        line = text.rfind("\n", 0, matches[-1].start(group))
+        numbers = {self._number(text, match, group) for match in matches if match.start(group) > line}
+        if len(numbers) > 1:
+            raise ValueError("several scores in one line")
+        return numbers.pop()
+
+    def _number(self, text: str, match: re.Match[str], group: int) -> float:
+        """The number of a match, if it is a whole number of the text. Raises ValueError."""
+        number, (start, end) = float(match[group]), match.span(group)
+        if largest := _OUT_OF.match(text, end):
+            end = largest.end()
+            if float(largest[1] or 100) != self._config.max_score:
+                raise ValueError(f"{match[group]}{largest[0]}, and max_score is {self._config.max_score:g}")
+        if _BEFORE.search(text[:start]) or _AFTER.match(text, end):
+            raise ValueError(f"{match[group]!r} is a part of what is written")
+        return number
 
     def _scaled(self, score: object) -> float:
         if self._choices:
@@ -169,6 +199,8 @@ class GenerativeJudge:
             if text not in self._choices:
                 raise ValueError(f"{text[:40]!r} is none of the choices {', '.join(self._config.choices)}")
             return finite_number(self._choices[text])
+        if isinstance(score, bool):
+            raise ValueError(f"{score}, which is no number")
         low, high, number = self._config.min_score, self._config.max_score, finite_number(score)
         if not low <= number <= high:
             raise ValueError(f"{number:g} is not from {low:g} to {high:g}")
@@ -193,12 +225,35 @@ def _filled(template: str, fields: Mapping[str, Any]) -> str:
 
 def _last_under(key: str, text: str) -> object:
     """The value of a key in the last JSON object of a text that has it. Raises ValueError."""
-    decoder, at = json.JSONDecoder(), len(text)
-    while (at := text.rfind("{", 0, at)) >= 0:
-        try:
-            value, _ = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+    decoder, end, unclosed = json.JSONDecoder(), 0, 0
+    values: list[object] = []
+    for brace in re.finditer(r"[{}]", text):
+        if brace.start() < end:
+            continue  # inside the last object
+        if brace[0] == "}":
+            unclosed = max(0, unclosed - 1)
             continue
-        if isinstance(value, dict) and key in value:
-            return value[key]
-    raise ValueError(f"no JSON object with {key!r}")
+        try:
+            value, end = decoder.raw_decode(text, brace.start())
+        except (ValueError, RecursionError):
+            unclosed += 1
+            continue
+        if inside := _outermost(key, value):
+            if unclosed:
+                raise ValueError(f"the object with {key!r} is a part of one that is no JSON")
+            values = inside
+    if len(values) != 1:
+        raise ValueError(f"{len(values) or 'no'} JSON object(s) with {key!r} on one level")
+    return values[0]
+
+
+def _outermost(key: str, value: object) -> list[object]:
+    """The values of a key in the outermost objects that have it: those of one level."""
+    level: list[Any] = [value]
+    while level:
+        objects = [each for each in level if isinstance(each, dict)]
+        if values := [each[key] for each in objects if key in each]:
+            return values
+        level = [part for each in level if isinstance(each, list) for part in each]
+        level += [part for each in objects for part in each.values()]
+    return []

@@ -5,9 +5,9 @@
 
 `prompt` is the last user message of the task, and `completion` the text of the last turn. The columns of the task are
 passed by the names in the signature (all of them if it has `**columns`). A parameter `prompt_messages` receives the
-whole prompt, a list of {role, content}; `prompt_media` receives its images and other media. `kind: my_rewards.py:mine`
-in the config is enough to use a reward. A result that is not a finite number is an error of that trajectory, never a
-score of 0.
+whole prompt, a list of {role, content}; `prompt_media` receives its images and other media, and `prompt_end` the end
+of the last turn's prompt as the policy saw it, which may open `<think>`. `kind: my_rewards.py:mine` in the config is
+enough to use a reward. A result that is not a finite number is an error of that trajectory, never a score of 0.
 
 A reward of the first kind starts as soon as its trajectory is finished. One of the second kind waits for the whole
 group, and receives the members that have not failed, in order.
@@ -28,13 +28,13 @@ import numpy as np
 
 from trivium.concurrency import Threads, usable_cores
 from trivium.config import RewardConfig, build
-from trivium.errors import ConfigError, DataError, RewardError, described, text_of
+from trivium.errors import ConfigError, DataError, RewardError, TriviumError, described, text_of
 from trivium.policy import finite_number
 from trivium.processes.isolated import isolated_reward
 from trivium.processes.user_calls import UserCall
 from trivium.registry import resolve
 from trivium.rewards.recipe import Part, parts_of
-from trivium.types import Task, Trajectory
+from trivium.types import IntArray, Task, Trajectory
 
 _THREADS = 32
 """Plain rewards that may run at the same time."""
@@ -42,6 +42,10 @@ _MESSAGES = "prompt_messages"
 """The parameter that receives the task's whole prompt."""
 _MEDIA = "prompt_media"
 """The parameter that receives the media of the prompt, in order."""
+_END = "prompt_end"
+"""The parameter that receives the text of the last tokens of the prompt; a list of them beside `completions`."""
+_END_TOKENS = 64
+Decode = Callable[[IntArray], str]
 
 _FOREIGN_SIGNATURES = {
     "prompts": "TRL's (prompts, completions, **columns) is here (prompt, completions, **columns), called for one group "
@@ -71,8 +75,13 @@ class _Component:
     takes_prompt: bool
     takes_messages: bool
     takes_media: bool
+    takes_end: bool
     compares: bool
     """Whether it compares the members of a group."""
+    check: Callable[[Mapping[str, Any]], object] | None
+    """`check_columns` of the reward: raises DataError for columns that it cannot compare with a completion."""
+    form: Callable[[str, Mapping[str, Any]], object] | None
+    """`normal_form` of the reward: what a completion answers to a task with these columns."""
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """The required columns that are not among these."""
@@ -84,10 +93,21 @@ class _Component:
         listed = ", ".join(f"{name} is {described(columns[name])}" for name in other)
         return f"{listed}, but reward {self.label!r} takes text" if listed else ""
 
+    def unfit(self, columns: Mapping[str, Any]) -> str:
+        """In words, what the reward cannot compare in its columns."""
+        if self.check is None or self.missing(columns) or self.misfits(columns):
+            return ""
+        try:
+            self.check(columns)
+        except DataError as error:
+            return f"reward {self.label!r} wants {error.asked}: {error.found}"
+        return ""
+
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
         """The reward's result, or the exception it ended with."""
         if missing := self.missing(task.columns):
             return _missing_columns([(self.label, missing)], task.columns)
+        completion = completion if self.takes_end else {n: text for n, text in completion.items() if n != _END}
         given: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
         if self.takes_messages:
             given[_MESSAGES] = [message.entry() for message in task.prompt]
@@ -143,8 +163,9 @@ class Judge:
     own is killed.
     """
 
-    def __init__(self, components: Sequence[_Component]) -> None:
-        self._components = tuple(components)
+    def __init__(self, components: Sequence[_Component], decode: Decode | None = None) -> None:
+        """`decode` decodes prompts; None: the end of a prompt is that of its last message."""
+        self._components, self._decode = tuple(components), decode
         self._comparing = [component for component in components if component.compares]
         self.is_brief = all(component.call.is_brief for component in components)
         """Whether every reward is declared `brief` (`trivium.processes.user_calls`), so that none needs a deadline."""
@@ -181,6 +202,20 @@ class Judge:
         """In words, which columns have another type than the rewards take; empty if none."""
         return next(filter(None, (component.misfits(columns) for component in self._components)), "")
 
+    def unfit(self, columns: Mapping[str, Any]) -> str:
+        """In words, what the rewards of a task cannot compare in its columns; empty if nothing."""
+        return next((text for each in _called(self._components, columns) if (text := each.unfit(columns))), "")
+
+    def answer(self, task: Task, completion: str) -> object:
+        """What the completion answers: equal for equal answers, by the rewards that compare answers (`normal_form`).
+        The whole text, if there are none."""
+        try:
+            called = _called(self._components, task.columns)
+            forms = [each.form(completion, task.columns) for each in called if each.form is not None]
+        except TriviumError:  # the reward cannot read this completion or the task either
+            forms = []
+        return tuple(forms) or completion.strip()
+
     def reads(self, column: str) -> bool:
         """Whether a reward reads the column."""
         return any(column in c.required | c.optional or c.takes_all for c in self._components)
@@ -196,7 +231,8 @@ class Judge:
         except RewardError as error:
             return error
         own = [component for component in called if not component.compares]
-        results = await _outcomes(own, task, {"completion": trajectory.completion})
+        given = {"completion": trajectory.completion, _END: self._prompt_end(own, task, trajectory)}
+        results = await _outcomes(own, task, given)
         scores: dict[str, float] = {}
         for component, result in zip(own, results, strict=True):
             score = component.weighted(task, result)
@@ -209,7 +245,8 @@ class Judge:
         """The scores of each trajectory of a group, in order, by the rewards that compare them."""
         completions = [trajectory.completion for trajectory in trajectories]
         comparing = _called(self._comparing, task.columns)  # cannot raise: `score` has accepted the task's label
-        results = await _outcomes(comparing, task, {"completions": completions})
+        ends = [self._prompt_end(comparing, task, trajectory) for trajectory in trajectories]
+        results = await _outcomes(comparing, task, {"completions": completions, _END: ends})
         scores: list[Scores] = [{} for _ in trajectories]
         for component, result in zip(comparing, results, strict=True):
             given = component.one_each(task, result, len(trajectories))
@@ -222,6 +259,15 @@ class Judge:
                 else:
                     known[component.label] = score
         return scores
+
+    def _prompt_end(self, components: Sequence[_Component], task: Task, trajectory: Trajectory) -> str:
+        """The end of the prompt of the last turn; empty if no component reads it."""
+        if not any(component.takes_end for component in components):
+            return ""
+        turn = trajectory.turns[-1] if trajectory.turns else None
+        if self._decode is None or turn is None or not len(turn.prompt_tokens):
+            return task.prompt[-1].content if task.prompt else ""
+        return self._decode(turn.prompt_tokens[-_END_TOKENS:])
 
 
 def _called(components: Sequence[_Component], columns: Mapping[str, Any]) -> list[_Component]:
@@ -242,16 +288,17 @@ async def _outcomes(
     return outcomes
 
 
-def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> Judge:
+def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0, decode: Decode | None = None) -> Judge:
     """Builds the rewards of a config. Raises ConfigError for one that cannot be called, MissingPackage for one whose
-    package is not installed. The kernel ends a worker process whose call takes more than `deadline_s`."""
+    package is not installed. The kernel ends a worker process whose call takes more than `deadline_s`. `decode` is the
+    renderer's, for rewards that read the end of the prompt."""
     threads = Threads(_THREADS, "a reward")
     components = [_component(part, threads, deadline_s) for part in parts_of(configs)]
     labels = [component.label for component in components]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ConfigError("rewards with different names", f"{', '.join(twice)} twice", "give each its own `name`")
-    return Judge(components)
+    return Judge(components, decode)
 
 
 def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
@@ -270,8 +317,12 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
             + "give it the parameter `completion`, or `prompt` and `completions` for a whole group; others, by name: "
             "`prompt` and the columns it reads",
         )
-    columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, _MEDIA, *judged)}
+    columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, _MEDIA, _END, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
+    target = resolve("rewards", config.kind)
+    check = inspect.getattr_static(target, "check_columns", None)
+    # A reward with workers is built here as well when its normal form is first needed.
+    made: Any = lru_cache(1)(lambda: build("rewards", config) if config.workers else function)
     return _Component(
         part,
         config.label,
@@ -283,7 +334,10 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
         takes_prompt=takes_all or "prompt" in by_name,
         takes_messages=_MESSAGES in by_name,
         takes_media=_MEDIA in by_name,
+        takes_end=_END in by_name,
         compares="completions" in judged,
+        check=check.__func__ if isinstance(check, staticmethod) else None,
+        form=(lambda *given: made().normal_form(*given)) if hasattr(target, "normal_form") else None,
     )
 
 

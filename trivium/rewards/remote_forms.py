@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trivium.errors import described, text_of
-from trivium.models.vision.images import opened
+from trivium.models.vision.images import as_seen, decoded
 from trivium.policy import finite_number
 from trivium.processes.isolated import require
 from trivium.types import Media
@@ -64,8 +64,7 @@ Scored = RemoteScore | str
 
 
 def request(protocol: Protocol, samples: Sequence[RemoteSample]) -> dict[str, Any]:
-    """The JSON body that asks for the rewards of samples. Raises MissingPackage for images of another type than JPEG
-    in the form `lightrft`, without pillow."""
+    """The JSON body that asks for the rewards of samples. Raises MissingPackage for images without pillow."""
     return _FORMS[protocol][0](samples)
 
 
@@ -86,7 +85,7 @@ def _request_trivium(samples: Sequence[RemoteSample]) -> dict[str, Any]:
                 "messages": [dict(m) for m in sample.messages] or [{"role": "user", "content": sample.prompt}],
                 "completion": sample.completion,
                 "columns": dict(sample.columns),
-                "images": [f"data:{image.mime};base64,{_base64(image.data)}" for image in sample.images],
+                "images": [f"data:{image.mime};base64,{_base64(image.data)}" for image in map(seen, sample.images)],
             }
             for sample in samples
         ]
@@ -117,14 +116,19 @@ def _base64(data: bytes) -> str:
 
 @functools.lru_cache(maxsize=32)  # the members of a group have the same images
 def jpeg(image: Media) -> bytes:
-    """The image as JPEG without transparency; the bytes of a JPEG are unchanged."""
+    """The image as JPEG, as the policy sees it; the bytes of an upright JPEG are unchanged."""
+    image = seen(image)
     if image.mime == "image/jpeg":
         return image.data
-    require("PIL", "pillow", "vision", "send images as JPEG")
     written = io.BytesIO()
-    with opened(image) as picture:
-        picture.convert("RGB").save(written, format="JPEG", quality=95)
+    decoded(image).save(written, format="JPEG", quality=95)
     return written.getvalue()
+
+
+def seen(image: Media) -> Media:
+    """An image as the policy sees it (`as_seen`). Raises MissingPackage without pillow."""
+    require("PIL", "pillow", "vision", "send images to a reward")
+    return as_seen(image)
 
 
 # --------------------------------------------------------------------------- responses

@@ -364,7 +364,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
         rewards = config.rewards if tasksets and not only_read else ()
         judge = next((each for own, each in judges if own == rewards), None)
         if judge is None:  # explorers with equal rewards share a judge: a reward may hold a model
-            judge = make_judge(rewards, deadline_s)
+            judge = make_judge(rewards, deadline_s, stage.renderer.decode)
             judges.append((rewards, judge))
         return _explorer_of(stage, config, name, engine, judge, tasksets)
 

@@ -15,6 +15,7 @@ from trivium.config import RunConfig
 from trivium.config.choices import threads_of
 from trivium.config.memory_estimate import is_evaluated, is_explored
 from trivium.config.recording import scores_observations
+from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.protocols import Renderer
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
@@ -61,6 +62,7 @@ class Stage:
             tool_calls=getattr(model, "tool_calls", "auto"),
             roles=getattr(model, "roles", None),
             today=self.config.run.date,
+            strip_special_tokens=isinstance(model, HuggingFaceModel.Config) and model.strip_special_tokens,
         )
 
 

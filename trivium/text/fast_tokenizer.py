@@ -49,6 +49,7 @@ class FastTokenizer:
         backend.no_padding()
         self.backend, self._named = backend, {name: named[name] for name in _NAMED if name in named}
         self.chat_template, self.name_or_path = chat_template, name_or_path
+        self.bos_token, self.pad_token = named.get("bos_token"), named.get("pad_token")
         self.all_special_tokens = [*dict.fromkeys([*self._named.values(), *more_special])]
 
     @property

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from functools import cached_property, lru_cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ class ChatRenderer:
 
     `images` describes how the model reads images; None: it reads only text. `tool_calls`, `roles` and `today` are those
     of `trivium.text.templates.ChatTemplate`.
+    `strip_special_tokens` leaves special tokens out of decoded texts.
     """
 
     eos_token_ids: frozenset[int]
@@ -73,6 +74,7 @@ class ChatRenderer:
         tool_calls: str = "auto",
         roles: Mapping[str, str] | None = None,
         today: date | None = None,
+        strip_special_tokens: bool = False,
     ) -> None:
         if chat_template is None and images is not None:
             chat_template = images.chat_template
@@ -105,8 +107,8 @@ class ChatRenderer:
         ends = own | _generation_eos(tokenizer.name_or_path)
         # GPT-OSS ends each message of a turn with the token that ends a completion in a history.
         self.eos_token_ids = frozenset(ends - marks.keys() or ends)
-        self._marks = {token: mark for token, mark in marks.items() if token not in self.eos_token_ids}
-        """The special tokens that mark calls of tools."""
+        self._not_text = self._special_without_text(marks.keys(), strip=strip_special_tokens)
+        """The special tokens that are no part of a completion's text."""
         # The members of a group share a conversation, and rendering it costs more than sampling a token.
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
@@ -169,19 +171,21 @@ class ChatRenderer:
         return seen.then(self._expanded(bridge, _media_of(new)))
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
-        """Text without special tokens, apart from those that mark calls of tools; invalid UTF-8 becomes U+FFFD."""
-        ids = np.asarray(tokens, np.int64).tolist()
-        marks = [at for at, token in enumerate(ids) if token in self._marks] if self._marks else []
-        parts = [
-            self._decoded(ids[start + 1 : end]) + (self._marks[ids[end]] if end < len(ids) else "")
-            for start, end in pairwise([-1, *marks, len(ids)])
-        ]
-        return "".join(parts)
-
-    def _decoded(self, ids: list[int]) -> str:
-        text = self._decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Text without ends of turn, padding, the beginning of a sequence and placeholders of media. Other special
+        tokens (`<think>`, marks of calls) are text, apart from those that mark no calls with `strip_special_tokens`.
+        Invalid UTF-8 becomes U+FFFD."""
+        ids = [token for token in np.asarray(tokens, np.int64).tolist() if token not in self._not_text]
+        text = self._decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def _special_without_text(self, marks: Collection[int], *, strip: bool) -> frozenset[int]:
+        """The special tokens that `decode` leaves out; `marks` are those that mark calls of tools."""
+        texts = {str(self._tokenizer.pad_token), str(self._tokenizer.bos_token)}
+        texts |= self._images.placeholders if self._images is not None else set()
+        special = ((int(n), token) for n, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+        without = {number for number, token in special if strip or token.content in texts}
+        return self.eos_token_ids | (without - set(marks))
 
     def read(self, text: str, media: Sequence[Media] = ()) -> Prompt:
         """The prompt of a rendered text, special tokens included. An image may have one placeholder or one for each of
@@ -449,18 +453,10 @@ class ChatRenderer:
         return {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def renderer_of(
-    model_dir: str | Path,
-    *,
-    max_image_pixels: int = MAX_PIXELS,
-    tool_calls: str = "auto",
-    roles: Mapping[str, str] | None = None,
-    today: date | None = None,
-) -> ChatRenderer:
-    """The renderer of the model in a directory, with images if the model reads them."""
+def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS, **options: Any) -> ChatRenderer:
+    """The renderer of the model in a directory, with images if the model reads them, and further `options` of it."""
     images = images_of(model_dir, max_pixels=max_image_pixels)
-    tokenizer = hf_tokenizer(model_dir, correct_pad_token=False)
-    return ChatRenderer(tokenizer, images=images, tool_calls=tool_calls, roles=roles, today=today)
+    return ChatRenderer(hf_tokenizer(model_dir, correct_pad_token=False), images=images, **options)
 
 
 def _media_of(messages: Sequence[Message]) -> list[Media]:

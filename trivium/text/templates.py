@@ -131,10 +131,13 @@ class ChatTemplate:
     @cached_property
     def results_need_calls(self) -> bool:
         """Whether the template writes a result only after a message with the call, not after the text of one."""
-        spoken = {"role": "assistant", "content": _word(1)}
-        if "tool" in self._roles or self.call_style is None or self._shows([_USER, spoken, _RESULT], _word(1), _word(2)):
+        if "tool" in self._roles or self.call_style is None or self._results_follow_text:
             return False
         return self._shows([_USER, self._called([_CALL], [_ID], self.call_style), _RESULT], _word(2))
+
+    @cached_property
+    def _results_follow_text(self) -> bool:
+        return self._shows([_USER, {"role": "assistant", "content": _word(1)}, _RESULT], _word(1), _word(2))
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -382,8 +385,7 @@ class ChatTemplate:
             case "user":
                 return self._shows([own], _word(1))
             case "tool":
-                spoken = {"role": "assistant", "content": _word(1)}
-                return self.results_need_calls or self._shows([_USER, spoken, _RESULT], _word(1), _word(2))
+                return self.results_need_calls or self._results_follow_text
             case _:
                 return self._shows([_USER, own], _word(1))
 

@@ -216,7 +216,8 @@ class Turn:
     policy_version: IntArray
     stop_reason: StopReason
     text: str
-    """The decoded completion without special tokens, for logs, rewards and environments. It is never encoded again."""
+    """The decoded completion without ends of turn and padding, for logs, rewards and environments. It is never encoded
+    again."""
     media: tuple[Media, ...] = ()
     """The media of the prompt, in order, each with its span in `prompt_tokens`."""
     reward: float = 0.0

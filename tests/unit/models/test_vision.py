@@ -15,7 +15,7 @@ from packaging.version import Version
 from PIL import Image
 
 from trivium.errors import DataError
-from trivium.models.vision.images import Images, images_of, join_pixels
+from trivium.models.vision.images import Images, as_seen, decoded, images_of, join_pixels
 from trivium.models.vision.processor import hf_processor
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer, renderer_of
@@ -272,3 +272,98 @@ def test_pixels_are_computed_once_for_a_picture(model_dir) -> None:
     assert images is not None
     media = png(28, 28)
     assert images.read(media) is images.read(Media("image/png", bytes(media.data)))
+
+
+# --------------------------------------------------------------------------- the picture that is seen
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options) -> Media:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return Media(f"image/{form.lower()}", file.getvalue())
+
+
+RAMP = np.tile(np.linspace(0, 65535, 52).astype(np.uint16), (4, 1))
+
+
+def gray(media: Media) -> np.ndarray:
+    """The first row, whose colours are equal."""
+    pixels = np.asarray(decoded(media))
+    assert pixels.shape[2] == 3
+    assert (pixels == pixels[..., :1]).all()
+    return pixels[0, :, 0].astype(int)
+
+
+@pytest.mark.parametrize(
+    ("media", "mode"),
+    [
+        (encoded(Image.fromarray(RAMP)), "I;16"),
+        (encoded(Image.fromarray(RAMP), "TIFF"), "I;16"),
+        (encoded(Image.fromarray(RAMP.astype(">u2")), "TIFF"), "I;16B"),
+        (encoded(Image.fromarray(RAMP.astype(np.int32)), "TIFF"), "I"),
+        (encoded(Image.fromarray((RAMP // 257).astype(np.int32)), "TIFF"), "I"),
+        (encoded(Image.fromarray(RAMP.astype(np.int32) * 1000), "TIFF"), "I"),
+        (encoded(Image.fromarray(RAMP.astype(np.int32) - 32768), "TIFF"), "I"),
+        (encoded(Image.fromarray((RAMP / 65535).astype(np.float32)), "TIFF"), "F"),
+        (encoded(Image.fromarray((RAMP / 257).astype(np.float32)), "TIFF"), "F"),
+        (encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), "F"),
+    ],
+)
+def test_deep_gray_is_scaled(media: Media, mode: str) -> None:
+    assert Image.open(io.BytesIO(media.data)).mode == mode
+    signed = mode == "I" and np.asarray(Image.open(io.BytesIO(media.data))).min() < 0
+    expected = np.linspace(0, 255, 52)
+    found = gray(media)
+    if signed:  # from the lowest value to the end of the scale
+        assert found[0] == 0
+        assert (np.diff(found) >= 0).all()
+        assert len({*found.tolist()}) == len(found)
+    else:
+        assert np.abs(found - expected).max() <= 1
+
+
+def test_dark_deep_gray_stays_dark_and_what_is_no_number_is_black() -> None:
+    assert gray(encoded(Image.fromarray(RAMP // 256))).max() == 1
+    values = np.array([[0.5, np.nan, np.inf, -np.inf, 1.0]], np.float32)
+    assert gray(encoded(Image.fromarray(values), "TIFF")).tolist() == [128, 0, 0, 0, 255]
+    assert gray(encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF")).tolist() == [0, 0]
+
+
+def test_deep_gray_is_upright_and_its_transparent_value_is_white() -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    media = encoded(Image.fromarray(RAMP), exif=exif.tobytes())
+    assert decoded(media).size == RAMP.shape
+    image = Image.fromarray(RAMP)
+    assert gray(encoded(image, transparency=int(RAMP[0, 0])))[:2].tolist() == [255, 5]
+
+
+@pytest.mark.parametrize(
+    ("image", "options"),
+    [
+        (Image.new("RGBA", (8, 4), (0, 0, 0, 0)), {}),
+        (Image.new("LA", (8, 4), (0, 0)), {}),
+        (Image.new("P", (8, 4), 0), {"transparency": 0}),
+        (Image.linear_gradient("L").resize((8, 4)), {"exif": 6}),
+        (Image.linear_gradient("L").resize((8, 4)).convert("RGB"), {"exif": 3, "form": "JPEG"}),
+        (Image.new("CMYK", (8, 4), (0, 255, 255, 0)), {"form": "JPEG"}),
+        (Image.fromarray(RAMP), {"form": "TIFF"}),
+    ],
+)
+def test_a_picture_as_it_is_seen_is_the_policys_for_any_reader(image: Image.Image, options: dict) -> None:
+    form, orientation = options.pop("form", "PNG"), options.pop("exif", None)
+    exif = Image.Exif()
+    exif[0x112] = orientation or 1
+    media = encoded(image, form, exif=exif.tobytes(), **options)
+    seen = as_seen(media)
+    assert seen.mime == "image/png"
+    read = Image.open(io.BytesIO(seen.data))
+    assert read.mode == "RGB"
+    assert np.array_equal(np.asarray(read), np.asarray(decoded(media)))
+    assert np.array_equal(np.asarray(decoded(seen)), np.asarray(decoded(media)))
+
+
+def test_a_plain_picture_is_sent_as_it_is() -> None:
+    for mode, form in (("RGB", "PNG"), ("L", "JPEG"), ("1", "PNG"), ("P", "GIF")):
+        media = encoded(Image.new(mode, (4, 4)), form)
+        assert as_seen(media) is media

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,30 @@ def test_asserts(sandbox: Sandbox) -> None:
     tests = ["assert f(1) == (1, [1])", "x = 2\nassert f(x) == (x, [x])", "assert f(3) == (3, [4])", "assert not f(3)"]
     assert program_score(code, tests, sandbox) == 0.5
     assert program_score(code, {"assert_case": tests[:2]}, sandbox) == 1.0
+
+
+LONG = "1" + "0" * 5000
+
+
+@linux
+def test_integers_of_any_length(sandbox: Sandbox) -> None:
+    """CPython refuses to read and to write more than 4300 digits, unless it is told otherwise."""
+    limit = sys.get_int_max_str_digits()
+
+    def passes(code: str, tests: Any) -> bool:
+        return program_score(code, tests, sandbox) == 1.0
+
+    assert passes("print(10**5000)", {"inputs": [""], "outputs": [LONG]})
+    assert not passes("print(10**5000 + 1)", {"inputs": [""], "outputs": [LONG]})
+    assert passes("print(int(input()) % 7)", {"inputs": [LONG], "outputs": [str(10**5000 % 7)]})
+    power = "def f(n):\n    return 10 ** n"
+    assert passes(power, ["assert len(str(f(5000))) == 5001", f"assert f(5000) == {LONG}", "assert f(5000) > 10**4999"])
+    assert not passes(power, [f"assert f(5001) == {LONG}"])
+    assert passes(power, {"fn_name": "f", "inputs": ["5000"], "outputs": [LONG]})
+    assert passes(power, json.dumps({"fn_name": "f", "inputs": [[5000]], "outputs": [0]}).replace("[0]", f"[{LONG}]"))
+    add = "def f(a, b):\n    return [a + b]"
+    assert passes(add, {"fn_name": "f", "inputs": [[10**5000, -1]], "outputs": [[10**5000 - 1]]})
+    assert sys.get_int_max_str_digits() == limit
 
 
 CHEATS = [

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 from failing import refused
@@ -71,6 +72,24 @@ def test_gsm8k_scores():
     assert strict("", "#### 41", "42") == flexible("", "41", "42") == 0.1
     assert strict("", "42", "42") == flexible("", "nothing", "0") == 0.0
     assert strict("", "#### 13.", "13") == 1.0
+
+
+@pytest.mark.parametrize("tail", ["", " and this agrees with the reasoning above." * 8, "\n" * 400, " so" * 30_000])
+def test_gsm8k_reads_the_last_marked_number_whatever_follows(tail):
+    strict, flexible = Gsm8k(Gsm8k.Config()), Gsm8k(Gsm8k.Config(method="flexible"))
+    assert strict("", f"#### 41\n2+40=42\n#### 42{tail}", "42") == 1.0
+    assert strict("", f"#### 41\n#### 42 #### none{tail}", "42") == 1.0
+    assert flexible("", f"#### 42, or 43{tail}", "43") == 1.0
+    assert strict("", f"####42{tail}", "42") == strict("", f"42{tail}", "42") == 0.0
+
+
+def test_gsm8k_reads_a_long_completion_in_time_linear_in_its_length():
+    """100,000 characters take milliseconds; with backtracking from each place of a run, hours."""
+    began = time.process_time()
+    for text in (",." * 50_000, "#### ,," * 15_000, "-" * 100_000, "9," * 50_000, "#### -" * 15_000 + "," * 10_000):
+        for method in ("strict", "flexible"):
+            Gsm8k(Gsm8k.Config(method=method))("", text, "42")
+    assert time.process_time() - began < 2
 
 
 def test_math_verify_off_the_main_thread():

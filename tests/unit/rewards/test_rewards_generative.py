@@ -97,6 +97,82 @@ async def test_a_verdict_without_a_score_is_a_named_error(
         assert len(here.requests) == 1
 
 
+def read(text: str, **section: Any) -> float | None:
+    """The score that a verdict gets, before it is scaled; None if it cannot be read."""
+    config = GenerativeJudge.Config(urls="http://127.0.0.1:1/v1", model="j", **section)
+    judge = GenerativeJudge(config)
+    try:
+        return judge._scaled(judge._score(text)) * (config.max_score - config.min_score) + config.min_score
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        *(("Score: 1e-1", 0.1), ("Score: 7", 7), ("Score: 10.0", 10), ("Score: .5", 0.5), ("score = +3", 3)),
+        *(("Score: 9.", 9), ("Score: 8, since it is right", 8), ("Score: 8)", 8), ("Good. Score: 6", 6)),
+        *(("**Score:** 8", 8), ("**Score**: 8", 8), ("Score: **8**", 8), ("_Score: 8_", 8), ("# Score: 4", 4)),
+        *(("Score: 7/10", 7), ("Score: 7 / 10.", 7), ("Score: **7**/10", 7), ("Score: 7 out of 10", 7)),
+        *(("Score: 7 (maximum score: 10)", 7), ("Score: 7\n(max score: 10)", 7)),
+        ("The perfect score: 10. Score: 2", 2),
+        ("Score: 5 out of 10. A perfect score: 10 would need a proof.", 5),
+        ("Score: 3 is too low.\nScore: 8", 8),
+        ("Score: 8 and again: score: 8.0", 8),
+        # read in part, or ambiguous
+        *((f"Score: {text}", None) for text in ("8,5", "1.2.3", "7-8", "7–8", "7 to 8", "7 or 8", "1 000", "7½")),
+        *((f"Score: {text}", None) for text in ("3/4", "3 out of 5", "90%", "8x", "2^3", "1e", "7_5")),
+        *((f"Score: {text}", None) for text in ("seven", "~7", "<8>", "−3")),
+        *(("Score: 3. No, score: 8", None), ("Score: -1", None), ("Score: 11", None), ("", None)),
+    ],
+)
+def test_a_number_is_read_whole_or_not_at_all(text: str, score: float | None) -> None:
+    assert read(text) == (None if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "score"),
+    [
+        ("Score: 85%", {"max_score": 100}, 85),
+        ("Score: 4/5", {"max_score": 5}, 4),
+        ("Rating: 8,5", {"pattern": r"Rating: (\d+)"}, None),
+        ("Rating: 8,5", {"pattern": r"(\d+)$"}, None),
+        ("Rating: -5", {"pattern": r"Rating:\D*(\d+)"}, None),
+        ("Rating: 1e-1", {"pattern": r"(\d+)$"}, None),
+        ("Rating-5", {"pattern": r"Rating-(\d+)"}, 5),
+        ("[[8]]", {"pattern": r"\[\[(\d+)\]\]"}, 8),
+        ("I say 7", {"pattern": r"\d+"}, 7),
+    ],
+)
+def test_patterns_of_ones_own_read_whole_numbers(text: str, section: dict[str, Any], score: float | None) -> None:
+    assert read(text, **section) == (None if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"score": 7}', 7),
+        ('```json\n{"reason": "x {y}", "score": 7}\n```', 7),
+        ('{"a": {"score": 3}, "score": 9}', 9),
+        ('{"score": 7, "max": {"score": 10}}', 7),
+        ('{"verdict": {"why": [{"x": 1}], "score": 6}}', 6),
+        ('{"score": 1}\nNo:\n```\n{"score": 2, "of": {"score": 10}}\n``` done {}', 2),
+        ('The set {1, 2} and \\frac{1}{2}: {"score": 4} as {said}', 4),
+        ('[{"score": 5}]', 5),
+        ('{"why": "{\\"score\\": 3}", "score": 8}', 8),
+        *((f'{{"score": {value}}}', None) for value in ("true", "null", '"7"', "[7]", "NaN", '{"score": 7}', "7,")),
+        ('{"a": {"score": 3}, "b": {"score": 4}}', None),
+        ('{"a": {"score": 3}, "score": 9,}', None),  # no JSON: what is inside is not the verdict
+        ('{score: 9, max: {"score": 10}}', None),
+        ("{'score': 7}", None),
+        ('{"score": 7', None),
+        ('{"mark": 7}', None),
+    ],
+)
+def test_the_outermost_object_with_the_key_counts(text: str, score: float | None) -> None:
+    assert read(text, json_key="score") == (None if score is None else pytest.approx(score))
+
+
 async def test_several_verdicts_are_averaged_or_voted_on() -> None:
     def by_seed(body: dict[str, Any]) -> dict[str, Any]:
         return verdict(f"Score: {[2, 8, 2, 6][body['seed'] - 5]}")

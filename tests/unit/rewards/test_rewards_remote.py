@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from failing import check_error, refused
 from PIL import Image
@@ -47,9 +48,10 @@ from trivium.clients.http import (
     retry_after_s,
 )
 from trivium.errors import ConfigError, RewardError
+from trivium.models.vision.images import decoded
 from trivium.rewards import make_judge
 from trivium.rewards.remote import RemoteReward
-from trivium.rewards.remote_forms import RemoteSample, RemoteScore
+from trivium.rewards.remote_forms import Protocol, RemoteSample, RemoteScore, request
 from trivium.types import Media
 
 TOKEN = "sesame-of-the-tests"
@@ -120,7 +122,7 @@ async def test_the_numbers_beside_rewards_are_kept_per_sample() -> None:
 
 async def test_every_image_is_encoded_by_itself_as_a_jpeg_without_transparency() -> None:
     """In LightRFT the second string begins with the first image's bytes."""
-    images = [picture("RGBA", (255, 0, 0, 128)), picture("RGB", "blue"), picture("RGB", "lime", "image/jpeg")]
+    images = [picture("RGBA", (255, 0, 0, 192)), picture("RGB", "blue"), picture("RGB", "lime", "image/jpeg")]
     samples = [RemoteSample("p", "c", images=images), RemoteSample("p", "c")]
     async with service(computed(lengths)) as here:
         await remote(here.url).score_batch(samples)
@@ -444,3 +446,22 @@ async def test_a_failed_request_is_a_failed_trajectory_with_its_cause() -> None:
     check_error(error, RewardError, "status 404")
     assert isinstance(error.__cause__, RequestRefused)
     assert error.__cause__.place == here.url
+
+
+@pytest.mark.parametrize("protocol", ["trivium", "lightrft"])
+async def test_the_service_gets_the_picture_that_the_policy_sees(protocol: Protocol) -> None:
+    """Turned by its EXIF data, and black with a transparent half."""
+    picture = Image.new("RGBA", (32, 16), (0, 0, 0, 255))
+    picture.paste((0, 0, 0, 0), (0, 0, 16, 16))
+    exif = Image.Exif()
+    exif[0x112] = 6
+    written = io.BytesIO()
+    picture.save(written, "PNG", exif=exif.tobytes())
+    media = Media("image/png", written.getvalue())
+    body = request(protocol, [RemoteSample("p", "c", images=[media])])
+    sent = body["samples"][0]["images"][0].partition(",")[2] if protocol == "trivium" else body["images"][0][0]
+    read = Image.open(io.BytesIO(base64.b64decode(sent)))
+    assert read.size == (16, 32)
+    difference = np.abs(np.asarray(read, int) - np.asarray(decoded(media), int))
+    assert difference.mean() < 2
+    assert np.asarray(read)[2, 8].tolist() == pytest.approx([255] * 3, abs=3)

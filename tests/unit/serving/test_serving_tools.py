@@ -51,7 +51,7 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}" + TEMPLATE
     native = ChatRenderer(tiny_tokenizer("bytes"), chat_template=template)
     assert native.decode(native.render([tools, user]).tokens).startswith("weather: ")
-    assert native.decode(native.render([user]).tokens).startswith("hi")
+    assert native.decode(native.render([user]).tokens).startswith("<|user|>hi")
     told = RENDERER.decode(RENDERER.render([tools, user]).tokens)
     assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user], HERMES.instructions(), "")).tokens)
     assert '"city"' in told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
@@ -186,7 +186,12 @@ class PolicyGradientConfig(UpdateConfig):
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
             made_for = f", and {' and '.join(self._made_for_stale_groups)} are designed for them"
             why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
-        return {**super().describe(run), "correction": f"{correction.words}{recomputed} ({why})"}
+        entries = {"correction": f"{correction.words}{recomputed} ({why})"}
+        for step in cast("tuple[Any, ...]", self.shaping):
+            if step.kind == "overlong_penalty":
+                longest = f"{run.engine.sampling.max_new_tokens} tokens in the longest turn"
+                entries["lengths"] = longest if step.limit is None else f"{step.limit} tokens in all turns"
+        return {**super().describe(run), **entries}
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)

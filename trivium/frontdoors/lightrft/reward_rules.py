@@ -77,7 +77,9 @@ def _boxed_is(completion: str, reference: str) -> bool:
     if None not in numbers:
         return numbers[0] == numbers[1]
     # math-verify, in a separate process, compares expressions that differ in form.
-    return same_math(boxed, answer) or grader_of("math_verify")(f"\\boxed{{{boxed}}}", answer, GraderLimits()) == 1
+    return (
+        same_math(boxed, answer) or grader_of("math_verify").score(f"\\boxed{{{boxed}}}", answer, GraderLimits()) == 1
+    )
 
 
 def _final(reference: str) -> str:

@@ -79,6 +79,10 @@ class HuggingFaceModel:
         """Roles that the chat template drops or refuses, each with the one that it gets instead: `{tool: user}` or
         `{system: user}`. Such a message joins its neighbours of that role, and a result of a tool is marked by
         `<tool_response>`. `developer` is `system` by default, if the template writes only that one."""
+        strip_special_tokens: bool = False
+        """Whether completions are text without the special tokens that the policy writes (`<think>` in some
+        tokenizers), for rewards, environments and clients. Ends of turn and padding are never text; marks of tool calls
+        always are."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))

@@ -10,6 +10,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,8 @@ MAX_PIXELS = 64_000_000
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _CACHED_BYTES = 1 << 28
 """The largest memory of the cache."""
+_ORIENTATION = 0x0112
+"""The EXIF tag with the rotation of an image; 1 is upright."""
 _SAME_PIXELS = 0.02
 """The largest mean difference between pixels that two image libraries resize."""
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -158,10 +161,41 @@ def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
 
     with opened(media, max_pixels) as image:
         image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":
+            image = _eight_bits(image)
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _eight_bits(image: Image) -> Image:
+    """Gray values of more than 8 bits, scaled to 8: `convert` clips them. The scale ends at 16 bits where the mode says
+    it, else at the smallest of 1 (floats), 8 and 16 bits that holds all values, else at the highest value."""
+    from PIL import Image
+
+    values = np.nan_to_num(np.asarray(image, np.float64), posinf=0.0, neginf=0.0)
+    scales = (65535,) if image.mode.startswith("I;16") else (1, 255, 65535) if image.mode == "F" else (255, 65535)
+    low, high = min(0.0, values.min()), values.max()
+    high = next((float(scale) for scale in scales if high <= scale), high)
+    gray = np.rint((values - low) * (255 / (high - low))).astype(np.uint8)
+    gray[values == image.info.get("transparency", np.nan)] = 255  # white, as all that is transparent
+    return Image.fromarray(gray)
+
+
+@lru_cache(maxsize=32)  # the members of a group have the same images
+def as_seen(media: Media) -> Media:
+    """An image that any reader decodes as the policy sees it: itself, or a PNG in place of one that is rotated by its
+    EXIF data, transparent, of more than 8 bits or in other colours. Raises DataError for other media, and for an image
+    that cannot be decoded."""
+    with opened(media) as image:
+        turned = image.getexif().get(_ORIENTATION, 1) != 1
+        plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
+    if plain and not turned:
+        return media
+    written = io.BytesIO()
+    decoded(media).save(written, format="PNG")
+    return Media("image/png", written.getvalue())
 
 
 def check_image(media: Media, max_pixels: int = MAX_PIXELS) -> None:

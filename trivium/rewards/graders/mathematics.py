@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from trivium.rewards.accepted import accepted, matches
+
 _ANSWER_TAIL, _BOX_TAIL = 300, 100
 """Characters at the end of a completion in which DAPO's graders look for the answer, and for the box alone."""
 NO_ANSWER = "[INVALID]"
@@ -40,24 +42,24 @@ def stated_answer(text: str) -> str:
     return last.split(". ")[0].strip().rstrip(".").strip("$ ")
 
 
-def math_boxed(text: str, answer: str) -> bool:
-    """Whether the last box holds the answer by the rules of MATH."""
+def math_boxed(text: str, answer: object) -> bool:
+    """Whether the last box holds an accepted answer by the rules of MATH."""
     boxed = last_boxed(text)
     return boxed is not None and same_math(boxed, answer)
 
 
-def same_math(a: str, b: str) -> bool:
-    """Whether two final answers are the same by the rules of MATH."""
-    return _math(a) == _math(b)
+def same_math(text: str, answer: object) -> bool:
+    """Whether a final answer is an accepted one by the rules of MATH."""
+    return matches(math_form(text), accepted(answer), math_form)
 
 
-def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, Any]:
+def math_dapo(text: str, answer: object, *, strict_box: bool = False) -> dict[str, Any]:
     """`score` 1 or -1, `acc` whether the prediction is right, `pred` the last `Answer:` line, or else the last box.
 
     `strict_box` reads the last box alone and compares it as it is written; `pred` is None without a box.
     """
     pred = last_boxed(text[-_BOX_TAIL:]) if strict_box else _minerva(_answer_line(text[-_ANSWER_TAIL:]))
-    right = pred != NO_ANSWER and pred == (answer if strict_box else _minerva(answer))
+    right = pred not in (None, NO_ANSWER) and matches(pred, accepted(answer), str if strict_box else _minerva)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
@@ -75,7 +77,7 @@ _MARKUP = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 """Markup without meaning. The first tuple is removed before all other steps."""
 
 
-def _math(text: str) -> str:
+def math_form(text: str) -> str:
     """The normal form of an answer, by the rules of MATH in their order."""
     for removed in _MARKUP[0]:
         text = text.replace(removed, "")

@@ -17,13 +17,26 @@ def math_verify(completion: str, answer: str) -> float:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    parsed = _expressions(completion)
     marked = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
     gold = parse(marked, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not gold:
         raise DataError("an `answer` that math-verify can read", repr(answer), "write it as LaTeX or a number")
-    parsed = parse(completion, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return float(verify(gold, parsed, timeout_seconds=None))
+
+
+def math_form(completion: str) -> str | None:
+    """The completion's final expression: equal texts for equal numbers. None if it has none."""
+    last = next(iter(_expressions(completion)), None)
+    return str(last.evalf(12) if getattr(last, "is_number", False) else last) if last is not None else None
+
+
+def _expressions(completion: str) -> Any:
+    """What math-verify reads of a completion: the last expression, and its text."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    return parse(completion, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 def reasoning_gym(answer: str | None, dataset: str, config: dict[str, Any], entry: dict[str, Any]) -> float:

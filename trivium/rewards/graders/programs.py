@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trivium.errors import DataError
-from trivium.rewards.sandbox import Check, Ran, Sandbox
+from trivium.rewards.sandbox import Check, Ran, Sandbox, long_integers
 
 MAX_TESTS = 10
 _CLOSE = 1e-6
@@ -51,7 +51,8 @@ def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     Raises DataError for anything else.
     """
     code = program_of(completion)
-    known = read_tests(tests)[:MAX_TESTS]
+    with long_integers():
+        known = read_tests(tests)[:MAX_TESTS]
     left, passed = _WALLS * sandbox.limits.wall_s, 0
     for test in known:
         if left <= 0:
@@ -64,7 +65,8 @@ def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
 
 def _passed(test: Test, ran: Ran) -> bool:
     try:
-        return test.passed(ran)
+        with long_integers():
+            return test.passed(ran)
     except (ValueError, ArithmeticError, RecursionError):
         return False  # a number too large for a float or for text
 

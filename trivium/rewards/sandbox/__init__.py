@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trivium.rewards.sandbox.runs import Check, Limits, Ran, Sandbox
+from trivium.rewards.sandbox.runs import Check, Limits, Ran, Sandbox, long_integers
 
-__all__ = ["Check", "Limits", "Ran", "Sandbox"]
+__all__ = ["Check", "Limits", "Ran", "Sandbox", "long_integers"]

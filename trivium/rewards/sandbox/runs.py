@@ -40,6 +40,7 @@ _ENTRIES = 1000
 _MAX_IDS = 1 << 31
 _RUNNING = threading.BoundedSemaphore(os.cpu_count() or 1)
 """Limits concurrent runs to the number of processors. A run's time does not include the wait for its turn."""
+_LONG_INTEGERS = threading.RLock()
 _numbers = count()
 _CONFINE = ("-s", "-P", "-S", "-B", str(Path(__file__).with_name("confine.py")))
 _ASSERTS = Path(__file__).with_name("asserts.py").read_text(encoding="utf-8")
@@ -47,6 +48,18 @@ _SERVE = "exec(_asserts, _asserts := {'__name__': 'asserts'})\n_asserts['serve']
 """Runs after the program, in its process, under names that no program uses."""
 LIMITS = ("memory", "files", "network", "processes")
 """What a machine may be unable to enforce."""
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Inside, this process reads and writes integers of any length: CPython refuses more than 4300 digits."""
+    with _LONG_INTEGERS:  # the limit is that of the process, and a block that ends must not end another one
+        limit = sys.get_int_max_str_digits()
+        sys.set_int_max_str_digits(0)
+        try:
+            yield
+        finally:
+            sys.set_int_max_str_digits(limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,9 @@ class _Program:
 
     def begin(self) -> None:
         """Has the process confine itself. It reports just before its code begins."""
-        self.child.send(json.dumps(self.order).encode())
+        with long_integers():
+            order = json.dumps(self.order)
+        self.child.send(order.encode())
         report = self.child.receive()
         self.report, self.began = None if report is None else json.loads(report), time.monotonic()
 
@@ -272,6 +287,7 @@ def _environment(folder: str) -> dict[str, str]:
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
+        "PYTHONINTMAXSTRDIGITS": "0",  # else print(10**5000) raises; a run's time is limited anyway
         "PYTHONUTF8": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
