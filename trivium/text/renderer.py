@@ -35,7 +35,7 @@ from trivium.text.templates import AnyTokenizer, ChatTemplate, parts_of
 from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tool_formats import UnknownFormat
 from trivium.text.tools import TOOLS, ToolCall
-from trivium.types import IntArray, Media, Message, Prompt, StopReason
+from trivium.types import BoolArray, IntArray, Media, Message, Prompt, StopReason
 
 _SHORT, _LONG = 512, 16_384
 """Limits of a conversation in characters, for the cache of prompts. 16,384 prompts of short conversations are cached,
@@ -207,7 +207,7 @@ class ChatRenderer:
     def expert(self, messages: Sequence[Message], completion: str | Message) -> tuple[Prompt, IntArray]:
         """Encodes a completion that the policy did not sample. Returns (prompt, completion tokens with end of turn)."""
         last = Message("assistant", completion) if isinstance(completion, str) else completion
-        return self.supervised([*messages, last])[-1]
+        return self._turns([*messages, last], since=len(messages))[-1]
 
     def supervised(self, messages: Sequence[Message]) -> list[tuple[Prompt, IntArray]]:
         """(prompt, tokens with end of turn) of each turn of the assistant in a conversation that the policy did not
@@ -217,23 +217,27 @@ class ChatRenderer:
         middle. A turn is what the template writes after its opening, or what `{% generation %}` encloses in the
         template. Raises DataError if the template rewrites earlier messages, or drops a part of the last turn.
         """
+        return self._turns(messages)
+
+    def _turns(self, messages: Sequence[Message], since: int = 0) -> list[tuple[Prompt, IntArray]]:
+        """`supervised`, of the turns from the message `since` on."""
         self._check_media(messages)
         places = [place for place, message in enumerate(messages) if message.role == "assistant"]
         if not places or places[-1] != len(messages) - 1 or places[0] == 0:
             found = f"roles {[message.role for message in messages]}"
             raise DataError("a conversation that ends with the assistant's turn", found, "add a prompt and the turn")
+        places = [place for place in places if place >= since]
         text = self.template.text(messages, generation=False)
         self._check_reasoning(messages[-1], text)
         tokens, ends = self._encode_with_ends(text)
         first = [int(np.searchsorted(ends, self._opening(messages[:place], text), "right")) for place in places]
         marked = self.template.generated(messages, len(tokens))
-        media, spans = _media_of(messages), []
-        for start, limit in zip(first, [*first[1:], len(tokens)], strict=True):
-            if marked is not None:
-                inside = start + np.flatnonzero(marked[start:limit])
-                spans.append((int(inside[0]), int(inside[-1]) + 1) if len(inside) else (start, start))
-            else:
-                spans.append((start, self._end_of(tokens, start, limit, last=limit == len(tokens))))
+        if marked is not None:
+            spans = _enclosed(marked, first)
+        else:
+            spans = [(start, self._end_of(tokens, start, limit)) for start, limit in pairwise(first)]
+            spans.append((first[-1], self._end_of_last(tokens, first[-1])))
+        media = _media_of(messages)
         turns = [(self._expanded(tokens[:start], media, partly=True), tokens[start:end]) for start, end in spans]
         prompt, last = turns[-1]
         if marked is None and not (len(last) and int(last[-1]) in self.eos_token_ids):
@@ -262,15 +266,8 @@ class ChatRenderer:
             raise TemplateRefusal(*_divergence(opened, text))
         return start
 
-    def _end_of(self, tokens: IntArray, start: int, limit: int, *, last: bool) -> int:
-        """The end of a turn in the tokens of a conversation: after its first end of turn, or in the last turn after the
-        first one of those that nothing but white space follows."""
-        if last:
-            end = len(tokens)
-            while end > start and (int(tokens[end - 1]) in self._special or not self._shown(tokens[end - 1 : end])):
-                end -= 1
-            ends = (place + 1 for place in range(end, limit) if int(tokens[place]) in self.eos_token_ids)
-            return next(ends, limit)
+    def _end_of(self, tokens: IntArray, start: int, limit: int) -> int:
+        """The end of an earlier turn in the tokens of a conversation: after its first end of turn."""
         end = next((place + 1 for place in range(start, limit) if int(tokens[place]) in self.eos_token_ids), None)
         if end is None:
             raise DataError(
@@ -279,6 +276,15 @@ class ChatRenderer:
                 "learn from the last turn alone, or use a template that ends its turns",
             )
         return end
+
+    def _end_of_last(self, tokens: IntArray, start: int) -> int:
+        """The end of the last turn in the tokens of a conversation: after the first end of turn that nothing but white
+        space follows."""
+        end = len(tokens)
+        while end > start and (int(tokens[end - 1]) in self._special or not self._shown(tokens[end - 1 : end])):
+            end -= 1
+        ends = (place + 1 for place in range(end, len(tokens)) if int(tokens[place]) in self.eos_token_ids)
+        return next(ends, len(tokens))
 
     def _shown(self, tokens: IntArray) -> str:
         return str(self._tokenizer.decode(tokens.tolist())).strip()
@@ -461,6 +467,15 @@ def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS, **
 
 def _media_of(messages: Sequence[Message]) -> list[Media]:
     return [item for message in messages for item in message.media]
+
+
+def _enclosed(marked: BoolArray, first: Sequence[int]) -> list[tuple[int, int]]:
+    """The span that `{% generation %}` encloses for each turn, with the openings of turns in `first`. The tag may
+    enclose the opening as well: what it encloses belongs to the turn in which it ends."""
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False)).reshape(-1, 2)
+    turns = np.searchsorted(first, edges[:, 1], "left") - 1
+    owned = [(start, edges[turns == number]) for number, start in enumerate(first)]
+    return [(int(own[0, 0]), int(own[-1, 1])) if len(own) else (start, start) for start, own in owned]
 
 
 def _results(messages: Sequence[Message]) -> Sequence[Message]:

@@ -277,16 +277,31 @@ def test_every_turn_of_a_conversation_continues_the_one_before() -> None:
     assert written(second[0]) == "<|user|>1+1=<|end|><|assistant|>2<|end|><|user|>2+2=<|end|><|assistant|>"
 
 
-def test_turns_are_what_the_template_encloses_where_it_says() -> None:
-    """`{% generation %}` decides, the end of turn left out here."""
+@pytest.mark.parametrize(
+    ("turn", "turns"),
+    [
+        ("<|assistant|>{% generation %}{{ m.content }}{% endgeneration %}<|end|>", ["two", "four"]),
+        (
+            "{% generation %}<|assistant|>{{ m.content }}<|end|>{% endgeneration %}",
+            ["<|assistant|>two<|end|>", "<|assistant|>four<|end|>"],
+        ),
+    ],
+)
+def test_turns_are_what_the_template_encloses_where_it_says(turn: str, turns: list[str]) -> None:
+    """`{% generation %}` decides: the end of turn may be left out, and the opening in."""
     template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}"
-        "{% endgeneration %}<|end|>{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}" + OPENING
+        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{turn}{{% else %}}"
+        "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}" + OPENING
     )
     talk = [USER, Message("assistant", "two"), Message("user", "2+2="), Message("assistant", "four")]
     chat, tokenizer = renderer(template), tiny_tokenizer("bytes")
-    turns = chat.supervised(talk)
-    assert [written(tokens) for _, tokens in turns] == ["two", "four"]
+    supervised = chat.supervised(talk)
+    assert [written(tokens) for _, tokens in supervised] == turns
+    prompt, completion = chat.expert(talk[:-1], "four")
+    assert (prompt.tokens.tolist(), completion.tolist()) == (
+        supervised[-1][0].tokens.tolist(),
+        supervised[-1][1].tolist(),
+    )
     encoded: Any = tokenizer.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in talk],
         chat_template=template,
@@ -295,9 +310,19 @@ def test_turns_are_what_the_template_encloses_where_it_says() -> None:
         return_assistant_tokens_mask=True,
     )
     mask = np.zeros(len(encoded["input_ids"]), bool)
-    for prompt, tokens in turns:
+    for prompt, tokens in supervised:
         mask[len(prompt) : len(prompt) + len(tokens)] = True
     assert mask.tolist() == [bool(each) for each in encoded["assistant_masks"]]
+
+
+def test_the_last_turn_is_learned_where_earlier_ones_have_no_end() -> None:
+    talk = [USER, Message("assistant", "2"), Message("user", "2+2=")]
+    chat = renderer("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + OPENING)
+    with refused(DataError, "earlier turn"):
+        chat.supervised([*talk, Message("assistant", "4")])
+    prompt, completion = chat.expert(talk, "4")
+    assert written(prompt) == "<|user|>1+1=<|assistant|>2<|user|>2+2=<|assistant|>"
+    assert written(completion) == f"4{tiny_tokenizer('bytes').eos_token}"
 
 
 def test_reasoning_of_a_row_is_written_or_refused() -> None:
