@@ -99,11 +99,9 @@ class ChatRenderer:
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
         own = {self._end_of_turn, *self._ends_of_calls(), *({eos} if eos is not None else ())}
-        marks = {
-            int(tokenizer.convert_tokens_to_ids(mark)): mark  # pyright: ignore[reportArgumentType]
-            for mark in self.tool_format.marks
-            if mark in tokenizer.all_special_tokens
-        }
+        # `all_special_tokens` may list fewer tokens than `decode` leaves out: GPT-OSS's tokenizer lists four.
+        added = {number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items()}
+        marks = {token: added[token] for token in self._special if added[token] in self.tool_format.marks}
         ends = own | _generation_eos(tokenizer.name_or_path)
         # GPT-OSS ends each message of a turn with the token that ends a completion in a history.
         self.eos_token_ids = frozenset(ends - marks.keys() or ends)

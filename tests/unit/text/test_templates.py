@@ -184,6 +184,16 @@ def test_arguments_are_text_where_the_template_takes_only_that() -> None:
     assert '<|assistant|>add {"a": 1}<|end|>' in written(renderer(TEXT_ARGUMENTS, tool_calls="hermes").render(row))
 
 
+def test_marks_of_calls_are_kept_where_the_tokenizer_does_not_list_them_as_special() -> None:
+    tokenizer = tiny_tokenizer("bytes")
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    assert not {*marks} & {*tokenizer.all_special_tokens}
+    text = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    chat = ChatRenderer(tokenizer, chat_template=EACH, tool_calls="gpt_oss")
+    assert chat.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 # ------------------------------------------------------------------------------- turns, tools, dates
 
 
