@@ -42,7 +42,7 @@ _SHORT, _LONG = 512, 16_384
 since tasks return in every epoch. 4,096 longer ones, or ones with images, are cached for the members of their groups.
 Conversations beyond both limits are not cached, to save memory."""
 
-_EARLIER_COMPLETION = "reply"
+_EARLIER_COMPLETION = "earliercompletion"
 """Replaces earlier completions in the comparison of two renderings."""
 _BEFORE = "\n"
 """A text before another one, of whose characters no token is made together with it."""
@@ -321,9 +321,7 @@ class ChatRenderer:
             )
         # Either may be longer: a template may open a block before a completion, or write one only into the history.
         if not (seen.startswith(before) or before.startswith(seen)):
-            closed = self.template.text(earlier, generation=False)
-            if _num_shared(seen, before) < _num_shared(seen, closed):
-                raise TemplateRefusal(*_divergence(seen, before))
+            self._check_same(earlier, seen, before)
         tokens = self._encode_inside(bridge)
         if not calls:
             return tokens
@@ -335,6 +333,17 @@ class ChatRenderer:
                 "map the role of results with model.roles: {tool: user}",
             )
         return tokens[ends[0] :]
+
+    def _check_same(self, earlier: Sequence[Message], seen: str, now: str) -> None:
+        """Raises TemplateRefusal if two renderings of a conversation differ outside of the turns of the assistant, whose
+        tokens are known."""
+        for place in (*(n for n, message in enumerate(earlier) if message.role == "assistant"), len(earlier)):
+            closed = self.template.text(earlier[:place], generation=False)
+            written = closed.count(_EARLIER_COMPLETION)  # by the turns before
+            rest = [text.split(_EARLIER_COMPLETION, written)[written:] for text in (seen, now, closed)]
+            before, after, same = (texts[0] if texts else "" for texts in rest)
+            if _num_shared(before, after) < _num_shared(before, same):
+                raise TemplateRefusal(*_divergence(seen, now))
 
     def _without_sampled_end(self, bridge: IntArray, sampled: int) -> IntArray:
         """The bridge without the end of turn that the policy sampled itself (and white space before it)."""

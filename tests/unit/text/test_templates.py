@@ -53,6 +53,13 @@ CLOSES_A_BLOCK = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
 """Opens a block of reasoning, and writes an empty one into histories."""
+THINKS_AFTER_THE_LAST_QUESTION = (
+    "{% set last = namespace(at=0) %}{% for m in messages if m.role == 'user' %}{% set last.at = m.content %}{% endfor %}"
+    "{% set seen = namespace(last=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' and m.content == last.at %}{% set seen.last = true %}{% endif %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and seen.last %}<think></think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+) + OPENING
+"""Writes an empty block of reasoning into the turns after the last question."""
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>{% endfor %}"
 ) + OPENING
@@ -203,6 +210,26 @@ def test_a_history_that_differs_inside_the_turn_of_the_assistant_keeps_the_sampl
     assert (
         text == "<|user|>1+1=<|end|><|assistant|><think>\nhm</think>2<|end|><|user|>again<|end|><|assistant|><think>\n"
     )
+
+
+def test_an_earlier_turn_that_the_template_rewrites_keeps_its_tokens() -> None:
+    """A block of reasoning is written after the last question alone, in each turn with calls of tools there."""
+    chat = renderer(THINKS_AFTER_THE_LAST_QUESTION)
+    seen = chat.render([USER])
+    history = [USER]
+    for completion, new in (("call<|end|>", Message("tool", "2")), ("2<|end|>", Message("user", "again"))):
+        seen = seen.then(Prompt(np.asarray(tiny_tokenizer("bytes")(completion)["input_ids"], np.int32)))
+        history.append(Message("assistant", completion))
+        longer = chat.extend(history, seen, StopReason.EOS, [new])
+        assert longer.tokens[: len(seen)].tolist() == seen.tokens.tolist()
+        seen, history = longer, [*history, new]
+    assert written(seen) == (
+        "<|user|>1+1=<|end|><|assistant|>call<|end|><|tool|>2<|end|><|assistant|>2<|end|><|user|>again<|end|>"
+        "<|assistant|>"
+    )
+    moves = "{{ messages[-1].content }}" + THINKS_AFTER_THE_LAST_QUESTION
+    with refused(TemplateRefusal, "2", "again"):
+        renderer(moves).extend([*history, Message("assistant", "2")], seen, StopReason.EOS, [Message("user", "2")])
 
 
 @pytest.mark.parametrize("template", [TOOLS_IN_SYSTEM, XML_TOOLS])
