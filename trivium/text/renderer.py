@@ -233,7 +233,10 @@ class ChatRenderer:
         if marked is not None:
             spans = _enclosed(marked, first)
         else:
-            spans = [(start, self._end_of(tokens, start, limit)) for start, limit in pairwise(first)]
+            spans = list[tuple[int, int]]()
+            for place, start, limit in zip(places, first, first[1:], strict=False):
+                alike = _num_shared(self.template.text(messages[: place + 1], generation=False), text)
+                spans.append((start, self._end_of(tokens, start, limit, int(np.searchsorted(ends, alike, "right")))))
             spans.append((first[-1], self._end_of_last(tokens, first[-1])))
         media = _media_of(messages)
         turns = [(self._expanded(tokens[:start], media, partly=True), tokens[start:end]) for start, end in spans]
@@ -264,9 +267,12 @@ class ChatRenderer:
             raise TemplateRefusal(*_divergence(opened, text))
         return start
 
-    def _end_of(self, tokens: IntArray, start: int, limit: int) -> int:
-        """The end of an earlier turn in the tokens of a conversation: after its first end of turn."""
+    def _end_of(self, tokens: IntArray, start: int, limit: int, changed: int) -> int:
+        """The end of an earlier turn in the tokens of a conversation: after its first end of turn, or after what the
+        template writes for it once the conversation continues, at `changed`."""
         end = next((place + 1 for place in range(start, limit) if int(tokens[place]) in self.eos_token_ids), None)
+        if end is None and changed < limit and int(tokens[changed]) == self._end_in_history:
+            end = changed + 1
         if end is None:
             raise DataError(
                 "the end of an earlier turn of the assistant",
@@ -335,21 +341,23 @@ class ChatRenderer:
         return tokens[ends[0] :]
 
     def _check_same(self, earlier: Sequence[Message], seen: str, now: str) -> None:
-        """Raises TemplateRefusal if two renderings of a conversation differ outside of the turns of the assistant, whose
+        """Raises TemplateRefusal if two renderings of a conversation differ outside of the assistant's turns, whose
         tokens are known."""
         for place in (*(n for n, message in enumerate(earlier) if message.role == "assistant"), len(earlier)):
-            closed = self.template.text(earlier[:place], generation=False)
-            written = closed.count(_EARLIER_COMPLETION)  # by the turns before
-            rest = [text.split(_EARLIER_COMPLETION, written)[written:] for text in (seen, now, closed)]
-            before, after, same = (texts[0] if texts else "" for texts in rest)
-            if _num_shared(before, after) < _num_shared(before, same):
+            opened, closed = (self.template.text(earlier[:place], generation=opens) for opens in (True, False))
+            texts = (seen, now, closed[: _num_shared(opened, closed)])
+            turns = closed.count(_EARLIER_COMPLETION)
+            before, after, same = ("".join(text.split(_EARLIER_COMPLETION, turns)[turns:]) for text in texts)
+            if _num_shared(before, after) < len(same):
                 raise TemplateRefusal(*_divergence(seen, now))
 
     def _without_sampled_end(self, bridge: IntArray, sampled: int) -> IntArray:
-        """The bridge without the end of turn that the policy sampled itself (and white space before it)."""
-        at = np.flatnonzero(bridge == sampled)
-        if len(at) and not str(self._tokenizer.decode(bridge[: at[0]].tolist())).strip():
-            return bridge[at[0] + 1 :]
+        """The bridge without the end of turn that the policy sampled itself (and white space before it), or what the
+        template writes for it once the conversation continues."""
+        for end in (sampled, *([self._end_in_history] if sampled == self._end_of_turn else [])):
+            at = np.flatnonzero(bridge == end)
+            if len(at) and not str(self._tokenizer.decode(bridge[: at[0]].tolist())).strip():
+                return bridge[at[0] + 1 :]
         return bridge
 
     def _check_media(self, messages: Sequence[Message]) -> None:
@@ -447,6 +455,14 @@ class ChatRenderer:
         """What the template writes after the last completion of a conversation."""
         marker = _unused_marker(())
         return self.template.tried([Message("user", "question"), Message("assistant", marker)]).rpartition(marker)[2]
+
+    @cached_property
+    def _end_in_history(self) -> int | None:
+        """The special token that the template writes after messages of other roles. GPT-OSS's ends earlier turns of the
+        assistant with it, and the last one with another."""
+        marker = _unused_marker(())
+        closing = self.template.tried([Message("user", marker)]).rpartition(marker)[2]
+        return next((int(token) for token in self._encode(closing) if int(token) in self._special), None)
 
     def _ends_of_calls(self) -> set[int]:
         """The special token that the template writes after the calls of a turn, and that is no part of the calls."""

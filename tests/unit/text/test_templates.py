@@ -54,7 +54,8 @@ CLOSES_A_BLOCK = (
 )
 """Opens a block of reasoning, and writes an empty one into histories."""
 THINKS_AFTER_THE_LAST_QUESTION = (
-    "{% set last = namespace(at=0) %}{% for m in messages if m.role == 'user' %}{% set last.at = m.content %}{% endfor %}"
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages if m.role == 'user' %}{% set last.at = m.content %}{% endfor %}"
     "{% set seen = namespace(last=false) %}{% for m in messages %}"
     "{% if m.role == 'user' and m.content == last.at %}{% set seen.last = true %}{% endif %}<|{{ m.role }}|>"
     "{% if m.role == 'assistant' and seen.last %}<think></think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
@@ -350,6 +351,21 @@ def test_turns_are_what_the_template_encloses_where_it_says(turn: str, turns: li
     for prompt, tokens in supervised:
         mask[len(prompt) : len(prompt) + len(tokens)] = True
     assert mask.tolist() == [bool(each) for each in encoded["assistant_masks"]]
+
+
+RETURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+) + OPENING
+"""Ends the last turn of the assistant with another token than its earlier ones."""
+
+
+def test_an_end_of_turn_that_the_template_replaces_in_histories_is_written_once() -> None:
+    chat, eos = renderer(RETURNS), tiny_tokenizer("bytes").eos_token
+    text = answered(chat, [USER], f"2{eos}", Message("user", "again"))
+    assert text == f"<|user|>1+1=<|end|><|assistant|>2{eos}<|user|>again<|end|><|assistant|>"
+    turns = chat.supervised([USER, Message("assistant", "2"), Message("user", "again"), Message("assistant", "2")])
+    assert [written(tokens) for _, tokens in turns] == ["2<|end|>", f"2{eos}"]
 
 
 def test_the_last_turn_is_learned_where_earlier_ones_have_no_end() -> None:
