@@ -195,7 +195,9 @@ class ChatTemplate:
     def _written(self, messages: Sequence[Message], tools: Sequence[Any], generation: bool) -> str:
         """Raises _Refused."""
         if tools and not self.writes_tools:
-            tools, messages = [], described(tools, messages, self.tool_format.instructions(), self._default_system)
+            default = "" if "system" in self._roles else self._default_system
+            messages = self._mapped(described(tools, messages, self.tool_format.instructions(), default))
+            tools = []
         return self._apply(self._entries(messages), tools, generation)
 
     def _apply(self, entries: Sequence[Mapping[str, Any]], tools: Sequence[Any], generation: bool) -> str:

@@ -240,6 +240,18 @@ def test_tools_are_described_where_the_template_has_the_word_and_writes_none(tem
     assert text.startswith("<|system|>")
 
 
+def test_tools_are_described_in_the_role_that_system_is_mapped_to() -> None:
+    with refused(TemplateRefusal, "system"):
+        renderer(STRICT).render([TOOLS, USER])
+    chat = renderer(STRICT, roles={"system": "user", "tool": "user"})
+    for system in ([], [Message("system", "Add.")]):
+        text = written(chat.render([TOOLS, *system, USER]))
+        assert text.startswith("<|user|># Tools")
+        assert text.endswith("\n\nAdd.\n\n1+1=<|end|><|assistant|>" if system else "\n\n1+1=<|end|><|assistant|>")
+        assert '"name": "add"' in text
+        assert text.count("<|user|>") == 1
+
+
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer, fast_tiny_tokenizer])
 def test_the_date_is_that_of_the_run(tokenizer: Any) -> None:
     chat = ChatRenderer(tokenizer("bytes"), chat_template=DATED, today=date(2026, 2, 3))
