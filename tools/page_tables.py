@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from chat_matrix import CELLS, OUTCOMES
 
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
@@ -104,7 +108,37 @@ def _lightrft() -> str:
     return _rows_of(LIGHTRFT.rows())
 
 
+def _chat_templates() -> str:
+    """What the renderer does with public chat templates, as tests/data/chat_templates.json has it."""
+    rows: dict[str, Any] = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    notes: dict[str, int] = {}
+    lines = [f"| template | {' | '.join(CELLS)} |", "|---|" + "---|" * len(CELLS)]
+    for name, row in rows.items():
+        cells: list[str] = []
+        for cell in CELLS:
+            outcome, *more = row["cells"][cell]
+            note = _note(*more) if more else ""
+            mark = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
+            cells.append("–" if outcome == "none" else outcome + mark)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    numbered = [f"{number}. {note}" for note, number in notes.items()]
+    formats = ["| template | `tool_calls: auto` is | a turn ends with |", "|---|---|---|"]
+    for name, row in rows.items():
+        ends = ", ".join(f"`{token.replace('|', chr(92) + '|')}`" for token in row["ends"])
+        formats.append(f"| {name} | `{row['format']}` | {ends} |")
+    return "\n".join([*lines, "", *numbered, "", *formats, ""])
+
+
+def _note(refusal: str, roles: str = "") -> str:
+    """The note of a cell: what a mapping needs, or what is refused."""
+    told = " ".join(refusal.replace("|", "\\|").replace("<", "\\<").split())
+    if not roles:
+        return told
+    return f"`{{{roles}}}`, without which {told}" if told else f"`{{{roles}}}`, the default"
+
+
 TABLES = {
+    "chat-templates.md": partial(with_table, "chat-templates.md", _chat_templates),
     "doctor.md": partial(with_table, "doctor.md", _doctor),
     "lightrft.md": partial(with_table, "lightrft.md", _lightrft),
     "trinity.md": partial(with_table, "trinity.md", _trinity),
