@@ -421,9 +421,11 @@ def test_special_tokens_that_mark_calls_stay_in_the_text_of_a_completion() -> No
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[OTHER]"]})
     text = 'Hm [TOOL_CALLS][{"name": "g", "arguments": {}}]'
     tokens = tokenizer.encode(text.replace("Hm", "[OTHER]Hm"), add_special_tokens=False)
-    for template, decoded in {
+    for template, stripped in {
         TEMPLATES["identifiers of nine characters"][0]: text,
         TEMPLATE: text.replace("[TOOL_CALLS]", ""),
     }.items():
-        assert ChatRenderer(tokenizer, chat_template=template).decode(tokens) == decoded
+        chat = ChatRenderer(tokenizer, chat_template=template, strip_special_tokens=True)
+        assert chat.decode(tokens) == stripped
+        assert ChatRenderer(tokenizer, chat_template=template).decode(tokens) == text.replace("Hm", "[OTHER]Hm")
     assert MISTRAL.read(text) == ("Hm", (G,))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trivium.errors import described, text_of
-from trivium.models.vision.images import as_seen, decoded
+from trivium.models.vision.images import as_seen, decoded, opened
 from trivium.policy import finite_number
 from trivium.processes.isolated import require
 from trivium.types import Media
@@ -121,7 +121,8 @@ def jpeg(image: Media) -> bytes:
     if image.mime == "image/jpeg":
         return image.data
     written = io.BytesIO()
-    decoded(image).save(written, format="JPEG", quality=95)
+    with opened(image):  # errors of the encoder become DataErrors: JPEG holds at most 65,500 columns
+        decoded(image).save(written, format="JPEG", quality=95)
     return written.getvalue()
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from functools import cached_property, lru_cache
@@ -111,6 +112,7 @@ class ChatRenderer:
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)
         self._rendered_long = lru_cache(maxsize=4096)(self._render)
         self._known_bridge = lru_cache(maxsize=4096)(self._bridge)
+        self._opened = lru_cache(maxsize=64)(self.text)  # both sides of a pair have one prompt
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -228,7 +230,7 @@ class ChatRenderer:
         text = self.template.text(messages, generation=False)
         self._check_reasoning(messages[-1], text)
         tokens, ends = self._encode_with_ends(text)
-        first = [int(np.searchsorted(ends, self._opening(messages[:place], text), "right")) for place in places]
+        first = [bisect_right(ends, self._opening(messages[:place], text)) for place in places]
         marked = self.template.generated(messages, len(tokens))
         if marked is not None:
             spans = _enclosed(marked, first)
@@ -236,14 +238,14 @@ class ChatRenderer:
             spans = list[tuple[int, int]]()
             for place, start, limit in zip(places, first, first[1:], strict=False):
                 alike = _num_shared(self.template.text(messages[: place + 1], generation=False), text)
-                spans.append((start, self._end_of(tokens, start, limit, int(np.searchsorted(ends, alike, "right")))))
+                spans.append((start, self._end_of(tokens, start, limit, bisect_right(ends, alike))))
             spans.append((first[-1], self._end_of_last(tokens, first[-1])))
         media = _media_of(messages)
         turns = [(self._expanded(tokens[:start], media, partly=True), tokens[start:end]) for start, end in spans]
         prompt, last = turns[-1]
         if marked is None and not (len(last) and int(last[-1]) in self.eos_token_ids):
             left = len(text) - len(self._closing) if text.endswith(self._closing) else len(text)
-            written = tokens[len(tokens) - len(last) : int(np.searchsorted(ends, left, "right"))]
+            written = tokens[len(tokens) - len(last) : bisect_right(ends, left)]
             turns[-1] = prompt, np.append(written, np.int32(self._end_of_turn))
         return turns
 
@@ -261,9 +263,9 @@ class ChatRenderer:
 
     def _opening(self, before: Sequence[Message], text: str) -> int:
         """The place in the text of a whole conversation where a turn of the assistant begins."""
-        opened, closed = (self.template.text(before, generation=generation) for generation in (True, False))
+        opened = self._opened(tuple(before))
         start = _num_shared(opened, text)
-        if start < _num_shared(opened, closed):
+        if start < len(opened) and start < _num_shared(opened, self.template.text(before, generation=False)):
             raise TemplateRefusal(*_divergence(opened, text))
         return start
 
@@ -303,10 +305,10 @@ class ChatRenderer:
 
     def _in_place_of(self, history: Sequence[Message], place: int) -> Message:
         """A message of a history without what the policy wrote: the tokens of that are known."""
-        message, results = history[place], _results(history[place + 1 :])
+        message = history[place]
         if message.role != "assistant":
             return message
-        if results and self.template.results_need_calls:
+        if self.template.results_need_calls and (results := _results(history[place + 1 :])):
             return self.template.calling(results, _EARLIER_COMPLETION)
         return Message("assistant", _EARLIER_COMPLETION)
 
@@ -316,7 +318,7 @@ class ChatRenderer:
         marker, results = _unused_marker([*earlier, *new]), _results(new)
         calls = bool(results) and self.template.results_need_calls
         turn = self.template.calling(results, marker) if calls else Message("assistant", marker)
-        seen = self.text(earlier)
+        seen = self.template.text(earlier, generation=True, checked=False)  # of which `now` has all messages
         now = self.text([*earlier, turn, *new])
         before, _, bridge = now.rpartition(marker)
         if not calls and now.count(marker) != 1:
@@ -406,13 +408,16 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> IntArray:
         """The tokens of a text, without added special tokens. Warns about characters that the model cannot read."""
-        tokens = np.asarray(self._ids_of(text), np.int32)
+        return self._checked(self._ids_of(text))
+
+    def _checked(self, ids: Sequence[int]) -> IntArray:
+        tokens = np.asarray(ids, np.int32)
         unknown = self._tokenizer.unk_token_id
         if unknown is not None and (count := int((tokens == unknown).sum())):
             warnings.warn(
                 f"{count} token(s) of a prompt are {self._tokenizer.unk_token}: the policy cannot read these "
                 f"characters (a tiny model with `alphabet: bytes` can read any text)",
-                stacklevel=3,
+                stacklevel=4,
             )
         return tokens
 
@@ -421,7 +426,7 @@ class ChatRenderer:
         if not self._prefixes:
             return self._encode(text)
         tokens, ends = self._encode_with_ends(_BEFORE + text)
-        return tokens[int(np.searchsorted(ends, len(_BEFORE), "right")) :]
+        return tokens[bisect_right(ends, len(_BEFORE)) :]
 
     @cached_property
     def _prefixes(self) -> bool:
@@ -429,14 +434,17 @@ class ChatRenderer:
         alone, inside = ([*self._ids_of(text)] for text in ("a", _BEFORE + "a"))
         return alone[:1] != inside[-1:]
 
-    def _encode_with_ends(self, text: str) -> tuple[IntArray, IntArray]:
+    def _encode_with_ends(self, text: str) -> tuple[IntArray, list[int]]:
         """(the tokens of a text, the place after the last character of each)."""
-        tokens, backend = self._encode(text), _backend_of(self._tokenizer)
+        backend: Any = _backend_of(self._tokenizer)
         if backend is None:  # a tokenizer in Python: the ends of the texts of its tokens
-            texts = [str(self._tokenizer.decode(tokens[: n + 1].tolist())) for n in range(len(tokens))]
-            return tokens, np.asarray([len(each) for each in texts], np.int32)
-        offsets = backend.encode(text, add_special_tokens=False).offsets
-        return tokens, np.asarray([end for _, end in offsets], np.int32)
+            tokens = self._encode(text)
+            return tokens, [len(str(self._tokenizer.decode(tokens[: n + 1].tolist()))) for n in range(len(tokens))]
+        if _is_set(backend):
+            encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)  # pyright: ignore
+            return self._checked(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+        encoded = backend.encode(text, add_special_tokens=False)
+        return self._checked(encoded.ids), [end for _, end in encoded.offsets]
 
     def _find_end_of_turn(self) -> int:
         """The special token that the template writes after a completion; else the tokenizer's end of sequence."""
@@ -516,7 +524,11 @@ def _unused_marker(messages: Sequence[Message]) -> str:
 
 def _num_shared(one: str, other: str) -> int:
     """The number of characters with which both texts begin."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    shared, beyond = 0, min(len(one), len(other)) + 1
+    while beyond - shared > 1:  # comparing slices takes a hundredth of the time of comparing characters in Python
+        middle = (shared + beyond) // 2
+        shared, beyond = (middle, beyond) if one[shared:middle] == other[shared:middle] else (shared, middle)
+    return shared
 
 
 def _divergence(seen: str, now: str) -> tuple[str, str, str]:
@@ -551,6 +563,11 @@ def _backend_of(tokenizer: AnyTokenizer) -> Any:
     return tokenizer.backend if isinstance(tokenizer, FastTokenizer) else getattr(tokenizer, "backend_tokenizer", None)
 
 
+def _is_set(backend: Any) -> bool:
+    """Whether other callers have changed the settings of a tokenizer, so it cuts, pads or splits texts."""
+    return bool(backend.truncation or backend.padding or backend.encode_special_tokens)
+
+
 def _encode_of(tokenizer: AnyTokenizer) -> Callable[[str], Sequence[int]]:
     """Returns a function that encodes one text without adding special tokens. Skips `__call__` of the base class, which
     prepares batches and takes five times as long for a short prompt."""
@@ -563,10 +580,8 @@ def _encode_of(tokenizer: AnyTokenizer) -> Callable[[str], Sequence[int]]:
         return cast(list[int], ids)
 
     def encoded(text: str) -> Sequence[int]:
-        backend = fast.backend_tokenizer  # other callers may have changed its settings
-        if backend.truncation or backend.padding or backend.encode_special_tokens:
-            return called(text)
-        return backend.encode(text, add_special_tokens=False).ids
+        backend = fast.backend_tokenizer
+        return called(text) if _is_set(backend) else backend.encode(text, add_special_tokens=False).ids
 
     fast: Any = tokenizer
     own_call = type(tokenizer).__call__ is not PreTrainedTokenizerBase.__call__

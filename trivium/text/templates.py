@@ -60,6 +60,18 @@ class CallStyle(NamedTuple):
     """The content of a message that is nothing but calls."""
 
 
+class _Form(NamedTuple):
+    """What a template sees of a message apart from its texts."""
+
+    role: str
+    has_text: bool
+    num_media: int
+    num_calls: int
+    has_reasoning: bool
+    has_name: bool
+    call: int | None
+
+
 class ChatTemplate:
     """Writes conversations as text with the chat template of a tokenizer.
 
@@ -88,25 +100,24 @@ class ChatTemplate:
             self._roles["developer"] = "system"  # as OpenAI's clients name it for newer models
         self._dropped = lru_cache(maxsize=4096)(self._missing)  # members of a group share an outline, and turns many
 
-    def text(self, messages: Sequence[Message], *, generation: bool) -> str:
+    def text(self, messages: Sequence[Message], *, generation: bool, checked: bool = True) -> str:
         """The text of a conversation; `generation` opens the assistant's next turn.
 
-        Raises TemplateRefusal if the template refuses or drops a message of this role in this place, and DataError if
-        it refuses these texts.
+        Raises TemplateRefusal if the template refuses a message of this role in this place, or drops it (`checked`),
+        and DataError if it refuses these texts.
         """
         tools, rest = split_tools(messages)
         conversation = self._mapped(rest)
-        form = tuple(self._outline(conversation))
         try:
             text = self._written(conversation, tools, generation)
         except _Refused as error:
-            refused = self._refuses(form, bool(tools), generation)
+            refused = self._refuses(self._form(conversation), bool(tools), generation)
             raise (TemplateRefusal if refused else DataError)(
                 f"render a conversation of roles {[message.role for message in rest]}",
                 f"the chat template refuses it: {error}",
                 f"use the roles that it writes ({', '.join(self.roles)}), or map one to another with model.roles",
             ) from error
-        if dropped := self._dropped(form, bool(tools), generation):
+        if checked and (dropped := self._dropped(self._form(conversation), bool(tools), generation)):
             raise TemplateRefusal(
                 f"render a conversation of roles {[message.role for message in rest]}",
                 f"the chat template leaves out {dropped}",
@@ -338,22 +349,23 @@ class ChatTemplate:
 
     # ----------------------------------------------------------------------- what is dropped
 
-    def _outline(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation with a word in place of each text: what a template does with its roles."""
-        outline: list[Message] = []
+    def _form(self, messages: Sequence[Message]) -> tuple[_Form, ...]:
+        """What a template can make of a conversation apart from its texts."""
+        form: list[_Form] = []
         for number, message in enumerate(messages):
-            content = _word(number) if message.content.replace(IMAGE, "").strip() else ""
-            media = tuple(Media("image/png", b"", sha256="outline") for _ in message.media)
-            num_calls, num_results = len(message.tool_calls), _num_results(messages[number + 1 :])
-            if message.role == "assistant" and num_results and not num_calls and self.results_need_calls:
-                content, num_calls = "", num_results
-            calls = tuple(ToolCall(_CALL.name, json.dumps({_KEY: _word(number, place)})) for place in range(num_calls))
-            reasoning, name = message.reasoning and "reasons", message.name and _CALL.name
-            outline.append(Message(message.role, content, media, calls, reasoning, name, message.call))
-        return outline
+            has_text, num_calls = bool(message.content) and not message.content.isspace(), len(message.tool_calls)
+            if message.media:
+                has_text = bool(message.content.replace(IMAGE, "").strip())
+            if message.role == "assistant" and not num_calls and self.results_need_calls:
+                num_calls = _num_results(messages[number + 1 :])
+                has_text = has_text and not num_calls
+            parts = message.reasoning is not None, bool(message.name), message.call
+            form.append(_Form(message.role, has_text, len(message.media), num_calls, *parts))
+        return tuple(form)
 
-    def _missing(self, outline: tuple[Message, ...], with_tools: bool, generation: bool) -> str:
-        """Which messages and calls of an outline are not in its text; empty if all are."""
+    def _missing(self, form: tuple[_Form, ...], with_tools: bool, generation: bool) -> str:
+        """Which messages and calls of a conversation are not in its text; empty if all are."""
+        outline = _outline(form)
         try:
             text = self._written(outline, [_TOOL] if with_tools else [], generation)
         except _Refused:  # and the conversation itself is written: its texts differ from words
@@ -371,10 +383,10 @@ class ChatTemplate:
         ]
         return ", ".join(missing)
 
-    def _refuses(self, outline: Sequence[Message], with_tools: bool, generation: bool) -> bool:
-        """Whether the template refuses an outline, so it refuses all conversations of these roles."""
+    def _refuses(self, form: Sequence[_Form], with_tools: bool, generation: bool) -> bool:
+        """Whether the template refuses all conversations of this form."""
         try:
-            self._written(outline, [_TOOL] if with_tools else [], generation)
+            self._written(_outline(form), [_TOOL] if with_tools else [], generation)
         except _Refused:
             return True
         return False
@@ -412,6 +424,22 @@ def _clock(today: date) -> str:
     parts = ("-d", "-m", "-H", "-I", "-j", "-M", "-S", *"aAwdbBmyYHIpMSfzZjUWcxXeDFuVGT")
     replaced = "".join(f" | replace('%{part}', {today.strftime(f'%{part}')!r})" for part in parts)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
+
+
+def _outline(form: Sequence[_Form]) -> list[Message]:
+    """A conversation of this form with a word in place of each text."""
+    return [
+        Message(
+            each.role,
+            _word(number) if each.has_text else "",
+            tuple(Media("image/png", b"", sha256="outline") for _ in range(each.num_media)),
+            tuple(ToolCall(_CALL.name, json.dumps({_KEY: _word(number, place)})) for place in range(each.num_calls)),
+            "reasons" if each.has_reasoning else None,
+            _CALL.name if each.has_name else "",
+            each.call,
+        )
+        for number, each in enumerate(form)
+    ]
 
 
 def _num_results(messages: Sequence[Message]) -> int:
