@@ -77,7 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test` leaves out. Files that take long come first: the test processes end together."""
     recorded = costs.recorded()
-    files = {item.nodeid.partition("::")[0] for item in items}
+    # Sorted, for sums of floats depend on their order, and all test processes must agree on that of the files.
+    files = sorted({item.nodeid.partition("::")[0] for item in items})
     seconds = defaultdict[str, float](float)
     for file in files:
         name, _ = costs.name_of(file)
