@@ -19,7 +19,7 @@ from trivium.buffers.sql.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
 from trivium.run_role import _without_beats, dead_explorers, live_explorers
 from trivium.synchronizer import Synchronizer
-from trivium.types import TRAINER, RunningStatus, SyncStyle
+from trivium.types import DAY, TRAINER, RunningStatus, SyncStyle
 
 Make = Callable[..., Synchronizer]
 """Makes the synchronizer of one more role over the same board."""
@@ -462,6 +462,17 @@ async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None
     longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings={"tasks": "these", "schedule.steps": "more"})
     with refused(SyncError, "explorer 'c'", "run.mode=train"):  # that trainer is yet to come
         await longer.wait_for_trainer("c")
+
+
+async def test_an_explorer_that_starts_on_another_day_takes_the_day_of_the_trainer(role: Make) -> None:
+    trainer, explorer = (
+        role(heartbeat_s=HEARTBEAT_S, settings=settings)
+        for settings in ({"tasks": "these", DAY: "2026-02-27"}, {"tasks": "these", DAY: "2026-02-28"})
+    )
+    trainer.open()
+    with trainer.heartbeat(TRAINER):
+        assert await soon(explorer.wait_for_trainer("a")) is not None
+    assert explorer.settings[DAY] == "2026-02-27"
 
 
 async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
