@@ -364,13 +364,14 @@ class ChatTemplate:
         return tuple(form)
 
     def _missing(self, form: tuple[_Form, ...], with_tools: bool, generation: bool) -> str:
-        """Which messages and calls of a conversation are not in its text; empty if all are."""
+        """Which messages, calls and tools of a conversation are not in its text; empty if all are."""
         outline = _outline(form)
         try:
             text = self._written(outline, [_TOOL] if with_tools else [], generation)
         except _Refused:  # and the conversation itself is written: its texts differ from words
             return ""
-        missing = [
+        missing = ["the tools"] * (with_tools and _CALL.name not in text)
+        missing += [
             f"message {number + 1} ({message.role})"
             for number, message in enumerate(outline)
             if message.content and _word(number) not in text

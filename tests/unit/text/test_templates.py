@@ -252,6 +252,13 @@ def test_tools_are_described_in_the_role_that_system_is_mapped_to() -> None:
         assert text.count("<|user|>") == 1
 
 
+def test_tools_that_the_template_leaves_out_of_some_conversations_are_an_error_there() -> None:
+    chat = renderer("{% if messages | length == 1 %}{{ tools }}{% endif %}" + EACH, tool_calls="hermes")
+    assert "add" in written(chat.render([TOOLS, USER]))
+    with refused(TemplateRefusal, "tools"):
+        chat.render([TOOLS, Message("system", "Add."), USER])
+
+
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer, fast_tiny_tokenizer])
 def test_the_date_is_that_of_the_run(tokenizer: Any) -> None:
     chat = ChatRenderer(tokenizer("bytes"), chat_template=DATED, today=date(2026, 2, 3))
