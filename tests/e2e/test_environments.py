@@ -180,7 +180,8 @@ def test_calls_and_results_are_shown(undisturbed: tuple[dict[str, bytes], list[T
     for text, rollout in zip(shown, undisturbed[1], strict=False):
         assert f"reward {rollout.reward:.4g}" in text
         assert text.count("  call: guess {") == len(rollout.turns) - 1
-        assert text.count("<|tool|>") == len(rollout.turns) - 1
+        own = sum(turn.text.count("<|tool|>") for turn in rollout.turns)  # a tiny policy may write any token
+        assert text.count("<|tool|>") == len(rollout.turns) - 1 + own
         assert text.count("  completion: ") == 1
 
 
