@@ -114,9 +114,9 @@ evaluation: {every: 5}
 
 REWARDS = """
 def raises(prompt, completion, answer):
-    if len(completion) < 45: raise KeyError("oops")  # as all completions of the run are
+    if len(completion) < 4: raise KeyError("oops")  # as all completions of the run are
     return 0.0
-def none(prompt, completion, answer): return None if len(completion) < 45 else 0.0
+def none(prompt, completion, answer): return None if len(completion) < 4 else 0.0
 def always(prompt, completion, answer): return None
 def sometimes(prompt, completion, answer):
     if int(answer) % 2: raise ValueError("odd")
