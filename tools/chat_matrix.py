@@ -212,7 +212,7 @@ def in_turns(
     renderer = subject.renderer(roles)
     history = [*first]
     prompt = renderer.render(history)
-    _check_shown(renderer, prompt.tokens, first)
+    check_shown(renderer, prompt.tokens, first)
     turns = [message for reply, new in rounds for message in (reply, *new)]
     whole = subject.whole([*first, *turns], generation=True)
     for reply, new in rounds:
@@ -226,7 +226,7 @@ def in_turns(
         history += new
         if prompt.tokens[: len(seen)].tolist() != seen.tokens.tolist():
             raise Silent(f"{subject.name}: the tokens of the policy are changed")
-        _check_shown(renderer, prompt.tokens[len(seen) :], new)
+        check_shown(renderer, prompt.tokens[len(seen) :], new)
     return "exact" if prompt.tokens.tolist() == whole else "kept"
 
 
@@ -364,17 +364,16 @@ def _entries(renderer: ChatRenderer, messages: Sequence[Message]) -> Iterator[di
         yield entry
 
 
-def _check_shown(renderer: ChatRenderer, tokens: Any, messages: Sequence[Message]) -> None:
-    """Raises Silent if the text of a message is not in these tokens, in order."""
-    text = _same(renderer.decode(tokens))
-    at = 0
+def check_shown(renderer: ChatRenderer, tokens: Any, messages: Sequence[Message]) -> None:
+    """Raises Silent if the text of a message is not in these tokens, in the order of those after the system message."""
+    text, at = _same(renderer.decode(tokens)), 0
     for message in messages:
-        words = [each["function"]["name"] for each in TOOLS] if message.role == "tools" else [message.content]
-        for word in words:
-            place = text.find(_same(word), at)
-            if place < 0:
-                raise Silent(f"the message {message} is not in {text!r}")
-            at = place if message.role in ("tools", "system", "developer") else place + len(_same(word))
+        word = TOOLS[0]["function"]["name"] if message.role == "tools" else message.content
+        forms = {_same(word), json.dumps(_same(word), ensure_ascii=False)[1:-1]}  # some write results as JSON
+        place = min((place for form in forms if (place := text.find(form, at)) >= 0), default=-1)
+        if place < 0:
+            raise Silent(f"the message {message} is not in {text!r}")
+        at = at if message.role in ("tools", "system", "developer") else place + 1
 
 
 @cache
@@ -383,16 +382,12 @@ def _same(text: str) -> str:
     return normalize("NFC", text)
 
 
-def outcomes() -> dict[str, Any]:
-    """The content of the JSON file."""
-    rows: dict[str, Any] = {}
-    for subject in subjects():
-        renderer = subject.renderer()
-        ends = subject.tokenizer.convert_ids_to_tokens(sorted(renderer.eos_token_ids))
-        forms = (name for name in CATALOGUE["tool_calls"] if resolve("tool_calls", name) is renderer.tool_format)
-        form = next(forms, "any")
-        rows[subject.name] = {"ends": ends, "format": form, "cells": measured(subject)}
-    return rows
+def row(subject: Subject) -> dict[str, Any]:
+    """The ends of a turn, the format of calls, and the cells of a template."""
+    renderer = subject.renderer()
+    forms = (name for name in CATALOGUE["tool_calls"] if resolve("tool_calls", name) is renderer.tool_format)
+    ends = subject.tokenizer.convert_ids_to_tokens(sorted(renderer.eos_token_ids))
+    return {"ends": ends, "format": next(forms, "any"), "cells": measured(subject)}
 
 
 def written(rows: Mapping[str, Any]) -> str:
@@ -405,4 +400,4 @@ def _on_a_line(values: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    OUTCOMES.write_text(written(outcomes()), encoding="utf-8")
+    OUTCOMES.write_text(written({subject.name: row(subject) for subject in subjects()}), encoding="utf-8")

