@@ -69,6 +69,8 @@ TRL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
                 "path": "stanfordnlp/imdb",
                 "subset": "plain_text",
                 "split": "train",
+                "max_tokens": 512,
+                "on_overlong": "cut_right",
             },
             LORA: {"rank": 16, "alpha": 32, "targets": ["q_proj", "v_proj"]},
             "schedule.groups_per_step": 8,

@@ -462,14 +462,14 @@ class ChatRenderer:
     def _closing(self) -> str:
         """What the template writes after the last completion of a conversation."""
         marker = _unused_marker(())
-        return self.template.tried([Message("user", "question"), Message("assistant", marker)]).rpartition(marker)[2]
+        return _after(marker, self.template.tried([Message("user", "question"), Message("assistant", marker)]))
 
     @cached_property
     def _end_in_history(self) -> int | None:
         """The special token that the template writes after messages of other roles. GPT-OSS's ends earlier turns of the
         assistant with it, and the last one with another."""
         marker = _unused_marker(())
-        closing = self.template.tried([Message("user", marker)]).rpartition(marker)[2]
+        closing = _after(marker, self.template.tried([Message("user", marker)]))
         return next((int(token) for token in self._encode(closing) if int(token) in self._special), None)
 
     def _ends_of_calls(self) -> set[int]:
@@ -482,7 +482,7 @@ class ChatRenderer:
         text = text if marker in text else self.template.tried(conversation[:2])
         written = [*self.tool_format.marks, self.tool_format.write([ToolCall("f", "{}"), ToolCall("f", "{}")])]
         own = {token for part in written for token in self._ids_of(part)}
-        closing = [int(token) for token in self._encode(text.rpartition(marker)[2])]
+        closing = [int(token) for token in self._encode(_after(marker, text))]
         return {*[token for token in closing if token in self._special and token not in own][:1]}
 
     @cached_property
@@ -520,6 +520,11 @@ def _unused_marker(messages: Sequence[Message]) -> str:
     while any(f"sampledreply{number}" in message.content for message in messages):
         number += 1
     return f"sampledreply{number}"
+
+
+def _after(marker: str, text: str) -> str:
+    """The text after the last marker; empty without one."""
+    return text.rpartition(marker)[2] if marker in text else ""
 
 
 def _num_shared(one: str, other: str) -> int:
