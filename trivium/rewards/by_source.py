@@ -15,9 +15,9 @@ from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.processes.isolated import Isolated, require
 from trivium.rewards.accepted import Answer, accepted, plain_number
-from trivium.rewards.functions import GSM8K_TAIL, gsm8k_form, gsm8k_score, last_tag, with_opened
+from trivium.rewards.functions import GSM8K_TAIL, gsm8k_answers, gsm8k_form, gsm8k_score, last_tag, with_opened
 from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, math_form, same_math, stated_answer
-from trivium.rewards.graders.programs import program_score
+from trivium.rewards.graders.programs import program_score, read_tests
 from trivium.rewards.sandbox import Limits, Sandbox
 
 Score = float | dict[str, Any]
@@ -166,11 +166,13 @@ def _words(text: str) -> str:
 
 _MATH = Grader(lambda text, truth, _: float(math_boxed(text, truth)), lambda text: math_form(last_boxed(text) or ""))
 _MATH_DAPO = Grader(lambda text, truth, _: math_dapo(text, truth), lambda text: math_dapo(text, "")["pred"])
-_PROGRAM = Grader(_program, truths=lambda _: None)  # their tests are read when they run
+_PROGRAM = Grader(_program, truths=read_tests)
 
 GRADERS: Mapping[str, Grader] = {
     "openai/gsm8k": Grader(
-        lambda text, truth, _: gsm8k_score(text, truth), lambda text: gsm8k_form(text, "strict", GSM8K_TAIL)
+        lambda text, truth, _: gsm8k_score(text, truth),
+        lambda text: gsm8k_form(text, "strict", GSM8K_TAIL),
+        gsm8k_answers,
     ),
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,

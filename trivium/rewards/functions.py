@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from trivium.config import RewardConfig
-from trivium.errors import DataError
+from trivium.errors import DataError, described
 from trivium.processes.isolated import Isolated, require
-from trivium.rewards.accepted import accepted, matches, plain_number
+from trivium.rewards.accepted import Answer, accepted, matches, plain_number
 
 
 def _compiles(pattern: str) -> str:
@@ -149,11 +149,20 @@ def gsm8k_score(
     tail: int | None = GSM8K_TAIL,
 ) -> float:
     """1 for the answer's final number (`####` before it or not), `format_score` for another number, 0 for none."""
-    answers, number = accepted(answer), gsm8k_form(text, method, tail)
+    answers, number = gsm8k_answers(answer), gsm8k_form(text, method, tail)
     if number is None:
         return 0.0
-    right = matches(number, answers, lambda text: _as_number(_plain_number(text.rpartition("####")[2].strip())))
-    return 1.0 if right else format_score
+    return 1.0 if matches(number, answers, _final_number) else format_score
+
+
+def gsm8k_answers(answer: object) -> list[Answer]:
+    """The accepted answers. Raises DataError if no completion could end with one of them as its number."""
+    answers = accepted(answer)
+    forms = [_final_number(each.text) for each in answers]
+    if not any(gsm8k_form(f"#### {form}", "strict", None) == form for form in forms):
+        do = "write a number, or a solution that ends in `#### n`, and leave out rows without one"
+        raise DataError("an answer that is a number", described(answer), do)
+    return answers
 
 
 def gsm8k_form(text: str, method: Literal["strict", "flexible"], tail: int | None) -> str | None:
@@ -180,11 +189,16 @@ class Gsm8k:
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
         return gsm8k_score(completion, answer, self.config.method, self.config.format_score, tail=None)
 
-    check_columns = staticmethod(lambda columns: accepted(columns.get("answer")))
+    check_columns = staticmethod(lambda columns: gsm8k_answers(columns.get("answer")))
 
     def normal_form(self, completion: str, columns: Mapping[str, Any]) -> str | None:
         """The final number."""
         return gsm8k_form(completion, self.config.method, None)
+
+
+def _final_number(answer: str) -> str:
+    """What follows the last `####` of an answer, as it is compared."""
+    return _as_number(_plain_number(answer.rpartition("####")[2].strip()))
 
 
 def _plain_number(text: str) -> str:

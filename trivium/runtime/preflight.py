@@ -494,7 +494,7 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
         do = "map a column to this name in the task source, or give the reward's parameter a default"
         yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
         unfit = [text for row in rows if not judge.lacking(row) and (text := judge.unfit(row))]
-        do = "write text, a number or a list of accepted answers, and leave out rows without an answer"
+        do = "write answers as the reward reads them (docs/extend-rewards.md), and leave out rows without one"
         yield from taskset.report("columns that the rewards can compare", unfit, do)
         misfits = [text for row in rows if (text := judge.misfits(row))]
         do = "write the column as text, or convert it in the reward"

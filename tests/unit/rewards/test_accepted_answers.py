@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,50 @@ async def test_what_cannot_be_compared_is_an_error_of_the_row_that_check_foresee
     assert isinstance(result.__cause__, DataError)
     for fits in (5, 5.0, "5", ["5", 6]):
         assert not judge.unfit({**columns, "answer": fits})
+
+
+@pytest.mark.parametrize("reward", [section("gsm8k"), section("gsm8k", method="flexible"), section("by_source")])
+async def test_gsm8k_wants_an_answer_that_is_a_number(reward: RewardConfig) -> None:
+    judge, source = make_judge([reward]), {"data_source": "openai/gsm8k"}
+    for answer in ("", "five", "5 apples", "$5", "1/2", "5%", "#### five", "5 #### x", "٥", ".", ["five", "six"]):
+        assert repr(reward.kind) in judge.unfit({"answer": answer, **source}), answer
+        check_error(await judge.score(task(answer=answer, **source), judged("#### 5")), RewardError, "DataError")
+    fits = [("5", answer) for answer in ("5", " +5.0\n", "5,", "2+3\n#### 5", "####5", 5.0, "5e0", ["five", "5"])]
+    for number, answer in [*fits, ("-5", -5), ("-1000.5", "-1,000.50")]:
+        assert not judge.unfit({"answer": answer, **source}), answer
+        assert await judge.score(task(answer=answer, **source), judged(f"#### {number}")) == {reward.kind: 1.0}
+
+
+@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *("", "{", "print(1)", 7, {}, [], [1], ["assert ("], ["assert f() == 1\0"], [""], ["# nothing"], ["f"]),
+        *(
+            {"inputs": one, "outputs": other}
+            for one, other in (([], []), (["1"], []), ("1", "1"), (1, 1), (None, [""]))
+        ),
+        *({"inputs": ["1"], "outputs": [wanted]} for wanted in (None, 3)),
+        *({"inputs": [given], "outputs": [1], "fn_name": "f"} for given in (3, None, "no JSON")),
+        {"inputs": [[1]], "outputs": ["no JSON"], "fn_name": "f"},
+        {"inputs": [[1]], "outputs": [1], "fn_name": "f("},
+        {"inputs": [""]},
+    ],
+)
+def test_check_reads_the_tests_of_programs(source: str, tests: Any) -> None:
+    judge = make_judge([section("by_source")])
+    for given in (tests, json.dumps(tests)):
+        assert "by_source" in judge.unfit({"data_source": source, "reward_model": {"ground_truth": given}})
+
+
+def test_check_accepts_every_form_of_tests() -> None:
+    judge = make_judge([section("by_source")])
+    script = {"inputs": ["1\n", ["1", "2"]], "outputs": ["2\n", ["3"]]}
+    function = {"inputs": [[1, 2], "1\n[2]"], "outputs": [3, "[3]"], "fn_name": "add"}
+    huge = {"inputs": [[10**5000]], "outputs": [1], "fn_name": "f"}
+    asserts = ["assert add(1, 2) == 3", "import math\nassert math.isclose(f(1), 2)", "check(f)"]
+    for tests in (script, function, asserts, {"assert_case": asserts}, json.dumps(script), huge):
+        assert not judge.unfit({"data_source": "apps", "answer": tests})
 
 
 def test_a_boolean_is_text_for_exact_alone() -> None:

@@ -134,7 +134,7 @@ def test_long_and_nested_answers_take_no_time() -> None:
     ]
     for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "hiyouga/geometry3k"):
         for text in texts:
-            assert score(source, text, "\\text{none of it}") <= 0.1
+            assert score(source, text, "7" if "gsm8k" in source else "\\text{none of it}") <= 0.1
     assert time.process_time() - began < 10
 
 

@@ -51,8 +51,7 @@ def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     Raises DataError for anything else.
     """
     code = program_of(completion)
-    with long_integers():
-        known = read_tests(tests)[:MAX_TESTS]
+    known = read_tests(tests)[:MAX_TESTS]
     left, passed = _WALLS * sandbox.limits.wall_s, 0
     for test in known:
         if left <= 0:
@@ -80,26 +79,35 @@ def program_of(completion: str) -> str:
 
 def read_tests(tests: object) -> list[Test]:
     """The tests of a ground truth, in a form that `program_score` lists. Raises DataError."""
-    parsed = _parsed(tests)
+    with long_integers():
+        parsed, reason = _parsed(tests), ""
+        try:
+            if known := _tests_in(parsed):
+                return known
+        except DataError:
+            raise
+        except (TypeError, ValueError, RecursionError) as error:  # an input that is no list, or no JSON
+            reason = f" ({error})"
+        raise DataError(
+            "tests of a program",
+            f"{str(tests)[:200]!r}{reason}",
+            "give {inputs, outputs} of equal length, with `fn_name` for a function, or a list of assert statements",
+        )
+
+
+def _tests_in(parsed: object) -> list[Test]:
+    """The tests, or none if the value has no form of tests."""
     if isinstance(parsed, Mapping) and parsed.get("assert_case") is not None:
         parsed = parsed["assert_case"]
     if isinstance(parsed, Mapping) and {"inputs", "outputs"} <= parsed.keys():
-        inputs, outputs, name = list(parsed["inputs"]), list(parsed["outputs"]), parsed.get("fn_name")
-        if inputs and len(inputs) == len(outputs):
-            pairs = zip(inputs, outputs, strict=True)
-            return [_function_test(str(name), i, o) if name else _script_test(i, o) for i, o in pairs]
-    elif (
-        isinstance(parsed, Sequence)
-        and not isinstance(parsed, str)
-        and parsed
-        and all(isinstance(s, str) for s in parsed)
-    ):
+        sides, name = [parsed["inputs"], parsed["outputs"]], parsed.get("fn_name")
+        if any(isinstance(side, str | Mapping) for side in sides):
+            return []
+        pairs = zip(*sides, strict=True)
+        return [_function_test(str(name), i, o) if name else _script_test(i, o) for i, o in pairs]
+    if isinstance(parsed, Sequence) and not isinstance(parsed, str) and all(isinstance(s, str) for s in parsed):
         return [_assert_test(statement) for statement in parsed]
-    raise DataError(
-        "tests of a program",
-        f"{str(tests)[:200]!r}",
-        "give {inputs, outputs} of equal length, with `fn_name` for a function, or a list of assert statements",
-    )
+    return []
 
 
 def _parsed(tests: object) -> object:
@@ -107,7 +115,7 @@ def _parsed(tests: object) -> object:
         return tests
     try:
         return json.loads(tests)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError("tests of a program as JSON", f"{error} in {tests[:80]!r}", "fix the ground truth") from error
 
 
@@ -141,9 +149,11 @@ def _assert_test(statement: str) -> Test:
     """An `assert`. `call == literal` is compared in this process, any other in a second sandbox."""
     try:
         tree = ast.parse(statement)
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: it has a null character
         raise DataError("an assert statement", repr(statement[:200]), "fix the ground truth") from error
-    *before, last = tree.body or [ast.Pass()]
+    if not any(isinstance(node, ast.Assert | ast.Call) for node in ast.walk(tree)):
+        raise DataError("an assert statement", repr(statement[:200]), "write what the program must fulfil")
+    *before, last = tree.body
     match last:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             literal = _literal(ast.unparse(right))
