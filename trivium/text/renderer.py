@@ -251,7 +251,9 @@ class ChatRenderer:
 
     def check_turn(self, role: str) -> None:
         """Raises what `extend` would for a turn that begins with a message of this role, `user` or `tool`."""
-        tool = {"type": "function", "function": {"name": "tool", "parameters": {"type": "object", "properties": {}}}}
+        # GPT-OSS's template fails for a tool without a description.
+        function = {"name": "tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
+        tool = {"type": "function", "function": function}
         tools = [Message(TOOLS, json.dumps([tool]))] if role == "tool" else []
         new = [Message(role, text, name="tool" if tools else "") for text in (("one", "two") if tools else ("one",))]
         try:

@@ -233,6 +233,11 @@ def test_an_earlier_turn_that_the_template_rewrites_keeps_its_tokens() -> None:
         renderer(moves).extend([*history, Message("assistant", "2")], seen, StopReason.EOS, [Message("user", "2")])
 
 
+def test_a_template_that_needs_descriptions_of_tools_may_have_turns_with_results() -> None:
+    needs = "{% for tool in tools or [] %}{{ tool.function.name + tool.function.description }}{% endfor %}" + EACH
+    renderer(needs, tool_calls="hermes").check_turn("tool")
+
+
 @pytest.mark.parametrize("template", [TOOLS_IN_SYSTEM, XML_TOOLS])
 def test_tools_are_described_where_the_template_has_the_word_and_writes_none(template: str) -> None:
     text = written(renderer(template, tool_calls="hermes").render([TOOLS, USER]))
