@@ -416,16 +416,23 @@ def test_a_call_that_is_cut_or_of_an_unknown_tool_is_attempted(kind: str) -> Non
     assert attempted_calls(written, {}, how) == ((), "")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(DEEPSEEK.marks, "deepseek"), (("<|python_tag|>",), "llama3"), (("<tool_call>",), "hermes")]
+)
+def test_a_template_that_writes_no_call_has_the_format_of_the_tokens_of_its_tokenizer(
+    tokens: tuple[str, ...], kind: str
+) -> None:
+    tokenizer = tiny_tokenizer("bytes", more=tokens)
+    assert ChatRenderer(tokenizer, chat_template=TEMPLATE).tool_format is resolve("tool_calls", kind)
+    assert ChatRenderer(tokenizer, chat_template=TEMPLATE, tool_calls="mistral").tool_format is MISTRAL
+
+
 def test_special_tokens_that_mark_calls_stay_in_the_text_of_a_completion() -> None:
     tokenizer = tiny_tokenizer("bytes")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[OTHER]"]})
     text = 'Hm [TOOL_CALLS][{"name": "g", "arguments": {}}]'
     tokens = tokenizer.encode(text.replace("Hm", "[OTHER]Hm"), add_special_tokens=False)
-    for template, stripped in {
-        TEMPLATES["identifiers of nine characters"][0]: text,
-        TEMPLATE: text.replace("[TOOL_CALLS]", ""),
-    }.items():
-        chat = ChatRenderer(tokenizer, chat_template=template, strip_special_tokens=True)
-        assert chat.decode(tokens) == stripped
-        assert ChatRenderer(tokenizer, chat_template=template).decode(tokens) == text.replace("Hm", "[OTHER]Hm")
+    template = TEMPLATES["identifiers of nine characters"][0]
+    assert ChatRenderer(tokenizer, chat_template=template, strip_special_tokens=True).decode(tokens) == text
+    assert ChatRenderer(tokenizer, chat_template=template).decode(tokens) == text.replace("Hm", "[OTHER]Hm")
     assert MISTRAL.read(text) == ("Hm", (G,))

@@ -127,9 +127,9 @@ def test_torchrun_starts_ranks_again_then_names_the_one_that_died_and_the_same_c
         assert process.wait(120) != 0
         assert time.monotonic() - killed < 120
     assert (run_dir / "log.txt").read_text().count("continuing from step-") == 1
-    root_cause = process.text.partition("Root Cause")[2]
-    assert "rank      : 1 " in root_cause
-    assert "SIGKILL" in root_cause
+    # torchrun looks at its ranks ten times a second: one that ended for its peer's death may count as the root cause.
+    report = process.text.partition(" FAILED")[2]
+    assert re.search(r"rank +: 1 \(.*\n *exitcode +: -9 ", report), report
     assert len(ranks) == 2
     assert not survivors(ranks)
     for _ in range(2):  # the second time there is nothing left to do

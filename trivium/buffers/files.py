@@ -112,8 +112,7 @@ class FileBuffer(ReadOnlyBuffer):
     def _turns(self, task: Task, option: str) -> tuple[Turn, ...]:
         column = getattr(self.config, option)
         if (conversation := conversation_of(task.columns.get(column))) is not None:
-            messages, text = conversation
-            return self._rendered(messages, Message("assistant", text))
+            return self._rendered(*conversation)
         completion = _completion(task, task.columns.get(column))
         if completion is None:
             raise DataError(
@@ -125,12 +124,10 @@ class FileBuffer(ReadOnlyBuffer):
         return self._rendered([*_tools(task, self.config.tools), *task.prompt], completion)
 
     def _rendered(self, messages: Sequence[Message], completion: Message) -> tuple[Turn, ...]:
-        every = self.config.turns == "all"
-        read = (
-            self._renderer.supervised([*messages, completion])
-            if every
-            else [self._renderer.expert(messages, completion)]
-        )
+        if self.config.turns == "all":
+            read = self._renderer.supervised([*messages, completion])
+        else:
+            read = [self._renderer.expert(messages, completion)]
         return tuple(
             Turn(
                 prompt.tokens,
@@ -165,7 +162,7 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"conversation"}
 
 
-def conversation_of(value: Any) -> tuple[list[Message], str] | None:
+def conversation_of(value: Any) -> tuple[list[Message], Message] | None:
     """(messages, completion to score) of a column of `conversations`. Returns None for another column.
 
     The completion is the last message if that is text from the assistant, and empty otherwise.
@@ -177,8 +174,8 @@ def conversation_of(value: Any) -> tuple[list[Message], str] | None:
         for entry in value["conversation"]
     ]
     if messages[-1].role == "assistant" and not messages[-1].media and len(messages) > 1:
-        return messages[:-1], messages[-1].content
-    return messages, ""
+        return messages[:-1], messages[-1]
+    return messages, Message("assistant", "")
 
 
 def _completion(task: Task, value: object) -> Message | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.clients.http import EndpointClient
 from trivium.errors import described
-from trivium.types import IMAGE
+from trivium.types import IMAGE, openai_parts
 
 if TYPE_CHECKING:
     from trivium.types import Media, Message
@@ -24,7 +24,8 @@ def image_part(item: Media) -> dict[str, Any]:
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation. Images are at their places in the text, or before it if it marks none."""
-    return [{"role": message.role, "content": _content(message)} for message in messages]
+    parts = openai_parts(messages)
+    return [{"role": m.role, "content": _content(m), **more} for m, more in zip(messages, parts, strict=True)]
 
 
 def _content(message: Message) -> str | list[dict[str, Any]]:

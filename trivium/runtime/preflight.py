@@ -51,6 +51,7 @@ from trivium.runtime.row_lengths import (
     left_out,
     longest_row,
     renderer_here,
+    row_number,
     surely_within,
     texts_of,
     tokenizer_in,
@@ -185,7 +186,7 @@ class _Taskset:
 
     def row(self, place: int) -> int:
         """The number of the row of a task in its file, from 1."""
-        return place + 1 + getattr(self.config.tasks[self.name], "skip", 0)
+        return row_number(self.tasks, place)
 
     def report(
         self, asked: str, failing: Sequence[str], do: str, *, warns: bool = False, allowed: float | None = None
@@ -489,18 +490,20 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
     """Tasks lack columns that the rewards read, have unused ones, or repeat the ids of earlier tasks."""
     config, judge = taskset.config, taskset.judge
     if judge is not None:
-        rows = [taskset.tasks[place].columns for place in taskset.seen]
-        lacking = [text for row in rows if (text := judge.lacking(row))]
+        rows = {taskset.row(place): taskset.tasks[place].columns for place in taskset.seen}
+        lacking = [text for row in rows.values() if (text := judge.lacking(row))]
         do = "map a column to this name in the task source, or give the reward's parameter a default"
         yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
-        unfit = [text for row in rows if not judge.lacking(row) and (text := judge.unfit(row))]
+        fit = {number: judge.unfit(row) for number, row in rows.items() if not judge.lacking(row)}
+        unfit = [f"row {number}: {text}" for number, text in fit.items() if text]
         do = "write answers as the reward reads them (docs/extend-rewards.md), and leave out rows without one"
         yield from taskset.report("columns that the rewards can compare", unfit, do)
-        misfits = [text for row in rows if (text := judge.misfits(row))]
+        misfits = [text for row in rows.values() if (text := judge.misfits(row))]
         do = "write the column as text, or convert it in the reward"
         yield from taskset.report("columns of the types that the rewards take", misfits, do, warns=True)
         if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
-            unused = ["a column `tools`, which neither the workflow nor a reward reads" for r in rows if r.get("tools")]
+            with_tools = sum(bool(row.get("tools")) for row in rows.values())
+            unused = ["a column `tools`, which neither the workflow nor a reward reads"] * with_tools
             do = "describe the tools in the prompt, or use a workflow that offers them"
             yield from taskset.report("columns that are used", unused, do, warns=True)
     if column := getattr(config.tasks[taskset.name], "id", None):

@@ -61,8 +61,13 @@ def fit(tasks: TaskSource, config: RunConfig, taskset: str) -> None:
         fitted = _fitted_rows(tasks, config, renderer, longest)
     else:
         fitted = _fitted_prompts(tasks, config, renderer, longest)
-    kept = [(task, new) for task in (tasks[place] for place in range(len(tasks))) if (new := fitted(task)) is not None]
-    tasks.keep([new for _, new in kept], num_cut=sum(new is not task for task, new in kept))
+    kept = {place: new for place in range(len(tasks)) if (new := fitted(tasks[place])) is not None}
+    tasks.keep(kept, num_cut=sum(new is not tasks[place] for place, new in kept.items()))
+
+
+def row_number(tasks: TaskSource, place: int) -> int:
+    """The number of the row of a task in its file, from 1."""
+    return tasks.number(place) if isinstance(tasks, RowTasks) else place + 1
 
 
 def left_out(tasks: TaskSource) -> Mapping[str, int]:

@@ -19,7 +19,6 @@ from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.protocols import Renderer
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
-from trivium.text.tiny import TinyModel
 from trivium.training.launched import launched_ranks, ranks_here
 
 
@@ -57,17 +56,13 @@ class Stage:
     @cached_property
     def renderer(self) -> Renderer:
         pixels, model = self.config.workflow.max_image_pixels, self.config.model
-        # The special tokens of a tiny model are roles, which are no text of a sum.
-        strips = isinstance(model, TinyModel.Config)
-        if isinstance(model, HuggingFaceModel.Config):
-            strips = model.strip_special_tokens
         return renderer_of(
             self.model_dir,
             max_image_pixels=pixels,
             tool_calls=getattr(model, "tool_calls", "auto"),
             roles=getattr(model, "roles", None),
             today=self.config.run.date,
-            strip_special_tokens=strips,
+            strip_special_tokens=isinstance(model, HuggingFaceModel.Config) and model.strip_special_tokens,
         )
 
 

@@ -15,6 +15,7 @@ from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request, read_body
 from trivium.serving.completion_parts import Answer, Recorded, completion_id, written
 from trivium.tasks.pictures import read_content, read_image
+from trivium.text.messages import with_calls
 from trivium.text.tool_formats import CallableTools
 from trivium.text.tools import TOOLS, ToolCall, json_object, schemas_of
 from trivium.types import MIN_TEMPERATURE, IntArray, Message, Sampling
@@ -403,13 +404,12 @@ def _with_names(entries: Sequence[Any], messages: Sequence[Message]) -> tuple[Me
     """The messages, of which a result of a tool has the number of its call, and the name of the tool."""
     named: list[Message] = []
     calls: list[Any] = []
-    for entry, message in zip(entries, messages, strict=True):
+    for entry, message in zip(entries, with_calls(messages, entries), strict=True):
         if message.role == "assistant":
             calls = entry.get("tool_calls") or []
-        place = next((n for n, call in enumerate(calls) if call.get("id") == entry.get("tool_call_id")), None)
         if message.role == "tool":
-            name = entry.get("name") or ("" if place is None else calls[place]["function"]["name"])
-            message = replace(message, name=str(name), call=place)
+            name = "" if message.call is None else calls[message.call]["function"]["name"]
+            message = replace(message, name=str(entry.get("name") or name))
         named.append(message)
     return tuple(named)
 

@@ -27,7 +27,7 @@ from trivium.errors import DataError, MissingPackage, Problem, text_of
 from trivium.registry import suggest
 from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
-from trivium.text.messages import MORE_KEYS, with_parts
+from trivium.text.messages import MORE_KEYS, with_calls, with_parts
 from trivium.types import Media, Message, Task, with_system
 from trivium.types.recordable import unrecordable
 
@@ -134,7 +134,11 @@ class RowTasks(ABC):
         """Number of overlong rows that were dropped, and that were cut."""
         self.cuts: tuple[int, bool] | None = None
         """(most tokens, whether the beginning is cut) of rows to learn from, if `on_overlong` cuts them."""
-        self._tasks = tuple(self._read())
+        numbered = list(self._read())
+        self._tasks = tuple(task for _, task in numbered)
+        self._numbers: Sequence[int] = range(config.skip + 1, config.skip + 1 + len(numbered))
+        if self.bad_rows:
+            self._numbers = [number for number, _ in numbered]
         if self.bad_rows and config.on_bad_row == "refuse":
             first, more = self.bad_rows[0], len(self.bad_rows) - 1
             do = f"{first.do}; or leave such rows out: tasks.{name}.on_bad_row=skip"
@@ -153,13 +157,18 @@ class RowTasks(ABC):
     def __getitem__(self, index: int) -> Task:
         return self._tasks[index]
 
-    def keep(self, tasks: Sequence[Task], *, num_cut: int) -> None:
-        """Replaces the tasks by those that are left of them, of which `num_cut` are cut (`on_overlong`)."""
+    def number(self, place: int) -> int:
+        """The number of the row of a task among all rows of the source, from 1."""
+        return self._numbers[place]
+
+    def keep(self, tasks: Mapping[int, Task], *, num_cut: int) -> None:
+        """Replaces the tasks by those that are left of them, by place, of which `num_cut` are cut (`on_overlong`)."""
         if not tasks:
             found = f"all {len(self)} rows are overlong"
             raise DataError(f"tasks for {self.name!r} from {self.origin}", found, f"raise tasks.{self.name}.max_tokens")
         self.num_dropped, self.num_cut = len(self) - len(tasks), num_cut
-        self._tasks = tuple(tasks)
+        self._numbers = [self._numbers[place] for place in tasks] if self.num_dropped else self._numbers
+        self._tasks = tuple(tasks.values())
 
     @cached_property
     def digest(self) -> str:
@@ -183,14 +192,17 @@ class RowTasks(ABC):
         """The task of a row. Its id may not be unique yet."""
         return task_of_row(where, row, self.config, self.name)
 
-    def _read(self) -> Iterator[Task]:
+    def _read(self) -> Iterator[tuple[int, Task]]:
+        """Yields (number of the row, task). Rows that cannot be read are counted, too."""
         stop = None if self.config.limit is None else self.config.skip + self.config.limit
         seen: set[str] = set()
-        for where, row in islice(self.rows(), self.config.skip, stop):
+        unmade = 0  # of `bad_rows`; `rows` has left out the others
+        for place, (where, row) in islice(enumerate(self.rows(), 1), self.config.skip, stop):
             try:
                 task = self.task_of(where, row)
             except DataError as error:
                 self.bad_rows.append(error)
+                unmade += 1
                 continue
             task_id, number = task.task_id, 1
             while task_id in seen:
@@ -198,7 +210,7 @@ class RowTasks(ABC):
                 task_id = f"{task.task_id}-{number}"
             self.num_duplicates += number > 1
             seen.add(task_id)
-            yield replace(task, task_id=task_id)
+            yield place + len(self.bad_rows) - unmade, replace(task, task_id=task_id)
 
 
 def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) -> Task:
@@ -290,22 +302,12 @@ def messages_of(
     entries: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(entries, list) or not entries:
         raise DataError(f"a prompt at {where}", f"{value!r:.80}", "give text or a list of {role, content} messages")
-    ids: list[Any] = []
-    messages: list[Message] = []
-    for index, entry in enumerate(entries):
-        here = f"{where}, message {index}"
-        message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
-        messages.append(_message(entry, message, here, read, images))
-        if message["role"] == "assistant":
-            ids = [call.get("id") for call in message.get("tool_calls") or ()]
-        elif (own := message.get("tool_call_id")) in ids and own is not None:
-            messages[-1] = replace(messages[-1], call=ids.index(own))
-    return tuple(messages)
+    messages = [_message(entry, f"{where}, message {index}", read, images) for index, entry in enumerate(entries)]
+    return with_calls(messages, entries)
 
 
-def _message(
-    entry: object, message: Mapping[str, Any], where: str, read: Reader, images: list[Media] | None
-) -> Message:
+def _message(entry: object, where: str, read: Reader, images: list[Media] | None) -> Message:
+    message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
     role = message.get("role")
     known = {"role", "content", *MORE_KEYS.get(str(role), ())}
     content = None

@@ -43,12 +43,15 @@ class FastTokenizer:
         chat_template: str | None,
         more_special: Sequence[str] = (),
         name_or_path: str = "",
+        init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`named` are the special tokens by their names (`eos_token`, ...), and `more_special` those without one."""
+        """`named` are the special tokens by their names (`eos_token`, ...), `more_special` those without one, and
+        `init_kwargs` the tokenizer_config.json."""
         backend.no_truncation()
         backend.no_padding()
         self.backend, self._named = backend, {name: named[name] for name in _NAMED if name in named}
         self.chat_template, self.name_or_path = chat_template, name_or_path
+        self.init_kwargs = init_kwargs or {}
         self.bos_token, self.pad_token = named.get("bos_token"), named.get("pad_token")
         self.all_special_tokens = [*dict.fromkeys([*self._named.values(), *more_special])]
 
@@ -96,7 +99,6 @@ class FastTokenizer:
         chat_template: str | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
-        **more: Any,
     ) -> str:
         """The text of a conversation. Raises TemplateError if the template refuses it, ValueError if it is empty."""
         assert not tokenize
@@ -109,7 +111,7 @@ class FastTokenizer:
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **(self._named | more),
+            **self._named,
         )
 
     def _id_of(self, name: str) -> int | None:
@@ -142,7 +144,14 @@ def saved_tokenizer(directory: Path) -> FastTokenizer | None:
     special = all(token in added and added[token][1].special for token in (*named.values(), *more))
     if not (same and special) or not isinstance(template, str | None) or "<end_of_turn>" in added:
         return None
-    return FastTokenizer(backend, named, chat_template=template, more_special=more, name_or_path=str(directory))
+    return FastTokenizer(
+        backend,
+        named,
+        chat_template=template,
+        more_special=more,
+        name_or_path=str(directory),
+        init_kwargs=config,
+    )
 
 
 def _names_more(config: Mapping[str, Any]) -> bool:

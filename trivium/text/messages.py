@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,18 @@ def with_parts(message: Message, entry: Mapping[str, Any], where: str) -> Messag
         raise DataError(f"a message at {where}", f"{entry!r:.80}", "give reasoning and the name of a tool as text")
     calls = tuple(_call(call, f"{where}, tool_calls[{n}]") for n, call in enumerate(entry.get("tool_calls") or ()))
     return replace(message, tool_calls=calls, reasoning=reasoning, name=name, call=call)
+
+
+def with_calls(messages: Sequence[Message], entries: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """The messages of these entries, of which each result of a tool has the number of the call with its id."""
+    numbered: list[Message] = []
+    ids: list[Any] = []
+    for message, entry in zip(messages, entries, strict=True):
+        if message.role == "assistant":
+            ids = [call.get("id") for call in entry.get("tool_calls") or ()]
+        own = entry.get("tool_call_id")
+        numbered.append(replace(message, call=ids.index(own)) if own is not None and own in ids else message)
+    return tuple(numbered)
 
 
 def _call(call: object, where: str) -> ToolCall:

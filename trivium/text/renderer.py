@@ -59,7 +59,7 @@ class ChatRenderer:
 
     `images` describes how the model reads images; None: it reads only text. `tool_calls`, `roles` and `today` are those
     of `trivium.text.templates.ChatTemplate`.
-    `strip_special_tokens` leaves special tokens out of decoded texts.
+    `strip_special_tokens` leaves special tokens out of decoded texts; so does a tokenizer_config.json with that entry.
     """
 
     eos_token_ids: frozenset[int]
@@ -106,7 +106,8 @@ class ChatRenderer:
         ends = own | _generation_eos(tokenizer.name_or_path)
         # GPT-OSS ends each message of a turn with the token that ends a completion in a history.
         self.eos_token_ids = frozenset(ends - marks.keys() or ends)
-        self._not_text = self._special_without_text(marks.keys(), strip=strip_special_tokens)
+        strip = strip_special_tokens or bool(tokenizer.init_kwargs.get("strip_special_tokens"))
+        self._not_text = self._special_without_text(marks.keys(), strip=strip)
         """The special tokens that are no part of a completion's text."""
         # The members of a group share a conversation, and rendering it costs more than sampling a token.
         self._rendered_short = lru_cache(maxsize=16_384)(self._render)

@@ -21,7 +21,7 @@ from trivium.errors import DataError, TemplateRefusal
 from trivium.text.fast_tokenizer import FastTokenizer
 from trivium.text.tool_formats import REFUSALS, ToolFormat, format_of, rendered_by
 from trivium.text.tools import described, split_tools
-from trivium.types import IMAGE, BoolArray, Media, Message, ToolCall
+from trivium.types import IMAGE, BoolArray, Media, Message, ToolCall, openai_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,9 +38,8 @@ def _word(number: int, call: int | None = None) -> str:
 
 _KEY = "key"
 _CALL = ToolCall("outlined", json.dumps({_KEY: _word(0, 0)}))
-_ID = "call00000"
 _USER = {"role": "user", "content": _word(0)}
-_RESULT = {"role": "tool", "content": _word(2), "tool_call_id": _ID, "name": _CALL.name}
+_RESULT = {"role": "tool", "content": _word(2), "tool_call_id": "call00000", "name": _CALL.name}
 _TOOL = {
     "type": "function",
     "function": {
@@ -91,10 +90,12 @@ class ChatTemplate:
         roles: Mapping[str, str] | None = None,
         today: date | None = None,
     ) -> None:
-        self._tokenizer, self._source, self._today = tokenizer, source, today
+        self._tokenizer = tokenizer
+        self._sources = _sources(tokenizer.chat_template if source is None else source, today)
         self.by_parts = self._takes(True) and (takes_images or not self._takes(False))
         """Whether the content of a message is a list of parts."""
-        self.tool_format: ToolFormat = format_of(rendered_by(tokenizer, source), tool_calls)
+        added = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
+        self.tool_format: ToolFormat = format_of(rendered_by(tokenizer, source), tool_calls, added)
         self._roles = dict(roles or {})
         if "developer" not in self._roles and not self._writes_role("developer") and self._writes_role("system"):
             self._roles["developer"] = "system"  # as OpenAI's clients name it for newer models
@@ -135,7 +136,7 @@ class ChatTemplate:
         """The form in which the template takes calls; None if it writes no call."""
         for form in product((False, True), ("", None)):
             style = CallStyle(*form)
-            if self._shows([_USER, self._called([_CALL], [_ID], style)], _CALL.name, _word(0, 0)):
+            if self._shows([_USER, self._calling(style)], _CALL.name, _word(0, 0)):
                 return style
         return None
 
@@ -144,7 +145,12 @@ class ChatTemplate:
         """Whether the template writes a result only after a message with the call, not after the text of one."""
         if "tool" in self._roles or self.call_style is None or self._results_follow_text:
             return False
-        return self._shows([_USER, self._called([_CALL], [_ID], self.call_style), _RESULT], _word(2))
+        return self._shows([_USER, self._calling(self.call_style), _RESULT], _word(2))
+
+    def _calling(self, style: CallStyle) -> dict[str, Any]:
+        """A message that is nothing but a call."""
+        [parts] = openai_parts([Message("assistant", "", tool_calls=(_CALL,))])
+        return {"role": "assistant", "content": style.content, "tool_calls": self._calls(parts["tool_calls"], style)}
 
     @cached_property
     def _results_follow_text(self) -> bool:
@@ -173,8 +179,9 @@ class ChatTemplate:
         if not self._encloses:
             return None
         tools, rest = split_tools(messages)
-        encoded: Any = self._tokenizer.apply_chat_template(
-            self._entries(self._mapped(rest)),  # pyright: ignore[reportArgumentType]
+        tokenizer: Any = self._tokenizer
+        encoded = tokenizer.apply_chat_template(
+            self._entries(self._mapped(rest)),
             tools=tools or None,
             chat_template=self._source_for(bool(tools)),
             tokenize=True,
@@ -196,10 +203,7 @@ class ChatTemplate:
 
     def _source_for(self, with_tools: bool) -> str:
         """The Jinja text for a conversation: a tokenizer may have another one for tools."""
-        source: Any = self._tokenizer.chat_template if self._source is None else self._source
-        if isinstance(source, dict):
-            source = source["tool_use" if with_tools and "tool_use" in source else "default"]
-        return source if self._today is None else _clock(self._today) + source
+        return self._sources[with_tools]
 
     # ----------------------------------------------------------------------- rendering
 
@@ -241,40 +245,31 @@ class ChatTemplate:
             return None
 
     def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The conversation as the template takes it. The n-th call of a conversation has the id `call0000n`, for some
-        templates ask for ids of nine characters."""
+        """The conversation as the template takes it."""
+        following = [message.role for message in messages[1:]] + [""]
+        spoken = [
+            self._in_parts(message, after == "tool") if message.role == "assistant" else message
+            for message, after in zip(messages, following, strict=True)
+        ]
         entries: list[dict[str, Any]] = []
-        calls: list[tuple[str, str]] = []
-        number = answered = 0
-        for message, following in zip(messages, [*messages[1:], None], strict=True):
-            entry: dict[str, Any] = {"role": message.role, "content": self._content(message)}
-            if message.role == "assistant":
-                spoken = self._in_parts(message, following is not None and following.role == "tool")
-                calls = [(f"call{number + n:05d}", call.name) for n, call in enumerate(spoken.tool_calls)]
-                number, answered = number + len(calls), 0
-                if calls and self.call_style is not None:
-                    entry = self._called(spoken.tool_calls, [label for label, _ in calls], self.call_style)
-                if spoken.content or entry["content"] is not None:
-                    entry["content"] = self._content(spoken)
-                if spoken.reasoning is not None:
-                    entry |= {"reasoning_content": spoken.reasoning, "thinking": spoken.reasoning}
-            elif message.role == "tool":
-                place = answered if message.call is None else message.call
-                label, name = calls[place] if place < len(calls) else (f"call{number:05d}", "")
-                number, answered = number + (place >= len(calls)), answered + 1
-                entry |= {"tool_call_id": label} | ({"name": message.name or name} if message.name or name else {})
+        for message, parts in zip(spoken, openai_parts(spoken), strict=True):
+            entry: dict[str, Any] = {"role": message.role, "content": self._content(message), **parts}
+            if message.tool_calls and self.call_style is not None:
+                entry["tool_calls"] = self._calls(parts["tool_calls"], self.call_style)
+                entry["content"] = None if self.call_style.content is None and not message.content else entry["content"]
+            if message.reasoning is not None:
+                entry["thinking"] = message.reasoning  # as GPT-OSS's template names it
             entries.append(entry)
         return entries
 
     @staticmethod
-    def _called(calls: Sequence[ToolCall], ids: Sequence[str], style: CallStyle) -> dict[str, Any]:
-        """An assistant's message that is nothing but calls, as the template takes it."""
-        sent = [
-            {"name": call.name, "arguments": call.arguments if style.as_text else json.loads(call.arguments)}
-            for call in calls
-        ]
-        entries = [{"id": own, "type": "function", "function": call} for own, call in zip(ids, sent, strict=True)]
-        return {"role": "assistant", "content": style.content, "tool_calls": entries}
+    def _calls(calls: Sequence[Mapping[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
+        """The calls of a message as the template takes them."""
+        if style.as_text:
+            return [dict(call) for call in calls]
+        functions = [call["function"] for call in calls]
+        read = [{**function, "arguments": json.loads(function["arguments"])} for function in functions]
+        return [{**call, "function": function} for call, function in zip(calls, read, strict=True)]
 
     def _in_parts(self, message: Message, answered: bool) -> Message:
         """An assistant's message whose calls and reasoning are apart from its content, where the template needs that;
@@ -418,7 +413,14 @@ class _Refused(Exception):
     """A template raised an error."""
 
 
-@lru_cache(maxsize=4)
+def _sources(source: Any, today: date | None) -> tuple[str, str]:
+    """The Jinja texts for conversations without and with tools: a tokenizer may have another one for these."""
+    texts = source if isinstance(source, dict) else {"default": source}
+    plain, with_tools = texts["default"], texts.get("tool_use", texts["default"])
+    clock = "" if today is None else _clock(today)
+    return clock + plain, clock + with_tools
+
+
 def _clock(today: date) -> str:
     """Jinja text that defines the clock of templates. transformers offers `strftime_now`, which tells the time, and
     makes texts of all variables that it is given, so it takes no other function."""

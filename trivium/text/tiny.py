@@ -92,12 +92,13 @@ class TinyModel:
 
         def tokenizer(self) -> PreTrainedTokenizerFast:
             """Its tokenizer, without building it."""
-            return tiny_tokenizer(self.alphabet, self.max_position)
+            # With random weights, a policy writes roles in the midst of a sum.
+            return tiny_tokenizer(self.alphabet, self.max_position, strips=True)
 
         def fast_tokenizer(self) -> FastTokenizer | None:
             """Its tokenizer, without transformers; None if a derived class has another one."""
             own = type(self).tokenizer is TinyModel.Config.tokenizer
-            return fast_tiny_tokenizer(self.alphabet) if own else None
+            return fast_tiny_tokenizer(self.alphabet, strips=True) if own else None
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
@@ -156,10 +157,15 @@ class TinyModel:
 
 
 def tiny_tokenizer(
-    alphabet: str = "ascii", max_length: int = 512, *, more: Sequence[str] = (), template: str = TEMPLATE
+    alphabet: str = "ascii",
+    max_length: int = 512,
+    *,
+    more: Sequence[str] = (),
+    template: str = TEMPLATE,
+    strips: bool = False,
 ) -> PreTrainedTokenizerFast:
     """One token per character of the alphabet (`ascii`, `bytes`, or the characters), then roles, end, pad, unknown, and
-    `more` special tokens.
+    `more` special tokens. `strips` keeps them out of the text of completions.
 
     A character outside the alphabet becomes `<|unk|>`; `bytes` encodes everything and has no unknown token.
     """
@@ -171,16 +177,23 @@ def tiny_tokenizer(
         model_max_length=max_length,
         additional_special_tokens=[*_specials(alphabet)[: len(ROLES)], *more],
         clean_up_tokenization_spaces=False,
+        strip_special_tokens=strips,
         **_named(alphabet),
     )
 
 
 def fast_tiny_tokenizer(
-    alphabet: str = "ascii", *, more: Sequence[str] = (), template: str = TEMPLATE
+    alphabet: str = "ascii", *, more: Sequence[str] = (), template: str = TEMPLATE, strips: bool = False
 ) -> FastTokenizer:
     """`tiny_tokenizer` without transformers."""
     more_special = [*_specials(alphabet)[: len(ROLES)], *more]
-    return FastTokenizer(_backend(alphabet, more), _named(alphabet), chat_template=template, more_special=more_special)
+    return FastTokenizer(
+        _backend(alphabet, more),
+        _named(alphabet),
+        chat_template=template,
+        more_special=more_special,
+        init_kwargs={"strip_special_tokens": strips},
+    )
 
 
 def _backend(alphabet: str, more: Sequence[str]) -> Tokenizer:

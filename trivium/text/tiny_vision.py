@@ -102,7 +102,9 @@ class TinyVisionModel(TinyModel):
             qwen = self.architecture.startswith("qwen")
             image = "<|vision_start|><|image_pad|><|vision_end|>" if qwen else "<image>"
             template = _TEMPLATE.replace("IMAGE", image)
-            return tiny_tokenizer(self.alphabet, self.max_position, more=self.image_tokens, template=template)
+            return tiny_tokenizer(
+                self.alphabet, self.max_position, more=self.image_tokens, template=template, strips=True
+            )
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""

@@ -63,6 +63,7 @@ from trivium.types.trajectories import (
     ToolCall,
     Trajectory,
     Turn,
+    openai_parts,
     with_system,
 )
 
@@ -114,6 +115,7 @@ __all__ = [
     "capabilities_of",
     "experiences_of",
     "forks_of",
+    "openai_parts",
     "reference_rewards",
     "sequences_of",
     "with_system",

@@ -99,6 +99,34 @@ class Message:
         return cls(entry["role"], entry["content"], media, calls, **more)
 
 
+def openai_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """What each message has beside role and content, as OpenAI's Chat Completions writes it. The n-th call of a
+    conversation has the id `call0000n`: nine characters, as Mistral's templates ask for."""
+    parts: list[dict[str, Any]] = []
+    calls: list[tuple[str, str]] = []
+    number = answered = 0
+    for message in messages:
+        more: dict[str, Any] = {}
+        if message.role == "assistant":
+            calls = [(f"call{number + n:05d}", call.name) for n, call in enumerate(message.tool_calls)]
+            number, answered = number + len(calls), 0
+            if calls:
+                functions = [call._asdict() for call in message.tool_calls]
+                more["tool_calls"] = [
+                    {"id": label, "type": "function", "function": function}
+                    for (label, _), function in zip(calls, functions, strict=True)
+                ]
+            if message.reasoning is not None:
+                more["reasoning_content"] = message.reasoning
+        elif message.role == "tool":
+            place = answered if message.call is None else message.call
+            label, name = calls[place] if place < len(calls) else (f"call{number:05d}", "")
+            number, answered = number + (place >= len(calls)), answered + 1
+            more = {"tool_call_id": label} | ({"name": message.name or name} if message.name or name else {})
+        parts.append(more)
+    return parts
+
+
 def with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
     """Adds a system message to the conversation unless it has one. A `tools` message stays first."""
     if messages[0].role == "tools":

@@ -22,7 +22,7 @@ from failing import refused
 
 from trivium import phases
 from trivium.board import MemoryBoard
-from trivium.buffers.files import FileBuffer
+from trivium.buffers.files import FileBuffer, conversation_of
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import OPEN, SlotState, retried
@@ -285,6 +285,14 @@ async def test_a_row_of_messages_is_learned_from_by_its_last_turn_or_by_all(tmp_
     assert learned == ("2<|end|>" if turns == "last" else f"{call}2<|end|>")
     assert whole.endswith(f"<|user|>1+1=<|end|><|assistant|>{call}<|tool|>2<|end|><|assistant|>2<|end|>")
     assert '"name": "add", "parameters"' in whole
+
+
+def test_a_conversation_of_its_own_keeps_the_calls_of_its_last_message() -> None:
+    config = RowTasks.Config(kind="rows", conversations=("chosen", "rejected"))
+    row = {"prompt": "1+1=", "chosen": TALK[:2], "rejected": TALK}
+    task = task_of_row("a row", row, config, "train")
+    messages, last = conversation_of(task.columns["chosen"]) or ([], Message("", ""))
+    assert (len(messages), last.tool_calls) == (1, (ToolCall("add", '{"a": 1}'),))
 
 
 async def test_the_parts_of_a_message_survive_the_journal(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.waiting import until
 from trivium.cli import app
+from trivium.clients.chat import chat_messages
 from trivium.clients.http import EndpointFailed, EndpointTimeout, MalformedResponse
 from trivium.engines.endpoint.engine import EndpointEngine
 from trivium.engines.torch.engine import TorchEngine
@@ -31,7 +32,7 @@ from trivium.randomness import SampleKey
 from trivium.testing import check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
-from trivium.types import Media, Message, Request, Sampling, StopReason
+from trivium.types import Media, Message, Request, Sampling, StopReason, ToolCall
 
 TOKEN = "sesame-of-the-tests"
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
@@ -300,6 +301,19 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- text
+
+
+def test_chat_sends_the_calls_and_results_of_rows() -> None:
+    row = [
+        Message("user", "1+1="),
+        Message("assistant", "", tool_calls=(ToolCall("add", '{"a": 1}'),), reasoning="I add."),
+        Message("tool", "2", call=0),
+    ]
+    _, called, told = chat_messages(row)
+    [call] = called["tool_calls"]
+    assert call == {"id": call["id"], "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert called["reasoning_content"] == "I add."
+    assert told == {"role": "tool", "content": "2", "tool_call_id": call["id"], "name": "add"}
 
 
 async def test_chat_sends_messages_and_images_and_keeps_the_text_as_it_came(model_dirs: list[Path]) -> None:

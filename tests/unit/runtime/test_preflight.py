@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -544,6 +545,22 @@ def test_an_empty_prompt_is_named_by_its_row(tmp_path: Path) -> None:
     many = [{"prompt": f"{n}+{n}=", "answer": "2"} for n in range(300)]
     findings = look(tmp_path, [*many[:140], {"prompt": "", "answer": "2"}, *many[140:]], plain)
     assert ["row 141" in warning.found for warning in findings.warnings] == [True, True]
+
+
+def test_the_row_of_the_file_is_named_after_others_are_left_out(tmp_path: Path) -> None:
+    bad, long = {"question": "no prompt"}, {"prompt": "1+" * 60, "answer": "2"}
+    rows: list[Any] = [ROWS[0], bad, long, ROWS[1], {"prompt": "", "answer": "8"}, bad, {**ROWS[2], "answer": None}]
+
+    def numbers(lines: list[Any], **keys: Any) -> list[str]:
+        section = {"kind": "jsonl", "path": "rows.jsonl", "on_bad_row": "skip", **keys}
+        changes = {"tasks": {"train": section}, "workflow": {"max_failed_fraction": 0.9}}
+        found = [each.found for each in look(tmp_path, lines, changes).warnings]
+        return sorted(re.findall(r"row (\d+)(?:: reward| is empty)", " ".join(found)))
+
+    dropped = {"max_tokens": 40, "on_overlong": "drop"}
+    for keys in ({}, dropped, {"skip": 1}, {"skip": 3, **dropped}):
+        assert numbers(rows, **keys) == ["5", "7"], keys
+    assert numbers([row for row in rows if row != bad], **dropped) == ["4", "5"]
 
 
 def test_random_weights_with_a_rate_for_fine_tuning_are_reported(tmp_path: Path) -> None:

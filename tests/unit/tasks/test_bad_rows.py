@@ -104,6 +104,18 @@ def test_several_bad_rows_are_counted_and_none_may_be_left_alone(tmp_path: Path)
         source("jsonl", path, on_bad_row="skip")
 
 
+def test_tasks_keep_the_number_of_their_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(["{", GOOD[0], r'{"prompt": "\ud800"}', "{", GOOD[1], '{"prompt": 2}', GOOD[2]]))
+    assert numbers(source("jsonl", path, on_bad_row="skip")) == [2, 5, 7]
+    path.write_text("\n".join(GOOD))
+    assert numbers(source("jsonl", path, skip=2, limit=3)) == [3, 4, 5]
+
+
+def numbers(tasks: Any) -> list[int]:
+    return [tasks.number(place) for place in range(len(tasks))]
+
+
 @pytest.mark.parametrize(
     "value",
     ["\ud800", {"\ud800": 1}, {1: 2}, 2**64, -(2**63) - 1, float("nan"), b"\xff\x00", {1, 2}, object()],

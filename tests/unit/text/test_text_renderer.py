@@ -255,7 +255,9 @@ def test_characters_the_policy_cannot_see_are_told():
         chat.render([user("1+1")])
 
 
-TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
+TEMPLATE = (
+    "{# noted #}{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
+)
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "config"])
@@ -281,6 +283,7 @@ def test_variables_of_a_chat_template_are_set_for_every_prompt(where: str, tmp_p
     ("change", "where"),
     [
         ({"model": {"template_variables": {"enable_thinkin": False}}}, "model.template_variables.enable_thinkin"),
+        ({"model": {"template_variables": {"noted": False}}}, "model.template_variables.noted"),
         (
             {"engine": {"kind": "endpoint", "model": "m", "urls": ["http://a/v1"], "protocol": "chat"}},
             "engine.extra_body",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -93,8 +92,8 @@ class HuggingFaceModel:
             if template.endswith(".jinja") and not Path(template).is_file():
                 yield Problem(f"{where}.chat_template", f"the file {template}", "no such file", "correct the path")
             elif self.template_variables:
-                text = self._base_template() or ""
-                for name in (name for name in self.template_variables if not re.search(rf"\b{name}\b", text)):
+                names = _names(self._base_template() or "")
+                for name in (name for name in self.template_variables if name not in names):
                     found, do = "the chat template does not use it", "remove it, or set model.chat_template"
                     yield Problem(f"{where}.template_variables.{name}", "a variable of the template", found, do)
             yield from _unusable(Path(self.path), f"{where}.path")
@@ -191,3 +190,13 @@ def missing_model_error(path: Path) -> DataError | None:
     if (path / "config.json").is_file():
         return None
     return DataError(f"load the model {path}", *absence(path))
+
+
+def _names(template: str) -> set[str]:
+    """The names in the code of a chat template: not the words of its texts and comments."""
+    from jinja2 import Environment, TemplateError
+
+    try:
+        return {text for _, kind, text in Environment().lex(template) if kind == "name"}
+    except TemplateError:  # the check of the prompts reports it
+        return set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
@@ -84,12 +84,13 @@ class UnknownFormat(Hermes):
         )
 
 
-def format_of(render: Render, name: str = "auto") -> ToolFormat:
-    """The format with this name, which may be an import path; with `auto`, that of the chat template.
+def format_of(render: Render, name: str = "auto", tokens: Collection[str] = ()) -> ToolFormat:
+    """The format with this name, which may be an import path; with `auto`, that of the chat template, or of the added
+    `tokens` of the tokenizer if the template writes no call.
 
     A template whose calls no format reads has a format whose `check` raises DataError.
     """
-    return detected(render).format if name == "auto" else resolve("tool_calls", name)
+    return detected(render, tokens).format if name == "auto" else resolve("tool_calls", name)
 
 
 def rendered_by(tokenizer: Any, template: str | None) -> Render:
@@ -101,11 +102,13 @@ def rendered_by(tokenizer: Any, template: str | None) -> Render:
     return render
 
 
-def detected(render: Render) -> Notation:
+def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
     """Renders calls in all forms that templates take, until a format reads them.
 
-    A template that writes no call gets `hermes`, since the system message describes calls then; if it describes tools
-    itself, every format is read.
+    A template that writes no call gets the format with the most marks among the added `tokens` of the tokenizer: the
+    model was trained on them. (DeepSeek V3's template writes a call only for a content of None, which transformers 5
+    takes out of messages.) Without any, it is `hermes`, since the system message describes calls then; if the template
+    describes tools itself, every format is read.
     """
     unread = ""
     for number, result, content, as_text in product((2, 1), (False, True), ("", None, []), (False, True)):
@@ -126,6 +129,9 @@ def detected(render: Render) -> Notation:
         unread = unread or written[start : end + _TAIL]
     if unread:
         return Notation(UnknownFormat(unread), unread)
+    trained = [how for how in FORMATS if how.marks[0] in tokens]
+    if trained:
+        return Notation(max(trained, key=lambda how: sum(mark in tokens for mark in how.marks)), "")
     return Notation(AnyFormat() if _NAMES[0] in _text(render, [], whole=True) else HERMES, "")
 
 
