@@ -105,10 +105,10 @@ def rendered_by(tokenizer: Any, template: str | None) -> Render:
 def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
     """Renders calls in all forms that templates take, until a format reads them.
 
-    A template that writes no call gets the format with the most marks among the added `tokens` of the tokenizer: the
-    model was trained on them. (DeepSeek V3's template writes a call only for a content of None, which transformers 5
-    takes out of messages.) Without any, it is `hermes`, since the system message describes calls then; if the template
-    describes tools itself, every format is read.
+    A template that writes no call gets the format that has all marks of calls among the added `tokens` of the
+    tokenizer: the model was trained on them. (DeepSeek V3's template writes a call only for a content of None, which
+    transformers 5 takes out of messages.) Without one, it is `hermes`, since the system message describes calls then;
+    if the template describes tools itself, every format is read.
     """
     unread = ""
     for number, result, content, as_text in product((2, 1), (False, True), ("", None, []), (False, True)):
@@ -129,9 +129,10 @@ def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
         unread = unread or written[start : end + _TAIL]
     if unread:
         return Notation(UnknownFormat(unread), unread)
-    trained = [how for how in FORMATS if how.marks[0] in tokens]
-    if trained:
-        return Notation(max(trained, key=lambda how: sum(mark in tokens for mark in how.marks)), "")
+    own = {how: {*tokens}.intersection(how.marks) for how in FORMATS if how.marks[0] in tokens}
+    trained = next((how for how, marks in own.items() if marks == set().union(*own.values())), None)
+    if trained is not None:
+        return Notation(trained, "")
     return Notation(AnyFormat() if _NAMES[0] in _text(render, [], whole=True) else HERMES, "")
 
 
