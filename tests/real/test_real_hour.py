@@ -44,12 +44,12 @@ def forgotten(completion):
 """
 
 
-def command(directory: Path, *words: str, code: int = 0) -> str:
+def command(directory: Path, *words: str, code: int | None = 0) -> str:
     """What `trivium` prints, on both outputs."""
     done = subprocess.run(
         [sys.executable, "-m", "trivium", *words], cwd=directory, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert code is None or done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -103,7 +103,9 @@ def test_a_run_that_ctrl_c_ends_is_continued_and_diagnosed(directory: Path) -> N
         assert summary["time"][name] >= seconds > 0
     assert summary["memory"]["measured"]["host"] > 0
 
-    assert "6 steps, 48 rollouts of 6 steps" in command(directory, "doctor", "run")
+    # Whether 48 short completions are healthy depends on the random numbers of the machine: one that found duplicates
+    # ends with 1.
+    assert "6 steps, 48 rollouts of 6 steps" in command(directory, "doctor", "run", code=None)
 
 
 def test_a_model_and_a_policy_answer_side_by_side(directory: Path, model: Path) -> None:

@@ -39,6 +39,8 @@ from trivium.types import Group, Trajectory
 _log = logging.getLogger("trivium")
 _LOG_BYTES = 65536
 """Bytes read from the end of log.txt."""
+_BETWEEN_STEPS = ("evaluate", "sync", "checkpoint")
+"""The phases of the trainer that `time/step` does not contain."""
 Estimates = Mapping[Member, tuple[Columns, ...]]
 """The advantages and the mask of trained tokens of each of a rollout's sequences."""
 
@@ -199,7 +201,7 @@ class RecordedRun:
         """Describes the phase that bounds the steps with metrics, and its share of their time."""
         seconds, total = dict[str, float](), 0.0
         for row in self.rows():
-            total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
+            total += sum(row.get(f"time/{name}", 0.0) for name in ("step", *_BETWEEN_STEPS))
             for key, value in row.items():
                 if key.startswith("time/") and key not in ("time/step", "time/train"):
                     seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value

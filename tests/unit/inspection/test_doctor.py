@@ -55,6 +55,14 @@ def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(
     assert report.facts[1].startswith("bound by ")
     steps = len((stuck / "metrics.jsonl").read_text().splitlines())
     assert f": {steps} steps, " in report.facts[0]
+    unfinished = stuck.parent / "unfinished"
+    shutil.copytree(stuck, unfinished)
+    (unfinished / "summary.json").unlink()
+    metrics = unfinished / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row | {"time/sync": 3 * row["time/step"]}) + "\n" for row in rows))
+    bound = diagnose(unfinished).facts[1]
+    assert "bound by weight sync: 7" in bound  # of the time of the steps and of what lies between them
     evaluated = stuck.parent / "evaluated"
     shutil.copytree(stuck, evaluated)
     with (evaluated / "metrics.jsonl").open("a") as file:
