@@ -26,7 +26,7 @@ import torch
 
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import load_config
-from trivium.config.model_shape import read_shape
+from trivium.models.backbone.shape import read_shape
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
 from trivium.training.flops import measured_peak

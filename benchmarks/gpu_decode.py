@@ -24,9 +24,10 @@ import torch
 from gpu_train import SHAPES, clock, num_parameters, write_model
 from transformers import AutoModelForCausalLM
 
-from trivium.config.model_shape import ModelShape, read_shape
+from trivium.config.model_shape import ModelShape
 from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError, TriviumError
+from trivium.models.backbone.shape import read_shape
 from trivium.models.placement import device_of
 from trivium.randomness import SampleKey
 from trivium.types import IntArray, Request, Sampling

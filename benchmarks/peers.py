@@ -43,10 +43,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
-from trivium.config.model_shape import read_shape
 from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import train_step
+from trivium.models.backbone.shape import read_shape
 from trivium.models.cpu.linear import onednn_linear
 from trivium.randomness import SampleKey
 from trivium.rewards.judge import make_judge

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_matrix import CELLS, OUTCOMES
+from transformers import Qwen3Config
 
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
@@ -19,6 +20,7 @@ from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TA
 from trivium.frontdoors.trl import KEYS as TRL_KEYS
 from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 from trivium.frontdoors.verl.key_hints import KEYS as VERL_KEYS
+from trivium.models.backbone.shape import shape_of
 from trivium.monitors.health import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -45,8 +47,9 @@ def _code(here: str) -> str:
 
 
 def _qwen3(hidden: int, layers: int, heads: int, mlp: int, *, tied: bool) -> ModelShape:
-    norms = 2 * hidden + 2 * 128
-    return ModelShape(hidden, layers, heads, 8, 128, mlp, 151936, tied, small=norms, outside=hidden)
+    width = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": 151936}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    return shape_of(Qwen3Config(**width, **attention, tie_word_embeddings=tied))
 
 
 _MODELS = {

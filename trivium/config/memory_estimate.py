@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trivium.config.choices import MAX_ROWS, MIB, MICRO_BATCH_TOKENS, micro_batch_tokens
 from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
-from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, read_shape
+from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
 from trivium.config.parallel import ParallelConfig, sent_in_a_pass
 from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, Problem, TriviumError
@@ -350,7 +350,7 @@ def vision_in(config: RunConfig) -> str | None:
         f"{part} of {number:,} parameters {'trained' if trained else 'frozen'}"
         for part, (number, trained) in states.items()
     ]
-    return f"{vision.family}: {', '.join([*parts, *['an adapter trained'] * adapted])}"
+    return f"{shape.kind}: {', '.join([*parts, *['an adapter trained'] * adapted])}"
 
 
 def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: bool) -> Iterator[Problem]:
@@ -531,7 +531,7 @@ def gpus_of(engine: object) -> int:
 def _held_by_gpu(engine: Any, shape: ModelShape, width: int) -> int:
     """Bytes of the weights of an engine on each of its GPUs. All its GPUs together hold each expert once: whole or in
     parts."""
-    experts, layers = shape.layers * shape.all_experts, getattr(engine, "tensor_parallel_size", 1)
+    experts, layers = shape.sparse, getattr(engine, "tensor_parallel_size", 1)
     return ((shape.parameters - experts) // layers + experts // gpus_of(engine)) * width
 
 
@@ -593,7 +593,9 @@ def _models_of_source(config: RunConfig, shape: ModelShape) -> tuple[list[str], 
             continue  # it is the policy's model
         if _starts_an_adapter(config) and (role == "reference" or own == "initial"):
             continue  # it is the policy with its adapter off
-        frozen[role] = read_shape(teacher.path) if teacher is not None and teacher.path is not None else shape
+        frozen[role] = shape
+        if teacher is not None and teacher.path is not None:
+            frozen[role] = resolve("models", "hf").shape_in(teacher.path)
     return trained, frozen
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from trivium.config.choices import PACKED_BYTES, PROMPT_CHUNK, SAMPLED_TOGETHER, logits_rows
-from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
+from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape, VisionShape
 from trivium.config.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS, computed_block, whole_in_a_block
-from trivium.config.vision_shape import VisionShape
 
 _SAMPLING = 32
 """Bytes for each of them beside itself: copies, sums and, for `top_p`, sorted values."""
@@ -80,7 +79,7 @@ def memory_plan(
         items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
     elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
-        items["gathered"] = shape.layers * shape.linear * 2
+        items["gathered"] = (shape.dense + shape.sparse) * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
         items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
     fused = gpu == 0 and tensor == 1 and dtype != "bfloat16" and shape.gated and shape.experts == 1
@@ -140,7 +139,7 @@ def activations(
         attention = 4 * shape.query + 8 * shape.key
         experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
         experts += 4 * shape.hidden * shape.active_experts * exchanges
-        whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.recurrent.without_keys
+        whole = shape.layers if shape.kind in WHOLE_ATTENTION else shape.layers - shape.keys
         through = attention * (whole * tensor + shape.layers - whole) // (shape.layers * tensor)
         through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
         through += (4 if shape.gated else 3) * shape.shared // tensor

@@ -80,7 +80,7 @@ def shape_problems(shape: ModelShape, parallel: ParallelConfig, sequence: int) -
             do = f"leave it out (parameters are sharded in any case), or train one of {', '.join(sorted(kinds))}"
             yield Problem(f"train.parallel.{key}", str(ranks), found, do)
             return
-    if sequence > 1 and shape.recurrent.inputs:
+    if sequence > 1 and shape.convolved:
         found = "a recurrent state needs the part of its sequence before it"
         yield Problem("train.sequence_parallel", str(sequence), found, "leave it out")
     if expert > 1 and shape.experts == 1:
@@ -107,15 +107,15 @@ def whole_in_a_block(shape: ModelShape, tensor: int, expert: int) -> tuple[int, 
     """Parameters of one block that each of the ranks that split layers has a copy of: those of attention, and of
     experts."""
     attention = 2 * shape.hidden * (shape.query + shape.key) if shape.kind in WHOLE_WEIGHTS else 0
-    experts = shape.all_experts if shape.kind in WHOLE_EXPERTS and expert == 1 else 0
+    experts = shape.sparse // shape.layers if shape.kind in WHOLE_EXPERTS and expert == 1 else 0
     return (attention, experts) if tensor > 1 else (0, 0)
 
 
 def computed_block(shape: ModelShape, tensor: int, expert: int) -> tuple[int, int]:
     """Parameters of one block that a rank holds while the block computes: without its experts, and of these."""
     attention, experts = whole_in_a_block(shape, tensor, expert)
-    dense = (shape.block - shape.all_experts - attention) // tensor + attention
-    return dense, experts or shape.all_experts // max(expert, tensor)
+    dense = ((shape.blocks - shape.sparse) // shape.layers - attention) // tensor + attention
+    return dense, experts or shape.sparse // shape.layers // max(expert, tensor)
 
 
 def sent_in_a_pass(
@@ -128,7 +128,7 @@ def sent_in_a_pass(
     """
     expert, tensor = parallel.expert, parallel.tensor
     dense, experts = computed_block(shape, tensor, expert)
-    outside = shape.parameters - shape.layers * shape.block
+    outside = shape.parameters - shape.blocks
     held = {"sharded layers": shape.layers * dense + outside // tensor, "sharded experts": shape.layers * experts}
     ranks = {"sharded layers": shards // tensor, "sharded experts": shards // max(expert, tensor)}
     items = {name: _sent(number * (2 * width + 4), ranks[name]) for name, number in held.items()}

@@ -25,13 +25,13 @@ from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RewardConfig, RunConfig, build
 from trivium.config.memory_estimate import kept_versions
-from trivium.config.model_shape import positions_in
 from trivium.config.recording import recorded, scores_observations
 from trivium.config.sources import SourcesConfig, source_configs
 from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
+from trivium.models.backbone.shape import read_shape
 from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
@@ -278,7 +278,7 @@ def _for_training(algorithm: GroupAlgorithm, config: RunConfig, stage: Stage) ->
     if algorithm.teacher is None or not algorithm.teacher.context:
         return algorithm
     system = getattr(config.workflow, "system", None)
-    limit = positions_in(algorithm.teacher.path or stage.model_dir)
+    limit = read_shape(algorithm.teacher.path or stage.model_dir).max_positions
     prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system, limit)
     return replace(algorithm, teacher_prompts=prompts)
 

@@ -16,8 +16,9 @@ from pydantic import Field, model_validator
 
 from trivium.checkpoint.atomic import MANIFEST, commit, staging_directory, verify_files, writing
 from trivium.config import ModelConfig
-from trivium.config.model_shape import ModelShape, shape_of
+from trivium.config.model_shape import ModelShape
 from trivium.errors import DataError
+from trivium.models.backbone.shape import shape_of
 from trivium.randomness import stream
 from trivium.text.fast_tokenizer import FastTokenizer
 
@@ -102,8 +103,7 @@ class TinyModel:
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            vocabulary = len(vocabulary_of(self.alphabet))
-            return shape_of({"model_type": self.architecture, "vocab_size": vocabulary, **sizes_of(self)})
+            return shape_of(_model_config(self, self.tokenizer()))
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed

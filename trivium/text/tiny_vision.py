@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trivium.config.model_shape import ModelShape, shape_of
+from trivium.config.model_shape import ModelShape
+from trivium.models.backbone.shape import shape_of
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
-from trivium.text.tiny import ROLES, TinyModel, sizes_of, tiny_tokenizer, vocabulary_of
+from trivium.text.tiny import ROLES, TinyModel, sizes_of, tiny_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
     from transformers.image_processing_backends import PilBackend
 
 _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -108,16 +109,7 @@ class TinyVisionModel(TinyModel):
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            vocabulary = len(vocabulary_of(self.alphabet)) + len(self.image_tokens)
-            kind = f"{self.architecture}_text" if self.architecture.startswith("qwen") else "llama"
-            return shape_of(
-                {
-                    "model_type": self.architecture,
-                    "scale_factor": self.merge,
-                    "vision_config": _vision_config(self),
-                    "text_config": {"model_type": kind, "vocab_size": vocabulary, **sizes_of(self)},
-                }
-            )
+            return shape_of(_model_config(self, self.tokenizer()))
 
     config: Config
 
@@ -132,18 +124,10 @@ class TinyVisionModel(TinyModel):
         return images
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        config = AutoConfig.for_model(
-            self.config.architecture,
-            text_config=_text_config(self.config, tokenizer),
-            vision_config=_vision_config(self.config),
-            tie_word_embeddings=self.config.tied,
-            **_outer_config(self.config, tokenizer),
-        )
         import torch
+        from transformers import AutoModelForImageTextToText
 
-        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        return AutoModelForImageTextToText.from_config(_model_config(self.config, tokenizer), dtype=torch.float32)
 
     def _save_processor(self, directory: Path) -> None:
         name, config = _PROCESSORS[self.config.architecture], self.config
@@ -164,6 +148,18 @@ class TinyVisionModel(TinyModel):
         ):
             content["processor_class"] = name
             (directory / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _model_config(config: TinyVisionModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        config.architecture,
+        text_config=_text_config(config, tokenizer),
+        vision_config=_vision_config(config),
+        tie_word_embeddings=config.tied,
+        **_outer_config(config, tokenizer),
+    )
 
 
 def _text_config(config: TinyVisionModel.Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from typing import cast
 
 import torch
 
-from trivium.config.model_shape import ModelShape, read_shape
+from trivium.config.model_shape import ModelShape
 from trivium.errors import DataError, RunDirError, TriviumError
+from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel
 from trivium.models.heads.value_head import VALUE_HEAD

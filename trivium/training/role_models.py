@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trivium.config.choices import MICRO_BATCH_TOKENS
-from trivium.config.model_shape import read_shape
 from trivium.errors import ConfigError, TriviumError
+from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.trained_models import (
     ActorCritic,

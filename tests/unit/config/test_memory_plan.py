@@ -13,6 +13,7 @@ from failing import refused
 from sync_parts import memory_rise
 from training_parts import Parts, Reinforce, make_batch, make_engine
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
     BloomConfig,
@@ -38,11 +39,13 @@ from trivium.config.machine import Machine, host_memory
 from trivium.config.machine_file import read_machine
 from trivium.config.memory_estimate import Lengths, TaskTokens
 from trivium.config.model_memory import engine_memory, memory_plan
-from trivium.config.model_shape import read_shape, shape_of
+from trivium.config.model_shape import ModelShape
 from trivium.config.plan import plan_run, refuse_too_large, with_choices
 from trivium.config.resume import as_begun, to_yaml
 from trivium.engines.torch.decoder import Decoder
 from trivium.errors import ConfigError, DataError
+from trivium.models.backbone.shape import read_shape
+from trivium.models.backbone.shape import shape_of as counted
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine
 
@@ -72,7 +75,13 @@ CONFIGS = [
     ),
     GraniteMoeSharedConfig(**SIZES, num_local_experts=4, shared_intermediate_size=48),
     Glm4MoeConfig(
-        **SIZES, head_dim=16, n_routed_experts=4, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=0
+        **SIZES,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=0,
     ),
     GemmaConfig(**SIZES),
     GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=32, n_inner=80),
@@ -100,6 +109,7 @@ MIXTURE = {
     "moe_intermediate_size": 768,
 }
 ROOT = Path(__file__).parents[3]
+QWEN_NEXT = {"model_type": "qwen3_next", "num_hidden_layers": 12, "num_experts": 4, "num_experts_per_tok": 2}
 QWEN_7B = {
     **QWEN_1B5,
     "hidden_size": 3584,
@@ -130,6 +140,10 @@ LLAMA_70B = {
 }
 
 
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    return counted(AutoConfig.for_model(**config))
+
+
 def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -147,47 +161,47 @@ class TestCounts:
         assert (shape.parameters, shape.backbone) == (1_543_714_304, 1_543_714_304)
         assert shape_of(LLAMA_70B).parameters == 70_553_706_496
         assert shape.kv_per_token == 2 * 28 * 2 * 128
-        kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-        assert shape_of({**QWEN_1B5, "layer_types": 7 * kinds}).kv_per_token == 2 * 7 * 2 * 128
+        latent = shape_of({"model_type": "deepseek_v3", "num_hidden_layers": 4})
+        assert latent.kv_per_token == 4 * (512 + 64)  # the keys and values of all heads are made of one vector
 
     @pytest.mark.parametrize(
-        ("types", "without_keys"),
+        ("config", "keys", "experts"),
         [
-            ({"model_type": "qwen3_next", "full_attention_interval": 4}, 9),
-            ({"full_attn_idxs": [2, 5, 8, 10]}, 8),
-            ({"attn_layer_indices": [5]}, 11),
-            ({"hybrid_override_pattern": "M-M*-M-M*-M-"}, 10),
-            ({"model_type": "bamba", "attn_layer_indices": None}, 12),
-            ({"model_type": "falcon_h1"}, 0),
-            ({"model_type": "qwen3"}, 0),
+            (QWEN_NEXT, 3, True),
+            ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention", "moe", "mamba"]}, 1, True),
+            ({"model_type": "bamba", "num_hidden_layers": 12, "attn_layer_indices": [2, 5, 8]}, 3, False),
+            ({"model_type": "falcon_h1", "num_hidden_layers": 12}, 12, False),
+            ({"model_type": "lfm2", "num_hidden_layers": 12, "full_attn_idxs": [2, 5, 8, 10]}, 4, False),
         ],
+        ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
     )
-    def test_published_ways_to_name_layers(self, types: dict[str, Any], without_keys: int) -> None:
-        sizes = {"hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16, "vocab_size": 1000}
-        heads = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
-        widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        own = {**heads, **widths} if types.get("model_type") == "qwen3_next" else {}
-        shape = shape_of({**sizes, **own, **types})
-        assert shape.recurrent.without_keys == without_keys
-        if own:
-            assert shape.state_bytes(2) == 9 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
-            items = engine_memory(shape, dtype="bfloat16", rows=10, tokens=100, prefill=400, prompt=100)
-            assert items["engine states"] == 10 * shape.state_bytes(2)
-            assert items["engine prompts"] == 4 * (100 * shape.kv_per_token * 2 + shape.state_bytes(2))
-        else:
-            assert "engine states" not in engine_memory(shape, dtype="bfloat16", rows=10, tokens=100)
+    def test_layers_without_keys_keep_a_state(self, config: dict[str, Any], keys: int, experts: bool) -> None:
+        shape = shape_of(config)
+        assert (shape.keys, shape.experts > 1) == (keys, experts)
+        assert shape.state_bytes(2) == shape.convolved * 2 + shape.scanned * 4 > 0
+        items = engine_memory(shape, dtype="bfloat16", rows=10, tokens=100, prefill=400, prompt=100)
+        assert items["engine states"] == 10 * shape.state_bytes(2)
+        assert items["engine prompts"] == 4 * (100 * shape.kv_per_token * 2 + shape.state_bytes(2))
 
-    @pytest.mark.parametrize("config", [Mamba2Config(), BambaConfig()], ids=lambda config: config.model_type)
+    def test_the_state_of_a_delta_rule_has_its_published_size(self) -> None:
+        shape = shape_of(QWEN_NEXT)
+        assert shape.state_bytes(2) == 9 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
+
+    @pytest.mark.parametrize(
+        "config",
+        [Mamba2Config(num_hidden_layers=8), BambaConfig(num_hidden_layers=8, attn_layer_indices=[3])],
+        ids=lambda config: config.model_type,
+    )
     def test_states_of_models_without_attention(self, config: Any, tmp_path: Path) -> None:
         config.save_pretrained(tmp_path)
         shape = read_shape(tmp_path)
         heads, width, groups, size = (128, 64, 8, 128) if config.model_type == "mamba2" else (128, 64, 1, 256)
         inner = heads * width
-        states = config.num_hidden_layers * (inner * size * 4 + (inner + 2 * groups * size) * 4 * 2)
+        states = (8 - shape.keys) * (inner * size * 4 + (inner + 2 * groups * size) * 4 * 2)
         assert shape.state_bytes(2) == states
         items, longer = (engine_memory(shape, dtype="bfloat16", rows=10, tokens=n, prefill=64) for n in (10**3, 10**6))
-        assert items == longer
-        assert (items["engine states"], items["engine cache"]) == (10 * states, 0)
+        assert items["engine states"] == longer["engine states"] == 10 * states
+        assert (items == longer) == (shape.keys == 0)
 
     @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
     @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])
@@ -202,14 +216,20 @@ class TestCounts:
         built = AutoModelForCausalLM.from_pretrained(directory)
         assert config.shape().parameters == count(built)
 
-    def test_a_language_model_inside_another_is_the_one_that_counts(self) -> None:
-        inside = {"model_type": "some_vl", "text_config": QWEN_1B5, "vision_config": {"hidden_size": 3}}
-        assert shape_of(inside) == shape_of(QWEN_1B5)
+    def test_the_decoder_of_another_model_is_the_one_that_computes(self) -> None:
+        text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        inside = {"head_dim": 16, "num_key_value_heads": 2, "vocab_size": 300_000}
+        shape = shape_of({"model_type": "gemma3", "text_config": {**text, **inside}, "vision_config": vision})
+        assert (shape.hidden, shape.layers, shape.kv_per_token) == (64, 3, 2 * 3 * 2 * 16)
 
-    def test_a_config_without_sizes_is_told(self, tmp_path: Path) -> None:
-        with refused(DataError, "num_hidden_layers"):
-            shape_of({"hidden_size": 3, "vocab_size": 4, "num_attention_heads": 1})
+    def test_a_config_that_no_model_fits_is_told(self, tmp_path: Path) -> None:
+        with refused(DataError, "'qwen2'", "RuntimeError"):
+            shape_of({**QWEN_1B5, "num_hidden_layers": 1, "num_key_value_heads": 5})
         with refused(DataError, tmp_path / "config.json"):
+            read_shape(tmp_path)
+        (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+        with refused(DataError, tmp_path / "config.json", "unknown"):
             read_shape(tmp_path)
 
 
@@ -492,7 +512,7 @@ class TestPlan:
 
         whole, split = weights(), weights(data_parallel_size=4)
         shape = shape_of(MIXTURE)
-        experts = shape.layers * shape.all_experts * 2 / MIB
+        experts = shape.sparse * 2 / MIB
         assert whole - split == pytest.approx(experts * 3 / 4, rel=1e-3)
         assert weights(data_parallel_size=4, expert_parallel=True) == split
         with refused(ConfigError, "engine.data_parallel_size", "768"):

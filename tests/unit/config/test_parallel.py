@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configs import configured, problems_of, tiny_model
 from hybrid_parts import HYBRID_OF
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from trivium.config.machine import Machine
 from trivium.config.model_memory import activations, memory_plan
@@ -26,11 +26,20 @@ from trivium.config.parallel import (
     shape_problems,
 )
 from trivium.config.plan import plan_run
-from trivium.config.recurrent_shape import RecurrentShape
+from trivium.models.backbone.shape import shape_of
 from trivium.runtime.preflight import preflight
 
-DENSE = ModelShape(hidden=64, layers=2, heads=12, kv_heads=4, head_dim=8, mlp=96, vocabulary=1000, tied=True)
-MIXTURE = replace(DENSE, experts=6, active_experts=2)
+SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+DENSE = shape_of(LlamaConfig(**SIZES, intermediate_size=96))
+MIXTURE = shape_of(Qwen3MoeConfig(**SIZES, moe_intermediate_size=96, num_experts=6, num_experts_per_tok=2))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +76,9 @@ def test_numbers_of_ranks_that_do_not_divide(ranks: int, sizes: dict[str, int], 
         (replace(DENSE, vocabulary=1001), {"tensor": 4}, "1001 tokens"),
         (replace(DENSE, mlp=98), {"tensor": 4}, "98 rows"),
         (MIXTURE, {"expert": 4}, "6 experts"),
-        (DENSE, {"expert": 2}, "no experts"),
+        (replace(DENSE, kind="qwen3_moe"), {"expert": 2}, "no experts"),
         (replace(DENSE, kind="lfm2"), {"tensor": 2}, "lfm2"),
-        (replace(DENSE, recurrent=RecurrentShape(1, inputs=3)), {"sequence": 2}, "recurrent state"),
+        (replace(DENSE, convolved=3), {"sequence": 2}, "recurrent state"),
         (replace(MIXTURE, kind="deepseek_v3"), {"expert": 2}, "deepseek_v3"),
     ],
 )
@@ -146,9 +155,10 @@ def test_the_plan_holds_whole_what_transformers_leaves_whole(
 ) -> None:
     shape, shards = replace(MIXTURE, kind=kind), 12
     split = {"tensor": 1, "expert": 1, **sizes}
-    attention, all_experts = 2 * shape.hidden * (shape.query + shape.key), shape.all_experts
+    attention, all_experts = 2 * shape.hidden * (shape.query + shape.key), 6 * 3 * shape.hidden * 96
     own = computed_block(shape, **split)
-    assert own == (shape.hidden * 6 // split["tensor"] + attention * dense, all_experts * experts)
+    rest = shape.hidden * 6 + 2 * shape.hidden + 2 * shape.head_dim  # the router and the norms
+    assert own == (rest // split["tensor"] + attention * dense, all_experts * experts)
     items = memory_plan(shape, tokens=1, shards=shards, **split)
     embedding = shape.embedding * 4 // split["tensor"] * 2
     assert items["gathered"] == 2 * 2 * sum(own) * 4 + embedding
@@ -158,7 +168,7 @@ def test_the_plan_holds_whole_what_transformers_leaves_whole(
 
 def test_experts_that_stay_on_their_ranks_are_not_sent() -> None:
     sent = [sent_in_a_pass(MIXTURE, ParallelConfig(expert=expert), 6, 100, passes=2, width=4) for expert in (1, 2, 6)]
-    experts = MIXTURE.layers * 6 * MIXTURE.expert
+    experts = MIXTURE.sparse
     assert [each["sharded experts"] for each in sent] == [experts * 12 * 5 // 6, experts // 2 * 12 * 2 // 3, 0]
     tokens = 2 * 2 * MIXTURE.layers * 100 * MIXTURE.active_experts * MIXTURE.hidden * 4  # there and back, twice
     assert [each["tokens for experts"] for each in sent] == [0, tokens // 2, tokens * 5 // 6]

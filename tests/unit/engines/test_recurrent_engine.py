@@ -13,11 +13,11 @@ import torch
 from hybrid_parts import HYBRIDS, MORE_HYBRIDS, write_hybrid
 from training_parts import VOCABULARY
 
-from trivium.config.model_shape import read_shape
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.row_states import StatefulRowCache
 from trivium.models.backbone.packed import pack
+from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling
@@ -83,7 +83,7 @@ def test_the_plan_counts_the_bytes_of_the_states(name: str, dtype: torch.dtype, 
     assert isinstance(decoder.rows, StatefulRowCache)
     shape, states = read_shape(tmp_path), decoder.rows.states
     assert sum(state[0].nbytes for state in states.values()) == shape.state_bytes(dtype.itemsize)
-    assert len(decoder.rows.layers) == shape.layers - shape.recurrent.without_keys
+    assert len(decoder.rows.layers) == shape.keys
 
 
 async def completions(directory: Path, rows: int, requests: Sequence[Request]) -> list[Completion]:

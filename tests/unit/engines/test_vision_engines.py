@@ -33,10 +33,10 @@ from tests.rank_processes import run_ranks
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.machine import Machine
 from trivium.config.memory_estimate import plan_stage
-from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError
 from trivium.models.backbone.load import load_backbone, load_lm
+from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.models.vision.encoder import vision_of
 from trivium.models.weights.lora import adapter_state, attach

@@ -11,11 +11,13 @@ import torch
 from failing import refused
 from safetensors.torch import load_file, save_file
 from training_parts import Parts, Reinforce, make_batch, make_engine, write_model
+from transformers import LlamaConfig
 
 from trivium.config import config_from_mapping
 from trivium.config.model_memory import memory_plan
-from trivium.config.model_shape import FEW_BITS, ModelShape
+from trivium.config.model_shape import FEW_BITS
 from trivium.errors import ConfigError
+from trivium.models.backbone.shape import shape_of
 from trivium.models.weights.quantized import QuantizedLinear
 from trivium.models.weights.section import has_library, refusal
 from trivium.training.engine import TorchTrainEngine
@@ -59,7 +61,8 @@ def test_without_the_library_it_is_refused_with_the_command(tmp_path: Path) -> N
 
 
 def test_the_plan_counts_few_bits() -> None:
-    shape = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128, vocabulary=100, tied=False)
+    attention = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape = shape_of(LlamaConfig(**attention, num_hidden_layers=2, intermediate_size=128, vocab_size=100))
     linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
     rest = shape.parameters - linear
     assert shape.num_bytes(2, FEW_BITS["nf4"]) == linear // 2 + linear // 64 * 4 + rest * 2

@@ -13,8 +13,8 @@ from training_parts import Parts, Reinforce, SquaredError, make_batch
 from transformers.distributed import tensor_parallel
 
 from trivium.config.model_memory import memory_plan
-from trivium.config.model_shape import read_shape
 from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
+from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.heads.trained_models import LanguageModel

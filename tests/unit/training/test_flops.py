@@ -9,11 +9,11 @@ import torch
 from test_critic_warmup import GROUPS, ppo
 from torch.utils.flop_counter import FlopCounterMode
 from training_parts import make_engine, write_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from trivium.config.model_shape import shape_of
 from trivium.loops import train_step
 from trivium.metrics import checked, depends_on_machine
+from trivium.models.backbone.shape import shape_of
 from trivium.phases import Phase, collecting, measured, phase
 from trivium.training.flops import measured_peak, utilisation
 from trivium.types import Batch
@@ -32,7 +32,7 @@ LLAMA = LlamaConfig(
 
 def test_a_pass_counts_what_torch_counts() -> None:
     """Torch counts attention in full; causal attention needs half of it."""
-    shape, rows, length = shape_of(LLAMA.to_dict()), 3, 32
+    shape, rows, length = shape_of(LLAMA), 3, 32
     model = AutoModelForCausalLM.from_config(LLAMA, attn_implementation="eager")
     tokens = torch.randint(0, 131, (rows, length))
     with FlopCounterMode(display=False) as forward:
@@ -47,7 +47,7 @@ def test_a_pass_counts_what_torch_counts() -> None:
 
 
 def test_an_adapter_s_backward_pass_skips_the_weights_it_does_not_train() -> None:
-    shape = shape_of(LLAMA.to_dict())
+    shape = shape_of(LLAMA)
     forward, adapter, whole = (
         shape.flops(100, 5000, 40, backward=backward, adapted=adapted)
         for backward, adapted in ((False, shape.layers), (True, shape.layers), (True, 0))
@@ -59,15 +59,18 @@ def test_an_adapter_s_backward_pass_skips_the_weights_it_does_not_train() -> Non
 
 
 def test_only_active_experts_and_the_head_s_own_tokens_count() -> None:
-    said = {**LLAMA.to_dict(), "num_experts": 8, "num_experts_per_tok": 2}
-    dense, sparse = shape_of(LLAMA.to_dict()), shape_of(said)
-    assert sparse.multiplied - dense.multiplied == 3 * (dense.expert + 64 * 8)
+    attention = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2}
+    mixture = Qwen3MoeConfig(**attention, **experts, num_hidden_layers=3, vocab_size=131)
+    dense, sparse = shape_of(LLAMA), shape_of(mixture)
+    expert = 3 * 64 * 96
+    assert sparse.multiplied - dense.multiplied == 3 * (expert + 64 * 8)
     fewer = dense.flops(100, 0, 10, backward=False)
     assert dense.flops(100, 0, 30, backward=False) - fewer == 2 * 20 * 131 * 64
 
 
 def test_utilisation_is_arithmetic_over_time_and_peak() -> None:
-    shape = shape_of(LLAMA.to_dict())
+    shape = shape_of(LLAMA)
     phases = {
         "score/ref": Phase(2.0, 100, 5000, 40),
         "update/policy": Phase(4.0, 100, 5000, 40),

@@ -18,10 +18,10 @@ from trivium.clients.http import EndpointClient, EndpointConfig, EndpointError, 
 from trivium.concurrency import Turns
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.fields import ConfigPath
-from trivium.config.model_shape import read_shape
 from trivium.engines.endpoint.forms import chat_body, read_chat, read_tokens, tokens_body
 from trivium.engines.load_gate import LoadGate
 from trivium.errors import ConfigError, Problem, RolloutError, SyncError
+from trivium.models.backbone.shape import read_shape
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.randomness import SampleKey

@@ -13,9 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path, plugin_path
-from trivium.config.model_shape import ModelShape, read_shape
+from trivium.config.model_shape import ModelShape
 from trivium.config.schema import NestedError
 from trivium.errors import ConfigError, DataError, Problem, TriviumError
+from trivium.models.backbone.shape import read_shape
 from trivium.models.weights.gguf import SUFFIX, converted
 from trivium.registry import resolve
 
@@ -121,6 +122,8 @@ class HuggingFaceModel:
         def shape(self) -> ModelShape:
             """The sizes in its config.json."""
             return read_shape(self.path)
+
+    shape_in = staticmethod(read_shape)
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         self.config = config

@@ -309,16 +309,16 @@ def _targets(module: PreTrainedModel, named: tuple[str, ...] | None, layers: lis
     which includes the numbers of the decoder's `layers` (peft takes them separately, but not with a pattern)."""
     vision = vision_of(module)
     if vision is None:
-        return _linear_layers(module, module) if named is None else [*named]
+        return linear_layers(module, module) if named is None else [*named]
     inside = next(name for name, part in module.named_modules() if part is vision.decoder)
-    last = _linear_layers(vision.decoder, module) if named is None else named
+    last = linear_layers(vision.decoder, module) if named is None else named
     if layers is not None:
         inside += rf"\.\w+\.({'|'.join(map(str, layers))})"
     patterns = (rf".*\b{re.escape(name)}" if "." in name else rf"{inside}\.(.*\.)?{re.escape(name)}" for name in last)
     return "|".join(patterns)
 
 
-def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
+def linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear layers in a part of a model, without the output layer."""
     output = module.get_output_embeddings()
     linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trivium.config.model_shape import shape_of
 from trivium.config.parallel import ParallelConfig, shape_problems
 from trivium.errors import ConfigError
+from trivium.models.backbone.shape import shape_of
 from trivium.models.heads.trained_models import FilledModel
 from trivium.training.distributed.ranks import Ranks
 
@@ -81,7 +81,7 @@ def _copied(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> 
 def _check(model: FilledModel, ranks: Ranks) -> None:
     expert = 1 if ranks.experts is None else ranks.experts["expert"].size()
     parallel = ParallelConfig(expert=expert, tensor=ranks.tensor_size)
-    for problem in shape_problems(shape_of(model.module.config.to_dict()), parallel, ranks.sequence_size):
+    for problem in shape_problems(shape_of(model.module.config), parallel, ranks.sequence_size):
         raise ConfigError(
             f"{problem.where} {problem.asked} for {type(model.module).__name__}", problem.found, problem.do
         )

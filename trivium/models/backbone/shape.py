@@ -1,0 +1,215 @@
+"""Counts a model without its weights: transformers builds it on torch's `meta` device, and its modules are read.
+
+A pass over a few tokens there shows what a layer keeps for the next token: keys and values, or a recurrent state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivium.config.model_shape import ModelShape, VisionShape
+from trivium.errors import DataError
+from trivium.models.vision.families import FAMILIES, Family
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_TOKENS = 2
+"""Tokens of the pass. They are more than one: models compute one token alone in another way."""
+_INNER = ("intermediate_size", "n_inner", "ffn_dim")
+"""Inner width of a feed-forward layer."""
+_STATES = {"conv_states": "convolved", "recurrent_states": "scanned"}
+"""Attribute of a layer of transformers' caches -> field of `ModelShape`."""
+_SHAPES: dict[str, ModelShape] = {}
+"""By the contents of a config.json: a plan asks several times for the shape of each of its models."""
+
+
+def read_shape(directory: str | Path) -> ModelShape:
+    """The shape of the model in a Hugging Face directory. Raises DataError if transformers cannot build it."""
+    from transformers import AutoConfig
+
+    path = Path(directory) / "config.json"
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise DataError(f"read {path}", str(error), "name a Hugging Face model directory") from error
+    return shape_of(config)
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """The shape of the model that transformers builds of a config. Raises DataError if it cannot."""
+    from transformers.utils import logging
+
+    contents = config.to_json_string(use_diff=False)
+    if contents not in _SHAPES:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # it would warn of missing kernels, which this pass does not need
+        try:
+            _SHAPES[contents] = _counted(deepcopy(config))
+        # What modules raise for sizes that are missing or do not fit each other has no common class.
+        except Exception as error:
+            raise DataError(
+                "the size of a model by its config.json",
+                f"transformers cannot build this {config.model_type!r}: {type(error).__name__}: {error}",
+                "correct config.json, or plan the memory by hand: this architecture is not supported",
+            ) from error
+        finally:
+            logging.set_verbosity(verbosity)
+    return _SHAPES[contents]
+
+
+def _counted(config: PretrainedConfig) -> ModelShape:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from trivium.models.weights.filling import built_empty
+    from trivium.models.weights.lora import linear_layers
+
+    family = FAMILIES.get(config.model_type)
+    kind = AutoModelForCausalLM if family is None else AutoModelForImageTextToText
+    # Experts are multiplied in groups, which torch does for bfloat16 only.
+    model = built_empty(partial(kind.from_config, config, dtype=torch.bfloat16))
+    base: Any = model.base_model
+    decoder: Any = model.get_decoder() if family is None else base.get_submodule(family.decoder)
+    blocks = _blocks(decoder)
+    text, head = config.get_text_config(), model.get_output_embeddings()
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts") or 1
+    inputs: Any = model.get_input_embeddings().weight
+    vocabulary, hidden = inputs.shape
+    parts = [part for block in blocks for part in _parts(block, hidden, experts)]
+    sums = {kind: sum(size for of, size in parts if of == kind) for kind in ("dense", "sparse", "routers")}
+    names = linear_layers(decoder, model)
+    heads = _first(text, "num_attention_heads", "num_heads") or 1
+    head_dim = _first(text, "head_dim") or hidden // heads
+    mlp = (_first(text, "moe_intermediate_size") if experts > 1 else 0) or _first(text, *_INNER) or 4 * hidden
+    return ModelShape(
+        kind=str(config.model_type).removesuffix("_text"),
+        hidden=hidden,
+        layers=len(blocks),
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        gated=_is_gated(blocks, hidden, mlp),
+        experts=experts,
+        active_experts=(_first(text, "num_experts_per_tok") or 1) if experts > 1 else 1,
+        shared=_shared(text, mlp) if experts > 1 else 0,
+        vocabulary=vocabulary,
+        tied=head is not None and head.weight is inputs,
+        max_positions=_first(text, "max_position_embeddings"),
+        parameters=_size(model),
+        **sums,
+        blocks=sum(map(_size, blocks)),
+        adapted=tuple(_ends(block, names) for block in blocks),
+        **_kept(decoder),
+        vision=None if family is None else _vision(config, base, family),
+    )
+
+
+def _blocks(decoder: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a decoder: the largest of its lists of modules."""
+    from torch import nn
+
+    return max((part for part in decoder.children() if isinstance(part, nn.ModuleList)), key=_size)
+
+
+def _parts(block: nn.Module, hidden: int, experts: int) -> Iterator[tuple[str, int]]:
+    """(what it belongs to, parameters) of each matrix of a block."""
+    from torch import nn
+
+    stacked = {id(p) for part in block.modules() if _is_list_of_experts(part, experts) for p in part.parameters()}
+    for part in block.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
+            if len(shape) < 2 or "bias" in name or isinstance(part, nn.Conv1d) or min(shape) == 1:
+                continue  # a norm, a convolution, or a gate of one number
+            if experts > 1 and (id(parameter) in stacked or (len(shape) == 3 and shape[0] == experts)):
+                yield "sparse", parameter.numel()
+            else:
+                yield "routers" if experts > 1 and shape == (experts, hidden) else "dense", parameter.numel()
+
+
+def _is_list_of_experts(part: nn.Module, experts: int) -> bool:
+    from torch import nn
+
+    return experts > 1 and isinstance(part, nn.ModuleList) and len(part) == experts
+
+
+def _ends(block: nn.Module, names: list[str]) -> int:
+    """The inputs and outputs of the matrices in the layers of a block with these names."""
+    layers: Iterator[Any] = (layer for name, layer in block.named_modules() if name.rpartition(".")[2] in names)
+    return sum(int(size) for layer in layers for size in layer.weight.shape)
+
+
+def _is_gated(blocks: nn.ModuleList, hidden: int, mlp: int) -> bool:
+    """Whether a feed-forward layer makes two vectors of its inner width from its input."""
+    inner = [
+        max(shape[-2:])
+        for parameter in blocks.parameters()
+        if len(shape := tuple(parameter.shape)) in (2, 3) and min(shape[-2:]) == hidden
+    ]
+    return 2 * mlp in inner or inner.count(mlp) >= 3 * len(blocks)
+
+
+def _kept(decoder: PreTrainedModel) -> dict[str, int]:
+    """What the layers of a decoder keep of a sequence, by the field of `ModelShape`."""
+    import torch
+
+    decoder.config.pad_token_id = None  # models with one look for padding, which needs values
+    with torch.device("meta"), torch.no_grad():
+        output: Any = decoder(torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
+    caches = (output.get("past_key_values") or output["cache_params"]).layers
+    keyed = [layer for layer in caches if getattr(layer, "keys", None) is not None]
+    states = {name: [_numbers(getattr(layer, name, None)) for layer in caches] for name in _STATES}
+    return {
+        "keys": len(keyed),
+        "kv_per_token": sum(layer.keys.numel() + layer.values.numel() for layer in keyed) // _TOKENS,
+        **{field: sum(states[name]) for name, field in _STATES.items()},
+    }
+
+
+def _numbers(state: Any) -> int:
+    """Numbers in a state: a tensor, or several in a list or dict."""
+    tensors = state.values() if isinstance(state, dict) else state if isinstance(state, list) else [state]
+    return sum(tensor.numel() for tensor in tensors if tensor is not None)
+
+
+def _vision(config: PretrainedConfig, base: nn.Module, family: Family) -> VisionShape:
+    from torch import nn
+
+    tower = base.get_submodule(family.tower)
+    blocks = max((part for part in tower.modules() if isinstance(part, nn.ModuleList)), key=_size)
+    projector = sum(_size(base.get_submodule(name)) for name in family.projector)
+    inside = sum(_size(base.get_submodule(name)) for name in family.projector if name.startswith(f"{family.tower}."))
+    merged = _first(config.vision_config, "spatial_merge_size") or _first(config, "scale_factor") or 1
+    norm = next(parameter for parameter in blocks[0].parameters() if parameter.ndim == 1)
+    return VisionShape(
+        hidden=norm.numel(),
+        layers=len(blocks),
+        block=_size(blocks[0]),
+        outside=_size(tower) - inside - _size(blocks),
+        projector=projector,
+        patches_per_token=merged**2,
+    )
+
+
+def _shared(text: PretrainedConfig, mlp: int) -> int:
+    """Inner width of all shared experts of a block, whose key depends on the family."""
+    width = _first(text, "shared_expert_intermediate_size", "shared_intermediate_size")
+    return width or (_first(text, "n_shared_experts") or 0) * mlp
+
+
+def _size(part: nn.Module) -> int:
+    """Parameters; one that occurs twice counts once."""
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these entries of a config that is a number."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
