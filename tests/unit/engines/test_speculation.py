@@ -205,7 +205,7 @@ class Rows:
         while self.batch.live and not until(self.batch):
             self._note(self.batch.step(version))
         rows = ((row, ticket) for row, ticket in enumerate(self.batch.tickets) if ticket is not None)
-        return {ticket.request.key: int(self.batch._count[row]) for row, ticket in rows}
+        return {ticket.request.key: int(self.batch._rows.count[row]) for row, ticket in rows}
 
     def _note(self, done: Sequence[tuple[Ticket, Completion]]) -> None:
         self.done |= {ticket.request.key: completion for ticket, completion in done}
@@ -225,7 +225,7 @@ def test_weights_loaded_in_mid_completion_change_the_same_tokens(models: dict[st
     rows.run(requests(0))
     asked = requests(1, max_new_tokens=80)
     before = drafts.accepted
-    lengths = rows.run(asked, until=lambda batch: int(batch._count.max()) > 30)
+    lengths = rows.run(asked, until=lambda batch: int(batch._rows.count.max()) > 30)
     assert drafts.accepted > before
     assert len(set(lengths.values())) > 1, "no row got further than another"
     rows.decoder.load(weights)
@@ -233,7 +233,7 @@ def test_weights_loaded_in_mid_completion_change_the_same_tokens(models: dict[st
     for each in asked:
         alone = Rows(models["qwen3"], None)
         at = lengths[each.key]
-        alone.run([each], until=lambda batch, at=at: int(batch._count.max()) == at)
+        alone.run([each], until=lambda batch, at=at: int(batch._rows.count.max()) == at)
         alone.decoder.load(weights)
         alone.run((), version=7)
         versions = rows.done[each.key].policy_version.tolist()

@@ -1,6 +1,6 @@
 """The rows that decode together: the request of each, its tokens so far, and how it is sampled.
 
-Per-row state is in numpy arrays, so the Python overhead of a step does not depend on the number of rows.
+Per-row state is in columns of numpy arrays, so the Python overhead of a step does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trivium.engines.stopping import StopScan
 from trivium.engines.torch.decoder import Decoder, Prefix
 from trivium.engines.torch.drafts import Drafts, Follower
 from trivium.engines.torch.image_prompts import PromptImages
+from trivium.engines.torch.row_table import RowTable
 from trivium.engines.torch.sampling import Kept, RowSampling, on_host, sample
 from trivium.errors import DataError
 from trivium.randomness import uniforms
@@ -97,30 +98,11 @@ class Batch:
         self.tickets: list[Ticket | None] = [None] * max_rows
         self._span = 0
         self._live = 0
-        padded = bucket(max_rows)
-        self._occupied = np.zeros(padded, np.bool_)
-        self._scanned = np.zeros(padded, np.bool_)
-        self._keeps = np.zeros(padded, np.bool_)
-        self._streams = np.zeros(padded, np.bool_)
+        self._rows = RowTable(bucket(max_rows))
         self._streamed: list[tuple[Ticket, int, float]] = []
         """The tokens of streams that `take_streamed` has not returned yet, with their log-probabilities."""
-        self._next = np.zeros(padded, np.int64)
-        self._position = np.zeros(padded, np.int64)
-        self._ahead = np.zeros(padded, np.int64)
-        self._count = np.zeros(padded, np.int64)
-        self._limit = np.zeros(padded, np.int64)
-        self._digest = np.zeros(padded, np.uint64)
-        self._temperature = np.zeros(padded, np.float32)
-        self._top_p = np.ones(padded, np.float32)
-        self._top_k = np.zeros(padded, np.int64)
-        self._min_p = np.zeros(padded, np.float32)
-        self._min_new = np.zeros(padded, np.int64)
-        self._due = np.zeros(padded, np.int64)
         self._wait = self._failed = 0
         """Steps until drafts are looked for again, and how many searches in a row gave none that pay."""
-        self._tokens = np.zeros((padded, 64), np.int32)
-        self._log_prob = np.zeros((padded, 64), np.float32)
-        self._version = np.zeros((padded, 64), np.int32)
 
     @property
     def live(self) -> int:
@@ -133,17 +115,17 @@ class Batch:
 
     def admit(self, tickets: Sequence[Ticket], prefixes: Sequence[Prefix], version: int) -> list[tuple[Ticket, Any]]:
         """Assigns rows to the tickets and samples their first tokens. Returns (ticket, completion) of finished ones."""
-        rows = np.flatnonzero(~self._occupied[: len(self.tickets)])[: len(tickets)]
+        rows = np.flatnonzero(~self._rows.occupied[: len(self.tickets)])[: len(tickets)]
         for row, ticket, prefix in zip(rows.tolist(), tickets, prefixes, strict=True):
             self._assign(row, ticket)
             if prefix.routing is not None and ticket.asks("routing"):
                 ticket.routing.append(prefix.routing)
             if ticket.asks(SCORED):
                 ticket.prompt_log_prob = prefix.log_prob
-            self._ahead[row] = prefix.ahead
+            self._rows.ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
-        longest = (self._position + self._limit - self._count)[self._occupied].max()
+        longest = (self._rows.position + self._rows.limit - self._rows.count)[self._rows.occupied].max()
         self._decoder.place(prefixes, rows.tolist(), int(longest))
         sampled, log_prob, kept = self._drawn(torch.stack([prefix.logits for prefix in prefixes]), self._sampling(rows))
         self._keep(rows, _kept_by_row(kept))
@@ -162,25 +144,25 @@ class Batch:
             if self._wait < 0:
                 self._wait = self._failed = min(self._failed + 1, _LONGEST_WAIT)
         size = bucket(self._span)
-        ahead = self._ahead[:size] if self._ahead[:size].any() else None
+        ahead = self._rows.ahead[:size] if self._rows.ahead[:size].any() else None
         how = self._sampling(slice(0, size))  # includes free rows: cheaper than selecting the others
         parts = self._decoder.step_parts(
-            self._next[:size],
-            self._position[:size],
+            self._rows.next[:size],
+            self._rows.position[:size],
             ahead,
             lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
         sampled, log_prob, kept = self._joined(parts)
-        rows = np.flatnonzero(self._occupied)
+        rows = np.flatnonzero(self._rows.occupied)
         self._keep(np.arange(size), kept)
         if self._decoder.recorder is not None:
             self._record(rows, self._decoder.recorder.take(size, 1))
-        self._position[rows] += 1
+        self._rows.position[rows] += 1
         return self._append(rows, sampled[rows], log_prob[rows], version)
 
     def _chosen(self, drafts: Drafts) -> dict[int, list[int]] | None:
         """The drafts of rows that have any; None if a step without them is better."""
-        rows = np.flatnonzero(self._occupied & (self._count >= self._due)).tolist()
+        rows = np.flatnonzero(self._rows.occupied & (self._rows.count >= self._rows.due)).tolist()
         followers = dict[int, Follower]()
         for row in rows:
             ticket = self.tickets[row]
@@ -188,14 +170,14 @@ class Batch:
             follower = ticket.follower
             if follower is None:
                 follower = ticket.follower = drafts.follower(ticket.task, ticket.request.prompt_tokens)
-            drafts.advance(follower, self._tokens[row, follower.count : self._count[row]].tolist())
-            self._due[row] = follower.due
+            drafts.advance(follower, self._rows.tokens[row, follower.count : self._rows.count[row]].tolist())
+            self._rows.due[row] = follower.due
             if follower.follows:
                 followers[row] = follower
         if not followers:
             return None
         rows = [*followers]
-        remaining = (self._limit[rows] - self._count[rows] - 1).tolist()
+        remaining = (self._rows.limit[rows] - self._rows.count[rows] - 1).tolist()
         chosen = drafts.choose([*followers.values()], remaining, self._live, bucket)
         return None if chosen is None else dict(zip(rows, chosen, strict=True))
 
@@ -205,7 +187,7 @@ class Batch:
         A draft is one more row of the step, at the next position. The keys and values of a wrong one stay in the cache
         until the token of that position replaces them, before any row sees them.
         """
-        rows = np.flatnonzero(self._occupied)
+        rows = np.flatnonzero(self._rows.occupied)
         drafts = [drafted.get(row, ()) for row in rows.tolist()]
         lengths = np.array([1 + len(each) for each in drafts])
         first = np.cumsum(lengths) - lengths
@@ -216,14 +198,14 @@ class Batch:
         depth = (np.arange(number) - np.repeat(first, lengths))[which]
         tokens = np.empty(number, np.int64)
         for start, row, draft in zip(first.tolist(), rows.tolist(), drafts, strict=True):
-            tokens[start] = self._next[row]
+            tokens[start] = self._rows.next[row]
             tokens[start + 1 : start + 1 + len(draft)] = draft
         how = self._sampling(own, depth)
         sampled, log_prob, kept = self._joined(
             self._decoder.step_parts(
                 tokens[which],
-                self._position[own] + depth,
-                self._ahead[own] if self._ahead[own].any() else None,
+                self._rows.position[own] + depth,
+                self._rows.ahead[own] if self._rows.ahead[own].any() else None,
                 lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
                 own,
             )
@@ -243,7 +225,7 @@ class Batch:
             counts.accepted += len(going) if place else 0
             chosen = first[going] + place
             self._keep(rows[going], [kept[each] for each in chosen.tolist()] if kept else [])
-            self._position[rows[going]] += 1
+            self._rows.position[rows[going]] += 1
             done += self._append(rows[going], sampled[chosen], log_prob[chosen], version)
         return done
 
@@ -260,32 +242,35 @@ class Batch:
 
     def abort(self) -> list[tuple[Ticket, Any]]:
         """Ends every completion now, with `abort`."""
-        return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._occupied)]
+        return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._rows.occupied)]
 
     def _assign(self, row: int, ticket: Ticket) -> None:
         sampling = ticket.request.sampling
         self.tickets[row] = ticket
-        self._occupied[row], self._scanned[row] = True, bool(sampling.stop)
-        self._keeps[row], self._streams[row] = ticket.asks("kept"), ticket.on_tokens is not None
-        self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
-        self._count[row], self._limit[row], self._due[row] = 0, ticket.limit, 0
-        self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
-        self._top_p[row], self._top_k[row], self._min_p[row] = sampling.top_p, sampling.top_k, sampling.min_p
-        self._min_new[row] = sampling.min_new_tokens
+        self._rows.assign(
+            row,
+            sampling,
+            scanned=bool(sampling.stop),
+            keeps=ticket.asks("kept"),
+            streams=ticket.on_tokens is not None,
+            position=len(ticket.request.prompt_tokens),  # where its first sampled token will be written
+            limit=ticket.limit,
+            digest=ticket.digest,
+        )
         ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
 
     def _sampling(
         self, rows: npt.NDArray[np.int64] | slice, later: npt.NDArray[np.int64] | int = 0
     ) -> tuple[npt.NDArray[np.float64], RowSampling]:
         """The random number of each row's next token, or of one that comes so much `later`, and how it is sampled."""
-        count = self._count[rows] + later
-        kept = (self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows])
-        how = RowSampling(*kept, count < self._min_new[rows], self._eos)
-        return uniforms(self._digest[rows], count), how
+        count = self._rows.count[rows] + later
+        kept = (self._rows.temperature[rows], self._rows.top_p[rows], self._rows.top_k[rows], self._rows.min_p[rows])
+        how = RowSampling(*kept, count < self._rows.min_new[rows], self._eos)
+        return uniforms(self._rows.digest[rows], count), how
 
     def _drawn(self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]) -> _Drawn:
         """Tokens and log-probabilities of some rows, and the tokens they were sampled among if any row requests it."""
-        kept: list[Kept] | None = [] if self._keeps.any() else None
+        kept: list[Kept] | None = [] if self._rows.keeps.any() else None
         sampled, log_prob = on_host(*sample(logits, *how, kept))
         return sampled, log_prob, kept or []
 
@@ -303,19 +288,14 @@ class Batch:
         log_prob: npt.NDArray[np.float32],
         version: int,
     ) -> list[tuple[Ticket, Any]]:
-        count = self._count[rows]
         if not np.isfinite(log_prob).all():
             raise DataError(
                 f"log-probabilities of policy version {version}",
                 "the model's logits are NaN or infinite",
                 "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
             )
-        if (width := int(count.max()) + 1) > self._tokens.shape[1]:
-            self._widen(max(width, 2 * self._tokens.shape[1]))
-        self._tokens[rows, count], self._log_prob[rows, count] = sampled, log_prob
-        self._version[rows, count] = version
-        self._next[rows], self._count[rows] = sampled, count + 1
-        for i in np.flatnonzero(self._streams[rows]).tolist():
+        self._rows.append(rows, sampled, log_prob, version)
+        for i in np.flatnonzero(self._rows.streams[rows]).tolist():
             ticket = self.tickets[int(rows[i])]
             if ticket is not None:
                 self._streamed.append((ticket, int(sampled[i]), float(log_prob[i])))
@@ -331,15 +311,15 @@ class Batch:
     def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
         """Records the tokens that each row was just sampled among, if requested."""
         for row, (count, ids) in zip(rows.tolist(), kept, strict=False):
-            ticket = self.tickets[row] if self._keeps[row] else None
+            ticket = self.tickets[row] if self._rows.keeps[row] else None
             if ticket is not None:
                 ticket.kept.append(ids.astype(self._id_type))
                 ticket.kept_count.append(count)
 
     def _finished(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]) -> list[tuple[Ticket, Any]]:
-        eos, full = self._is_eos[sampled], self._count[rows] >= self._limit[rows]
+        eos, full = self._is_eos[sampled], self._rows.count[rows] >= self._rows.limit[rows]
         stopped = np.zeros(len(rows), np.bool_)
-        for i in np.flatnonzero(self._scanned[rows] & ~eos).tolist():
+        for i in np.flatnonzero(self._rows.scanned[rows] & ~eos).tolist():
             stopped[i] = self._hit(int(rows[i]))
         done = []
         for i in np.flatnonzero(eos | full | stopped).tolist():
@@ -351,15 +331,15 @@ class Batch:
         ticket = self.tickets[row]
         assert ticket is not None
         assert ticket.scan is not None
-        return ticket.scan.hit(self._tokens[row, : self._count[row]].tolist())
+        return ticket.scan.hit(self._rows.tokens[row, : self._rows.count[row]].tolist())
 
     def _finish(self, row: int, reason: StopReason) -> tuple[Ticket, Completion]:
-        ticket, count = self.tickets[row], int(self._count[row])
+        ticket, count = self.tickets[row], int(self._rows.count[row])
         assert ticket is not None
         completion = Completion(
-            self._tokens[row, :count],
-            self._log_prob[row, :count],
-            self._version[row, :count],
+            self._rows.tokens[row, :count],
+            self._rows.log_prob[row, :count],
+            self._rows.version[row, :count],
             reason,
             extra=_extra(ticket, count),
         )
@@ -370,59 +350,22 @@ class Batch:
 
     def _free(self, row: int) -> None:
         self.tickets[row] = None
-        self._occupied[row] = self._scanned[row] = self._keeps[row] = self._streams[row] = False
-        self._reset(row)
+        self._rows.free(row)
         self._live -= 1
-
-    def _reset(self, rows: int | slice) -> None:
-        """Resets a free row, which is still computed, to the cheapest state."""
-        self._next[rows] = self._position[rows] = self._ahead[rows] = self._count[rows] = self._min_new[rows] = 0
-        self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows] = 1, 1, 0, 0
 
     def _compact(self) -> None:
         """Moves the last rows into holes, when that makes the step smaller."""
         if bucket(self._live) >= bucket(self._span):
             return
-        holes = np.flatnonzero(~self._occupied[: self._live]).tolist()
-        moved = (np.flatnonzero(self._occupied[self._live : self._span]) + self._live).tolist()
+        holes = np.flatnonzero(~self._rows.occupied[: self._live]).tolist()
+        moved = (np.flatnonzero(self._rows.occupied[self._live : self._span]) + self._live).tolist()
         if moved:
-            self._decoder.rows.move(moved, holes, int(self._position[moved].max()))
-            for state in self._state():
-                state[holes] = state[moved]
+            self._decoder.rows.move(moved, holes, int(self._rows.position[moved].max()))
+            self._rows.move(moved, holes)
             for hole, row in zip(holes, moved, strict=True):
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
-        beyond = slice(self._live, self._span)
-        self._occupied[beyond] = self._scanned[beyond] = self._keeps[beyond] = self._streams[beyond] = False
-        self._reset(beyond)
+        self._rows.free(slice(self._live, self._span))
         self._span = self._live
-
-    def _state(self) -> tuple[npt.NDArray[Any], ...]:
-        return (
-            self._occupied,
-            self._scanned,
-            self._keeps,
-            self._streams,
-            self._next,
-            self._position,
-            self._ahead,
-            self._count,
-            self._limit,
-            self._digest,
-            self._temperature,
-            self._top_p,
-            self._top_k,
-            self._min_p,
-            self._min_new,
-            self._due,
-            self._tokens,
-            self._log_prob,
-            self._version,
-        )
-
-    def _widen(self, width: int) -> None:
-        more = ((0, 0), (0, width - self._tokens.shape[1]))
-        self._tokens, self._log_prob = np.pad(self._tokens, more), np.pad(self._log_prob, more)
-        self._version = np.pad(self._version, more)
 
 
 def _kept_by_row(kept: Sequence[Kept]) -> list[tuple[int, npt.NDArray[np.int64]]]:
