@@ -142,8 +142,8 @@ def _is_list_of_experts(part: nn.Module, experts: int) -> bool:
 
 def _ends(block: nn.Module, names: list[str]) -> int:
     """The inputs and outputs of the matrices in the layers of a block with these names."""
-    layers: Iterator[Any] = (layer for name, layer in block.named_modules() if name.rpartition(".")[2] in names)
-    return sum(int(size) for layer in layers for size in layer.weight.shape)
+    layers: list[Any] = [layer for name, layer in block.named_modules() if name.rpartition(".")[2] in names]
+    return sum(sum(layer.weight.shape) for layer in layers)
 
 
 def _is_gated(blocks: nn.ModuleList, hidden: int, mlp: int) -> bool:
