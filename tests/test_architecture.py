@@ -44,7 +44,7 @@ SHARED_PACKAGES = {"models", "clients", "processes", "text"}
 """What other packages may import."""
 MAX_ROOT_MODULES = 20
 
-SHELL = {"api", "frontdoors", "cluster", "serving", "runtime", "inspection", "simulation", "cli", "testing", "__main__"}
+SHELL = {"api", "frontdoors", "cluster", "serving", "runtime", "inspection", "cli", "testing", "__main__"}
 CORE_FOLDERS = {"config", "checkpoint", "protocols", "types"}
 CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
@@ -62,10 +62,7 @@ MAY_CATCH_EVERYTHING = {
     "trivium.engines.torch.engine": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),
-    "trivium.simulation.computer": (1, "an error ends a simulated process or thread, and is kept with it"),
     "trivium.buffers.memory": (1, "what the work of a waiter raises is raised by the waiter, which runs it again"),
-    "trivium.simulation.seeds": (1, "an error in the check of a world is the outcome of the world"),
-    "trivium.simulation.world": (1, "a world that does not end has broken a promise"),
     "trivium.concurrency": (2, "an error crosses from a thread to the coroutine that waits for it, or that watches it"),
 }
 """How many handlers of a module may take any exception without raising it themselves, and why."""
@@ -165,8 +162,6 @@ GUARDED = {
     },
     ("runtime.main_loop", "sysv_signal"): 'if sys.platform != "linux"',
     ("serving.connections", "/proc/"): "if table.is_dir()",
-    ("simulation.disk", "/proc/"): 'getattr(fcntl, "F_GETPATH", None)',
-    ("simulation.seeds", "/dev/shm"): "IN_MEMORY.is_dir()",
     ("training.device", "/proc/"): "if info.is_file()",
 }
 """(module, what only Linux has) -> the code beside it that does without."""

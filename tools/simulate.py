@@ -1,4 +1,4 @@
-"""Runs simulated worlds: the commands of a run under faults, in virtual time (`trivium.simulation`).
+"""Runs simulated worlds: the commands of a run under faults, in virtual time (`tests.simulation`).
 
     python tools/simulate.py [--seeds 0-999] [--processes 2]
     python tools/simulate.py --seeds 17 [--faults 'kill@0.25:trainer:1.0 power@0.5:trainer:0.1']
@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trivium.simulation.seeds import prepare, run_seeds, run_spec, shrunk
-from trivium.simulation.spec import Fault, Spec
+from tests.simulation.seeds import prepare, run_seeds, run_spec, shrunk
+from tests.simulation.spec import Fault, Spec
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trivium import __version__
-from trivium.errors import ConfigError, MissingPackage, TriviumError, first_cause, text_of
+from trivium.errors import ConfigError, TriviumError, first_cause, text_of
 from trivium.runtime.main_loop import COLLECT_AFTER, exit_without_threads
 
 if TYPE_CHECKING:
@@ -244,72 +243,6 @@ def translate(
         for note in translation.notes:
             print(f"note: {note}", file=sys.stderr)
         print(translation.to_yaml(), end="")
-
-
-@app.command()
-def profile(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write. [default: standard output]", show_default=False),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Reads from finished RUNs what the machine needs for tokens, train steps, weights and environments, as YAML."""
-    with Outcome(debug):
-        from trivium.checkpoint.atomic import atomic_write, refuse_existing
-        from trivium.simulation.rates import measure
-
-        if out is not None:
-            refuse_existing(out, "--output")
-        text = measure(runs).to_yaml()
-        if out is None:
-            print(text, end="")
-        else:
-            atomic_write(out, text)
-            print(f"wrote {out}")
-
-
-_RANGE = "`4`, `1,2,8` or `1..64`"
-
-
-@app.command(context_settings=_CONFIGURED)
-def simulate(
-    config: ConfigFile,
-    machine: Annotated[
-        Path, typer.Option("--machine", metavar="FILE", help="Rates of the machine, from `trivium profile`.")
-    ],
-    overrides: Overrides = None,
-    explorers: Annotated[str, typer.Option("--explorers", help=f"{_RANGE}. [default: of the config]")] = "",
-    trainers: Annotated[
-        str, typer.Option("--trainers", help=f"Training ranks: {_RANGE}. [default: of the config]")
-    ] = "",
-    staleness: Annotated[str, typer.Option("--staleness", help="max_staleness: `0..4`. [default: of the config]")] = "",
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Train steps of each case.")] = 40,
-    out: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="SVG to write: the speed by the number of GPUs.", show_default=False),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Predicts the speed of CONFIG for other numbers of explorers and ranks: runs its schedule in virtual time."""
-    with Outcome(debug):
-        loaded = load(config, overrides or ())
-        if find_spec("greenlet") is None:
-            raise MissingPackage("greenlet", "simulation", "trivium simulate")
-        from trivium.checkpoint.atomic import atomic_write, refuse_existing
-        from trivium.simulation.planner import cases_of, cheapest, forecasts, plot, table
-        from trivium.simulation.rates import Rates
-
-        if out is not None:
-            refuse_existing(out, "--output")
-        cases = cases_of(loaded, explorers, trainers, staleness)
-        results = list(forecasts(loaded, Rates.read(machine), cases, steps))
-        print(table(results))
-        if out is not None:
-            atomic_write(out, plot(results))
-        best = cheapest(results)
-        print(f"cheapest of the fastest: {best.case}, {best.gpus:g} GPUs, {best.steps_per_hour:,.1f} steps/h")
 
 
 @app.command()

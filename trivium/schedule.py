@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from trivium.types import Draws, Group, Metrics, Task
 
 _REPLACED = ("given_up", "dropped", "refused")
+# Simulated train steps an hour with equal parts, and where an explorer leases every free slot that it finds: 1,274 and
+# 830 (4 explorers, `max_staleness` 0), 1,674 and 1,121 (8 explorers, 1), 1,226 and 1,547 (4 explorers, 4). In the last
+# run, an engine that waits for its longest rollout before it loads a version leaves its part unused.
 _EQUAL_PARTS_UP_TO = 1
-"""The `max_staleness` up to which explorers lease equal parts. docs/scaling.md compares the steps per hour."""
+"""The `max_staleness` up to which explorers lease equal parts."""
 _SPARE = 4
 """Tasks that an adaptive curriculum draws for each slot: the further ones replace refused groups."""
 

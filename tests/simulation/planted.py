@@ -17,8 +17,8 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import trivium
-from trivium.simulation.seeds import prepare, run_seeds
-from trivium.simulation.spec import Spec
+from tests.simulation.seeds import prepare, run_seeds
+from tests.simulation.spec import Spec
 
 MOST = 2000
 

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from trivium.simulation.computer import Computer, Process
-from trivium.simulation.disk import Disk
-from trivium.simulation.filesystem import Conditions
-from trivium.simulation.system import installed
+from tests.simulation.computer import Computer, Process
+from tests.simulation.disk import Disk
+from tests.simulation.filesystem import Conditions
+from tests.simulation.system import installed
 
 
 def test_a_thread_of_the_real_process_waits_sleeps_and_ends_during_a_simulation(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from trivium.simulation.disk import Disk, lose_commits
+from tests.simulation.disk import Disk, lose_commits
 
 
 def sync(disk: Disk, path: Path) -> None:

@@ -15,12 +15,12 @@ import pytest
 pytest.importorskip("greenlet")
 
 from tests.failing import refused
+from tests.simulation import seeds
 from tests.simulation.planted import PLANTED, find
+from tests.simulation.seeds import prepare, run_seeds, run_spec
+from tests.simulation.spec import FAMILY, Fault, Spec
 from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError
-from trivium.simulation import seeds
-from trivium.simulation.seeds import prepare, run_seeds, run_spec
-from trivium.simulation.spec import FAMILY, Fault, Spec
 
 SEEDS = range(40)
 

@@ -26,7 +26,6 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 190, 46, 8, 8, 22
 _POINTS = 300
 """Most points of a drawn curve; each is the mean of the points that it replaces."""
 _COLOURS = 6
-_FILE_COLOURS = ("#1f5fbf", "#f95720", "#4a2424", "#c07c9e", "#7c06f1", "#8c2604")
 _SMOOTHED = 40
 """Number of points from which a smoothed curve is drawn over the noisy one."""
 
@@ -163,26 +162,7 @@ def line_chart(title: str, curves: Sequence[Curve], marks: Sequence[Mark]) -> st
     )
 
 
-def svg_file(title: str, curves: Sequence[Curve]) -> str:
-    """Returns a chart as an SVG file, with the help of each curve as its legend. Curves have no gaps."""
-    parts, _ = _drawn(curves, (), has_gaps=False)
-    style = "text { font: 10px sans-serif; fill: #555; } .grid { stroke: #ddd; } polyline { fill: none; }"
-    style += "".join(f" .c{n} {{ stroke: {colour}; }}" for n, colour in enumerate(_FILE_COLOURS))
-    for number, curve in enumerate(curves):
-        y = _HEIGHT + 12 + 14 * number
-        parts.append(f'<polyline class="c{number % _COLOURS}" points="{_LEFT},{y - 3} {_LEFT + 20},{y - 3}"/>')
-        parts.append(f'<text x="{_LEFT + 26}" y="{y}">{escape(curve.help)}</text>')
-    height = _HEIGHT + 20 + 14 * len(curves)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -16 {_WIDTH} {height}" role="img"><title>{escape(title)}'
-        f'</title><style>{style}</style><rect y="-16" width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{_LEFT}" y="-4">{escape(title)}</text>{"".join(parts)}</svg>\n'
-    )
-
-
-def _drawn(
-    curves: Sequence[Curve], marks: Sequence[Mark], *, has_gaps: bool = True
-) -> tuple[list[str], list[tuple[list[int], list[float]]]]:
+def _drawn(curves: Sequence[Curve], marks: Sequence[Mark]) -> tuple[list[str], list[tuple[list[int], list[float]]]]:
     """Returns (the elements of a chart, the points of each curve)."""
     drawn = [thinned(curve) for curve in curves]
     steps = [step for each, _ in drawn for step in each]
@@ -198,7 +178,7 @@ def _drawn(
     for number, points in enumerate(drawn):
         colour = f"c{number % _COLOURS}"
         smooth = len(points[0]) >= _SMOOTHED
-        for part in _unbroken(*points) if has_gaps else [points]:
+        for part in _unbroken(*points):
             parts.append(_line(part, x, y, f"{colour} noise" if smooth else colour))
             if smooth:
                 parts.append(_line((part[0], _smoothed(part[1])), x, y, colour))

@@ -44,8 +44,6 @@ _KEYS = 6
 _FAILED_STEPS = 5
 """Number of newest steps that are searched for failed rollouts."""
 _IMAGE_BYTES = 200_000
-_FORECAST = "forecast.svg"
-"""The chart of `trivium simulate`, in the run directory."""
 _TITLE = "<p>Trivium report</p>"
 _MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
@@ -82,7 +80,7 @@ def report_of(run_dir: Path) -> str:
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
     title = escape(run_dir.resolve().name)
-    parts_of_page = (_summary, _verdict, _curves, _forecast, _examples, _objective, _setup)
+    parts_of_page = (_summary, _verdict, _curves, _examples, _objective, _setup)
     sections = [part(run) for part in parts_of_page]
     return "".join(
         (
@@ -159,16 +157,6 @@ def _curves(run: RecordedRun) -> str:
     listed = ", ".join(f"step {mark.step}: {escape(mark.text)}" for mark in where)
     note = f'<p class="dim">Dashed lines: {listed}.</p>' if listed else ""
     return f'<section><h2>Curves</h2>{note}<div class="charts">{"".join(charts) or "no metrics"}</div></section>'
-
-
-def _forecast(run: RecordedRun) -> str:
-    """Shows the chart of `trivium simulate -o RUN/forecast.svg`, if any. As an image, its styles stay apart."""
-    chart = run.path / _FORECAST
-    if not chart.is_file():
-        return ""
-    data = base64.b64encode(chart.read_bytes()).decode()
-    image = f'<img alt="train steps per hour by GPUs" src="data:image/svg+xml;base64,{data}">'
-    return f"<section><h2>Forecast</h2><p>By trivium simulate.</p>{image}</section>"
 
 
 def _objective(run: RecordedRun) -> str:

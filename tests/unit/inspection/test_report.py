@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -108,15 +107,6 @@ def test_the_file_shows_the_run_and_nothing_of_it_can_run_or_be_fetched(run_dir:
     policy = next(each["content"] or "" for each in page.named("meta") if "http-equiv" in each)
     assert policy.startswith("default-src 'none'")
     assert f"script-src 'sha256-{digest}'" in policy
-
-
-def test_a_forecast_beside_the_run_is_shown_as_an_image(run_dir: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(run_dir, tmp_path / "run")
-    (copy / "forecast.svg").write_text("<svg>faster</svg>", encoding="utf-8")
-    (image,) = Elements(report_of(copy)).named("img")
-    kind, _, data = (image["src"] or "").partition(",")
-    assert kind == "data:image/svg+xml;base64"
-    assert base64.b64decode(data) == b"<svg>faster</svg>"
 
 
 def test_the_command_writes_it_and_refuses_what_is_no_run(run_dir: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Grade(Exact):
     """A reward that fails for some completions."""
 
     class Config(Exact.Config):
-        kind: str = "trivium.simulation.hardware:Grade"
+        kind: str = "tests.simulation.hardware:Grade"
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
         if UNGRADED_TEXT in completion:
@@ -54,7 +54,7 @@ class SimulatedEngine(ScriptedEngine):
     """A scripted engine whose completions take a time with a long tail."""
 
     class Config(ScriptedEngine.Config):
-        kind: str = "trivium.simulation.hardware:SimulatedEngine"
+        kind: str = "tests.simulation.hardware:SimulatedEngine"
         replies: tuple[str | tuple[int, ...], ...] = ((5,), (6,), (7, 8))
         mean_s: float = Field(default=1.0, gt=0)
         """Mean duration of a completion, log-normally distributed."""
@@ -88,7 +88,7 @@ class SimulatedTrainEngine(TrainEngine):
     """A train engine whose policy is a digest of what it has trained on."""
 
     class Config(TrainConfig):
-        kind: str = "trivium.simulation.hardware:SimulatedTrainEngine"
+        kind: str = "tests.simulation.hardware:SimulatedTrainEngine"
         token_s: float = Field(default=1e-4, ge=0)
         """Seconds for each token of an update."""
         save_s: float = Field(default=0.0, ge=0)

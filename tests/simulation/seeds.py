@@ -23,12 +23,12 @@ from typing import cast
 
 import torch
 
+from tests.simulation.spec import FAMILY, Outcome, Spec
+from tests.simulation.world import BASE, World
 from trivium.checkpoint.atomic import atomic_write
 from trivium.concurrency import ProcessLife
 from trivium.config import load_config
 from trivium.runtime.launch import run
-from trivium.simulation.spec import FAMILY, Outcome, Spec
-from trivium.simulation.world import BASE, World
 
 _PATIENCE_S = 300
 """Real seconds that a world may take."""

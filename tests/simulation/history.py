@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.computer import Computer
+from tests.simulation.hardware import UNGRADED, UNTRAINED
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig
 from trivium.run_role import dead_explorers
-from trivium.simulation.computer import Computer
-from trivium.simulation.hardware import UNGRADED, UNTRAINED
 from trivium.types import SERVED, Batch
 
 

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from tests.simulation.computer import Computer, Process
+from tests.simulation.filesystem import Replaced
 from trivium.serving import connections
-from trivium.simulation.computer import Computer, Process
-from trivium.simulation.filesystem import Replaced
 
 Body = Mapping[str, Any]
 _LATENCY_S = 0.01

@@ -26,10 +26,10 @@ from typing import Any
 
 import greenlet
 
-from trivium.simulation.computer import EPOCH, Computer
-from trivium.simulation.computer import Thread as ComputerThread
-from trivium.simulation.disk import Disk
-from trivium.simulation.filesystem import Conditions, Replaced, databases, files
+from tests.simulation.computer import EPOCH, Computer
+from tests.simulation.computer import Thread as ComputerThread
+from tests.simulation.disk import Disk
+from tests.simulation.filesystem import Conditions, Replaced, databases, files
 
 
 class Lock:

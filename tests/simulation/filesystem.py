@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.computer import Computer, Process
+from tests.simulation.computer import Thread as ComputerThread
+from tests.simulation.disk import Disk
 from trivium.buffers.sql import buffer, database
-from trivium.simulation.computer import Computer, Process
-from trivium.simulation.computer import Thread as ComputerThread
-from trivium.simulation.disk import Disk
 
 Replaced = tuple[Any, str, Any]
 """(module, name, the function that replaces it)."""

@@ -15,17 +15,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.computer import Computer, Process
+from tests.simulation.disk import Disk, lose_commits
+from tests.simulation.filesystem import Conditions
+from tests.simulation.hardware import SimulatedTrainEngine
+from tests.simulation.history import History, Tables, is_complete
+from tests.simulation.network import Network
+from tests.simulation.spec import Fault, Outcome, Spec
+from tests.simulation.system import installed
 from trivium.config import RunConfig, load_config
 from trivium.errors import TriviumError, first_cause, one_line
 from trivium.runtime.launch import run as run_command
-from trivium.simulation.computer import Computer, Process
-from trivium.simulation.disk import Disk, lose_commits
-from trivium.simulation.filesystem import Conditions
-from trivium.simulation.hardware import SimulatedTrainEngine
-from trivium.simulation.history import History, Tables, is_complete
-from trivium.simulation.network import Network
-from trivium.simulation.spec import Fault, Outcome, Spec
-from trivium.simulation.system import installed
 from trivium.types import Batch
 
 LIMIT_S = 1000.0
