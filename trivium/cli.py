@@ -324,44 +324,6 @@ def export(
         print(f"wrote {out} in {dtype_in(out)}")
 
 
-@app.command("serve-reward", context_settings=_CONFIGURED)
-def serve_reward(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="YAML file with a section `rewards`, or a reward model's directory.",
-            show_default=False,
-        ),
-    ],
-    overrides: Overrides = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 5000,
-    token_variable: Annotated[
-        str | None, typer.Option("--token-variable", help="Environment variable with the token of clients.")
-    ] = None,
-    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with that token.")] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Samples scored together.")] = 32,
-    batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", min=1, help="Tokens of one forward pass; 1: one sequence per pass.")
-    ] = 8192,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Samples that may wait.")] = 1024,
-    deadline: Annotated[
-        float, typer.Option("--deadline", min=0.1, help="Time limit of a request, in seconds.")
-    ] = 300.0,
-    debug: Debug = False,
-) -> None:
-    """Serves rewards over HTTP, in the forms of LightRFT, OpenRLHF and our own, until SIGTERM."""
-    with Outcome(debug):
-        from trivium.serving.serve_reward import RewardAddress, read_rewards
-        from trivium.serving.serve_reward import serve_reward as serve
-
-        file = None if token_file is None else str(token_file)
-        bounds = (max_batch, batch_tokens, max_waiting, deadline)
-        address = RewardAddress(host, port, token_variable, file, *bounds)
-        serve(read_rewards(source, overrides or ()), address, lambda line: print(line, flush=True))
-
-
 @app.command()
 def rollouts(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],

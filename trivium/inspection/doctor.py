@@ -28,8 +28,8 @@ from trivium.training.device import processor_name
 _GIB = 2**30
 _ROLLOUT_BYTES = 4 * 2**20
 """Most bytes of recorded rollouts to read: of all train steps or, beyond this size, of evenly spread ones."""
-_PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
-"""Default ports of the servers."""
+_PORT = 8010
+"""The default of `serve.port`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def examine_machine(directory: Path) -> Report:
         f"/dev/shm: {free['/dev/shm']} free" if "/dev/shm" in free else "/dev/shm: none",
         _gpus(),
         *_packages(),
-        "ports: " + ", ".join(f"{port} ({what}) {_refused(port) or 'free'}" for port, what in _PORTS),
+        f"ports: {_PORT} (serve.port) {_refused(_PORT) or 'free'}",
     ]
     return Report(facts, list(machine_problems(directory)))
 
@@ -182,9 +182,8 @@ def machine_problems(directory: Path) -> Iterator[Problem]:
     if threads.isdecimal() and int(threads) > cores:
         found = f"OMP_NUM_THREADS is {threads}, and {cores} core(s) are usable"
         yield Problem("threads", "", found, "unset it: cluster.threads says how many")
-    for port, what in _PORTS:
-        if refused := _refused(port):
-            yield Problem("ports", "", f"port {port}: {refused}", f"choose another one with {what}, if you serve")
+    if refused := _refused(_PORT):
+        yield Problem("ports", "", f"port {_PORT}: {refused}", "choose another serve.port, if you serve")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < 1024:
         found = f"a process may open {limit}, fewer than 1024"

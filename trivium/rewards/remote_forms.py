@@ -151,7 +151,7 @@ def _entry(entry: object) -> Scored:
 
 
 def _scores_lightrft(value: Mapping[str, Any], count: int) -> list[Scored]:
-    return _with_errors(value, [_score(reward, {}) for reward in _one_each(value, "rewards", count)])
+    return [_score(reward, {}) for reward in _one_each(value, "rewards", count)]
 
 
 def _scores_openrlhf(value: Mapping[str, Any], count: int) -> list[Scored]:
@@ -162,17 +162,7 @@ def _scores_openrlhf(value: Mapping[str, Any], count: int) -> list[Scored]:
     if not isinstance(logs, dict):
         raise FormError(f"extra_logs: {described(logs)}", "a mapping from name to one number per sample")
     columns |= {name: _one_each(logs, name, count) for name in logs}
-    results = [_score(reward, {n: column[i] for n, column in columns.items()}) for i, reward in enumerate(rewards)]
-    return _with_errors(value, results)
-
-
-def _with_errors(value: Mapping[str, Any], results: list[Scored]) -> list[Scored]:
-    """The results with the texts of `errors`, which `trivium serve-reward` sends for samples with null as reward."""
-    if not isinstance(value.get("errors"), list):
-        return results
-    texts = [None if text is None else text_of(text, _SHOWN) for text in _one_each(value, "errors", len(results))]
-    pairs = zip(results, texts, strict=True)
-    return [result if text is None or isinstance(result, RemoteScore) else text for result, text in pairs]
+    return [_score(reward, {n: column[i] for n, column in columns.items()}) for i, reward in enumerate(rewards)]
 
 
 def _one_each(value: Mapping[str, Any], key: str, count: int) -> Sequence[Any]:

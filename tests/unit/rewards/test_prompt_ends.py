@@ -84,7 +84,7 @@ async def test_the_judge_gives_the_end_of_the_last_prompt_to_rewards_that_read_i
 
 
 async def test_without_tokens_the_end_is_that_of_the_prompt() -> None:
-    """As for `trivium serve-reward`, whose requests hold prompts as text."""
+    """As for an endpoint that returns text alone."""
     judge = make_judge([plugin("rewards", RewardConfig)({"kind": "format"})])
     rendered = Task("t", (Message("user", "<|user|>2+2<|end|><|assistant|><think>\n"),), {})
     none = np.zeros(0, np.int32)
