@@ -94,11 +94,6 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
     return dict(sorted(records.items()))
 
 
-def recorded_hash(run_dir: Path) -> str | None:
-    """The last hash of weights that the run recorded; None if it recorded none."""
-    return next((row["weights"] for row in reversed([*_rows(run_dir)]) if row.get("weights")), None)
-
-
 def resumed_after(run_dir: Path) -> list[int]:
     """The steps after which a session continued an earlier one of the same stage."""
     steps, last, began = list[int](), None, False

@@ -291,10 +291,9 @@ class ReplayedTrainer:
         return self._rows.row, self._batch
 
     def _note_hash(self) -> None:
-        """Offers the weights to the channel, and notes their hash in the form of the recorded hash."""
+        """Offers the weights to the channel, and notes their hash."""
         if self.trainer.engine.offer_weights().delivered:
-            recorded = self.run.record(self.version).weights
-            self.hashes[self.version] = hash_of(self.channel.collect(self.version), recorded or None)
+            self.hashes[self.version] = hash_of(self.channel.collect(self.version))
 
     def close(self) -> None:
         self.trainer.engine.close()

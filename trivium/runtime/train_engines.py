@@ -12,7 +12,6 @@ from trivium.config import RunConfig, build
 from trivium.errors import ConfigError
 from trivium.protocols import EngineSettings, TrainEngine, WeightChannel
 from trivium.registry import resolve
-from trivium.runtime.hash_form import continue_recorded_form
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
 from trivium.training.launched import launched_ranks
@@ -127,8 +126,6 @@ def build_rank_engine(
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
     """Sets what the stage prescribes to the engine."""
-    if channel is not None:
-        continue_recorded_form(stage.run_dir)
     engine.settings = EngineSettings(
         channel,
         engine_dtype(stage.config),

@@ -293,7 +293,7 @@ def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucke
     )
     flat = bucket.flat.to(group.device)
     wait = group.broadcast_async(flat)
-    hashes = digests(_unpacked(bucket.entries, flat))  # while it is sent; the members hash on a device of this kind
+    hashes = digests(_unpacked(bucket.entries, bucket.flat))  # while it is sent
     wait()
     group.broadcast_object(hashes)
     return hashes

@@ -12,7 +12,6 @@ ones need are kept as `base-000009/`.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 import time
@@ -30,7 +29,7 @@ from trivium.models.late import torch
 from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.differences import Difference, difference, patched
-from trivium.sync.hashes import copied, joined, verify
+from trivium.sync.hashes import copied, hash_of_json, joined, verify
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 
@@ -290,7 +289,7 @@ def _write(folder: Path, version: int, weights: Weights, before: _LastVersion | 
         save_file(written, file)
     base = {} if before is None else {"base": [before.version, before.hash]}
     content = {"version": version, **base, "tensors": entries}
-    manifest = {**content, "hash": _hash_of(content)}
+    manifest = {**content, "hash": hash_of_json(content)}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return joined(hashes)
 
@@ -350,7 +349,7 @@ def _manifest(folder: Path, version: int) -> tuple[tuple[int, str] | None, list[
     text = (folder / _MANIFEST).read_text(encoding="utf-8", errors="replace")
     try:
         content = json.loads(text)
-        intact = content.pop("hash") == _hash_of(content) and content["version"] == version
+        intact = content.pop("hash") == hash_of_json(content) and content["version"] == version
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(version, f"{folder / _MANIFEST}", f"not a manifest: {error}") from error
     if not intact:
@@ -359,10 +358,6 @@ def _manifest(folder: Path, version: int) -> tuple[tuple[int, str] | None, list[
         )
     base = content.get("base")
     return None if base is None else (base[0], base[1]), content["tensors"]
-
-
-def _hash_of(content: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _damaged(version: int, what: str, found: str) -> SyncError:

@@ -208,34 +208,6 @@ def test_damage_is_found_at_its_stage(stage: str, copied: Path) -> None:
     assert f"the first difference is of the stage {stage}: " in result.text
 
 
-def blake2b_of(policy: Path) -> str:
-    """The hash of a checkpoint's weights as versions up to d56e776 recorded it."""
-    hashes = dict[str, str]()
-    for name, array in sorted(load_file(policy / "model.safetensors").items()):
-        header = f"{array.dtype} {list(array.shape)}\n".encode()
-        hashes[name] = hashlib.blake2b(header + array.tobytes(), digest_size=16).hexdigest()
-    return hashlib.blake2b(json.dumps(hashes).encode(), digest_size=16).hexdigest()
-
-
-def test_hashes_that_earlier_versions_recorded_are_compared(copied: Path) -> None:
-    recorded = {step: blake2b_of(copied / "checkpoints" / f"step-{step:06d}" / "policy") for step in (2, 4)}
-
-    def record(row: dict[str, Any]) -> None:
-        if "weights" in row and row["step"] in recorded:
-            row["weights"] = recorded[row["step"]]
-
-    edit_lines(copied / STEPS, record)
-    for step, stage in ((3, "weights"), (4, "update")):
-        result = replay(copied, step, update=True)
-        assert result.ok, result.text
-        assert statuses(result)[stage] == "equal"
-    recorded[2] = recorded[4]
-    edit_lines(copied / STEPS, record)
-    first = replay(copied, 3).comparison.first
-    assert first is not None
-    assert first.name == "weights"
-
-
 def test_another_machine_is_named_and_tolerated(copied: Path) -> None:
     edit_lines(copied / STEPS, lambda row: row.get("machine", {}).update(processor="another", threads="1"))
     rewrite(copied, 3, with_turn(lambda turn: {"log_prob": turn.log_prob - 1e-6}))
