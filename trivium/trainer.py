@@ -144,7 +144,7 @@ class Trainer:
             state = self.resume.state
             self.engine.algorithm.restore(state["algorithm"])
             self.saver.step = self.resume.step
-            self._measured = {"evaluated": state["evaluated"], "measured": state.get("measured")}
+            self._measured = {"evaluated": state["evaluated"], "measured": state["measured"]}
         self.publisher.last_trainer_sync_step = self.train_step_num
 
     async def train(self) -> str:

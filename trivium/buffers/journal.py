@@ -213,16 +213,13 @@ def read_stored(record: bytes, buffer: str, lease: Lease, store: MediaStore | No
     """The group of a row. Raises DataError if it is not the group that was stored there.
 
     Without a store, media have hashes but no bytes.
-
-    Rows of early versions have no checksum. They are plain msgpack maps, whose first bytes are not the size of a
-    record.
     """
     place = f"the stored group of slot {lease.slot}, attempt {lease.attempt}, of the buffer {buffer}"
     size, crc = _header(record, 0)
     payload = record[_HEADER.size :]
-    if size != len(payload):
-        payload = record
-    elif zlib.crc32(payload, zlib.crc32(buffer.encode())) != crc:
+    if not record:
+        raise DataError(place, "it holds no group", _STORED)
+    if size != len(payload) or zlib.crc32(payload, zlib.crc32(buffer.encode())) != crc:
         raise DataError(place, "its bytes differ from those that were written", _STORED)
     try:
         group = decode_group(payload, store)
@@ -299,17 +296,16 @@ def _pack_trajectory(trajectory: Trajectory, pack_media: _PackMedia) -> dict[str
         "index": trajectory.index,
         "turns": [_pack_turn(turn, pack_media) for turn in trajectory.turns],
         "rewards": dict(trajectory.rewards),
-        "failure": None if failure is None else [failure.side, failure.kind, failure.message],
+        "failure": None if failure is None else [failure.side, failure.kind, failure.message, failure.cause],
         "metrics": dict(trajectory.metrics),
-        **({"cause": failure.cause} if failure is not None and failure.cause else {}),
-        **({"feedback": trajectory.feedback} if trajectory.feedback else {}),
+        "feedback": trajectory.feedback,
     }
 
 
 def _unpack_trajectory(data: dict[str, Any], unpack_media: _UnpackMedia) -> Trajectory:
-    failure = None if data["failure"] is None else Failure(*data["failure"], cause=data.get("cause", ""))
+    failure = None if data["failure"] is None else Failure(*data["failure"])
     turns = tuple(_unpack_turn(turn, unpack_media) for turn in data["turns"])
-    return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"], data.get("feedback", ""))
+    return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"], data["feedback"])
 
 
 def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
@@ -317,13 +313,12 @@ def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
     media = pack_media(turn.media)
     fields = [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
     extra = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in turn.extra.items()}
-    further = [extra, turn.participant] if turn.participant else [extra] if extra else []
-    return [*fields, *further]  # records without extra arrays and participants keep the older format
+    return [*fields, extra, turn.participant]
 
 
 def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
-    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state, *further = data
-    extra: dict[str, tuple[str, list[int], bytes]] = further[0] if further else {}
+    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state, arrays, participant = data
+    extra: dict[str, tuple[str, list[int], bytes]] = arrays
     return Turn(
         np.frombuffer(prompt_tokens, np.int32),
         np.frombuffer(tokens, np.int32),
@@ -334,7 +329,7 @@ def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
         unpack_media(media),
         reward,
         state,
-        further[1] if len(further) > 1 else "",
+        participant,
         {name: np.frombuffer(array, dtype).reshape(shape) for name, (dtype, shape, array) in extra.items()},
     )
 

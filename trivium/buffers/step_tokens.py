@@ -20,10 +20,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from trivium.buffers.step_log import StepLog, Taken
+from trivium.buffers.step_log import StepLog
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import DataError
-from trivium.schedule import Schedule
 from trivium.types import AnyArray, Batch, Group
 
 TOKENS = "tokens"
@@ -36,22 +35,22 @@ Columns = Mapping[str, AnyArray]
 def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], batch: Batch, *, tokens: bool) -> None:
     """Records the groups that a train step took. With `tokens`, also writes their computed values (`keep_tokens`)."""
     if tokens:
-        keep_tokens(run_dir, log.schedule, step, groups, batch)
+        keep_tokens(run_dir, step, groups, batch)
     log.took(step, groups)
 
 
-def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
+def keep_tokens(run_dir: Path, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Writes `tokens/step-NNNNNN.safetensors`: the batch of a train step with its columns. `groups` are all groups that
     the step took."""
-    _keep(tokens_file(run_dir, step), schedule, groups, batch)
+    _keep(tokens_file(run_dir, step), groups, batch)
 
 
-def keep_updates(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
+def keep_updates(run_dir: Path, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Writes `tokens/update-NNNNNN.safetensors`: the columns of each token in the first pass of a step's updates."""
-    _keep(tokens_file(run_dir, step, "update"), schedule, groups, batch)
+    _keep(tokens_file(run_dir, step, "update"), groups, batch)
 
 
-def _keep(path: Path, schedule: Schedule, groups: Sequence[Group], batch: Batch) -> None:
+def _keep(path: Path, groups: Sequence[Group], batch: Batch) -> None:
     """Writes the columns of a batch, its sequences one after another in one tensor for each column. The metadata maps
     each sequence to its rollout."""
     by_id = {group.group_id: group for group in groups}
@@ -61,10 +60,8 @@ def _keep(path: Path, schedule: Schedule, groups: Sequence[Group], batch: Batch)
         rows.append([group.slot, group.attempt, e.index, len(e)])
     arrays: dict[str, Sequence[AnyArray]] = {MASK: [e.response_mask for e in batch.experiences], **batch.columns}
     tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if len(parts)}
-    taken = [[group.slot, group.attempt, schedule.step_of(group.slot)] for group in groups]
-    about = {"stage": str(schedule.stage), "groups": json.dumps(taken), "sequences": json.dumps(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, save(tensors, {"format": _FORMAT, **about}))
+    atomic_write(path, save(tensors, {"format": _FORMAT, "sequences": json.dumps(rows)}))
 
 
 def tokens_file(run_dir: Path, step: int, when: str = "step") -> Path:
@@ -115,12 +112,6 @@ def _means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int, in
 def kept_steps(run_dir: Path) -> list[int]:
     """The train steps whose tokens were kept, in order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / TOKENS).glob("step-*.safetensors"))
-
-
-def groups_of_kept(run_dir: Path, step: int) -> tuple[int, tuple[Taken, ...]]:
-    """(stage, the groups that it took) of a train step whose tokens were kept."""
-    metadata = _metadata(tokens_file(run_dir, step))
-    return int(metadata["stage"]), tuple(Taken(*each) for each in json.loads(metadata["groups"]))
 
 
 @dataclass(frozen=True, slots=True)

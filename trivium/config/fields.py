@@ -24,10 +24,10 @@ def paths_relative_to(folder: Path | None) -> Generator[None]:
         _BASE.reset(token)
 
 
-def free(default: Any = ..., *, before: bool | int | None = None, **constraints: Any) -> Any:
-    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `before` is the
-    value for runs that were saved without the field (`trivium.config.resume.as_begun`)."""
-    extra: dict[str, Any] = {"resume": "free"} | ({} if before is None else {"before": before})
+def free(default: Any = ..., *, chosen: bool = False, **constraints: Any) -> Any:
+    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `chosen`: where it
+    is unset, the run chooses a value when it begins, and keeps it (`trivium.config.resume.as_begun`)."""
+    extra: dict[str, Any] = {"resume": "free"} | ({"chosen": True} if chosen else {})
     return Field(default, json_schema_extra=extra, **constraints)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -17,7 +16,6 @@ from trivium.config.merging import is_mapping
 from trivium.config.reading import flatten
 from trivium.config.saved import as_yaml
 from trivium.config.schema import BufferConfig, RunConfig
-from trivium.config.sections import EvaluationSampling, SamplingConfig
 from trivium.errors import Problem
 from trivium.types import DAY
 
@@ -85,21 +83,21 @@ def _resume_rule(field: FieldInfo) -> str:
 
 
 def as_begun(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """The config of a resumed run. An unset field whose default has changed since the run was saved (`before` of
-    `trivium.config.fields.free`) keeps the run's value; the new default would change the run's bits."""
-    return _kept(saved, config)
+    """The config of a resumed run: unset fields keep the values that the run chose (`chosen` of
+    `trivium.config.fields.free`). Values chosen for another machine would change the run's bits."""
+    return _with_choices(saved, config)
 
 
-def _kept(saved: object, section: _Section) -> _Section:
+def _with_choices(saved: object, section: _Section) -> _Section:
     """`as_begun` for one section and the sections in it."""
     before = saved if is_mapping(saved) else {}
     update: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         extra, value = field.json_schema_extra, getattr(section, name)
         if isinstance(value, BaseModel):
-            update[name] = _kept(before.get(name), value)
-        elif is_mapping(extra) and "before" in extra and name not in section.model_fields_set:
-            update[name] = before.get(name, extra["before"])
+            update[name] = _with_choices(before.get(name), value)
+        elif is_mapping(extra) and "chosen" in extra and name not in section.model_fields_set:
+            update[name] = before.get(name)
     changed = {name: value for name, value in update.items() if value is not getattr(section, name)}
     return section.model_copy(update=changed) if changed else section
 
@@ -159,25 +157,13 @@ def _stages(saved: Mapping[str, Any], config: RunConfig) -> Sequence[RunConfig]:
 
 def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]:
     """The differences of two configs of a stage. `where` is the prefix of their paths."""
-    # Unset fields of `evaluation.sampling` take the values of `engine.sampling`. Both configs are filled in from the
-    # old `engine.sampling`, so that a change of it is not reported a second time as a change of the evaluation.
-    training = old.engine.sampling
-    old, new = _filled_in(old, training), _filled_in(new, training)
+    old, new = _on_this_machine(old), _on_this_machine(new)
     return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, where, False)
 
 
-def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
-    """The stage with the unset fields of its evaluation filled in, and with `auto` resolved for this machine.
-
-    Earlier versions of Trivium saved these fields filled in. If the stage evaluates nothing, they get their defaults.
-    """
-    own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
-    if own.taskset is not None:
-        sampling = asdict(own.sampling.sampling(training, own.samples))
-        used["sampling"] = EvaluationSampling(**{name: sampling[name] for name in EvaluationSampling.model_fields})
-        used["threshold"] = 1.0 if own.threshold is None else own.threshold
-    resolved = {"engine": stage.engine.on_this_machine(), "train": stage.train.on_this_machine()}
-    return stage.model_copy(update={"evaluation": own.model_copy(update=used), **resolved})
+def _on_this_machine(stage: RunConfig) -> RunConfig:
+    """The stage with `auto` resolved for this machine."""
+    return stage.model_copy(update={"engine": stage.engine.on_this_machine(), "train": stage.train.on_this_machine()})
 
 
 def _differences(old: object, new: object, section: object, where: str, may_change: bool) -> Iterator[Difference]:

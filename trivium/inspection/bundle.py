@@ -127,7 +127,7 @@ def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) ->
     if not capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         writer.absent.append("the rows of buffer.path and tasks: put them where config.yaml says")
         return []
-    taken = [each for each in taken_by(run, step, schedule) if each.slot >= 0]
+    taken = [each for each in taken_by(run, step) if each.slot >= 0]
     groups = read_groups(run.path, schedule.stage, taken)
     for planned in sorted({each.planned_step for each in taken}):
         name = f"rollouts/stage-{schedule.stage}/step-{planned:06d}.msgpack"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,21 +12,20 @@ import torch
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.step_log import Taken
+from trivium.buffers.step_log import STEPS, Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RewardConfig, RunConfig
 from trivium.config.sections import EvaluationSection
 from trivium.config.sources import SourcesConfig, rewards_of, with_rewards
 from trivium.errors import DataError, RunDirError
-from trivium.inspection.rollouts import read_groups, read_rollouts, taken_groups
+from trivium.inspection.rollouts import read_groups, taken_groups
 from trivium.inspection.run import RecordedRun
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.registry import resolve
 from trivium.rewards.recipe import Recipe, parts_of
 from trivium.runtime.build import (
     Endpoints,
-    algorithm_of,
     build_buffer,
     build_engine,
     build_schedule,
@@ -35,7 +33,6 @@ from trivium.runtime.build import (
     build_trainer,
 )
 from trivium.runtime.stage import Stage
-from trivium.schedule import Schedule
 from trivium.sync.hashes import hash_of
 from trivium.sync.memory import MemoryChannel
 from trivium.tasks.served import ServedTasks
@@ -98,7 +95,7 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
 def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
     """Returns the reasons why bits may differ from those of the run; empty if they may not."""
     there, here = run.record(step).machine, described_machine(stage.config, stage.threads)
-    if not there:
+    if not there:  # a step on rows whose weights were not published
         return ["the run did not record the machine that it trained on"]
     names = dict.fromkeys([*there, *here])
     return [
@@ -111,45 +108,16 @@ def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
 # --------------------------------------------------------------------------- which groups a step took
 
 
-def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """Returns the groups that a train step took, including replayed groups and expert data.
-
-    `steps.jsonl` or, with `run.keep: tokens`, the files of the computed columns record them; a run in slot order needs
-    neither. Raises RunDirError if they cannot be determined.
-    """
+def taken_by(run: RecordedRun, step: int) -> tuple[Taken, ...]:
+    """Returns the groups that a train step took, including replayed groups and expert data. Raises RunDirError if
+    `steps.jsonl` does not record them."""
     if taken := taken_groups(run.path, step):
         return taken
-    if not schedule.ordered or algorithm_of(run.stage_config(step)).refill:
-        raise RunDirError(
-            f"the groups that train step {step} took",
-            f"{run.path} has no row of steps.jsonl and no file under tokens/ for it, and groups were taken in order "
-            "of arrival",
-            "runs of this version record it; older ones only with run.keep: tokens",
-        )
-    return _in_slot_order(run, step, schedule)
-
-
-def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """Returns the groups of a step of a run in slot order; a dropped group shifts those after it."""
-    recorded = {
-        each.group.slot: (Taken(each.group.slot, each.group.attempt, each.planned_step), bool(each.group.dropped))
-        for each in read_rollouts(run.path)
-        if each.stage == schedule.stage and each.planned_step is not None
-    }
-    wanted = (step - schedule.first_version) * schedule.fresh_per_step
-    finished: list[Taken] = []
-    for slot in count():
-        if len(finished) == wanted:
-            return tuple(finished[-schedule.fresh_per_step :])
-        if slot not in recorded:
-            raise DataError(
-                f"the groups that train step {step} took",
-                f"{run.path} has no rollouts of slot {slot} (step {schedule.step_of(slot)})",
-                f"put rollouts/stage-{schedule.stage}/step-{schedule.step_of(slot):06d}.msgpack back",
-            )
-        taken, dropped = recorded[slot]
-        finished += [] if dropped else [taken]
-    raise AssertionError("count() has no end")
+    raise RunDirError(
+        f"the groups that train step {step} took",
+        f"{run.path / STEPS} has no row for it",
+        f"put {STEPS} back",
+    )
 
 
 class _Recorded(MemoryBuffer):
@@ -250,7 +218,7 @@ class ReplayedTrainer:
         return read_groups(self.run.path, self.stage.number, [taken[slot] for slot in slots])
 
     def _taken(self, step: int) -> tuple[Taken, ...]:
-        return taken_by(self.run, step, self.schedule)
+        return taken_by(self.run, step)
 
     async def begin(self, checkpoint: Checkpoint | None) -> None:
         """Loads a checkpoint of the stage, or the model that the stage starts from."""

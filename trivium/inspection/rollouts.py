@@ -26,9 +26,7 @@ from trivium.buffers.journal import read_record, read_recorded
 from trivium.buffers.step_log import STEPS, StepRecord, Taken, read_steps
 from trivium.buffers.step_tokens import (
     MASK,
-    TOKENS,
     Columns,
-    groups_of_kept,
     kept_steps,
     kept_values,
 )
@@ -295,16 +293,13 @@ def taken_groups(run_dir: Path, step: int) -> tuple[Taken, ...]:
     return _taken(run_dir).get(step, (0, ()))[1]
 
 
-@cached_while_unchanged(STEPS, TOKENS)
+@cached_while_unchanged(STEPS)
 def _taken(run_dir: Path) -> Mapping[int, tuple[int, tuple[Taken, ...]]]:
-    """Returns train step -> (stage, the groups it took), by steps.jsonl and, for steps without a record, by the tokens
-    that they kept."""
-    recorded = {step: (each.stage, each.taken) for step, each in step_records(run_dir).items() if each.taken}
-    kept = {step: groups_of_kept(run_dir, step) for step in kept_steps(run_dir) if step not in recorded}
-    return dict(sorted((recorded | kept).items()))
+    """Returns train step -> (stage, the groups it took), by steps.jsonl."""
+    return {step: (each.stage, each.taken) for step, each in step_records(run_dir).items() if each.taken}
 
 
-@cached_while_unchanged(STEPS, TOKENS)
+@cached_while_unchanged(STEPS)
 def _takers(run_dir: Path) -> Mapping[Attempt, tuple[int, ...]]:
     """Returns the train steps that took each group, in order."""
     takers = defaultdict[Attempt, tuple[int, ...]](tuple)

@@ -341,12 +341,12 @@ def _clock(seconds: float) -> str:
 
 def _planned(run_dir: Path) -> tuple[int | None, list[int]]:
     """Returns the planned number of steps, None without a plan, and the steps with an evaluation."""
-    path, steps, never = run_dir / "plan.yaml", set[int](), {"every": 0, "ends": False}  # an older plan
+    path, steps = run_dir / "plan.yaml", set[int]()
     if not path.is_file():
         return None, []
     plan = from_yaml(path.read_text(encoding="utf-8"))
     for stage in plan.get("stages", ()):
-        first, last, evaluated = stage["first_step"], stage["last_step"], stage.get("evaluated") or never
+        first, last, evaluated = stage["first_step"], stage["last_step"], stage["evaluated"]
         steps |= {step for step in range(first, last + 1) if evaluated["every"] and step % evaluated["every"] == 0}
         steps |= {first - 1, last} if evaluated["ends"] else set()
     return plan["total_steps"], sorted(steps)

@@ -223,7 +223,7 @@ def build_trainer(
         max_failed_of_source={n: own.workflow.max_failed_fraction for n, own in source_configs(config).items() if n},
         enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
-        keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
+        keep_updates=partial(keep_updates, stage.run_dir) if config.run.keep == "tokens" else None,
         record=record,
         name=TRAINER,
     )

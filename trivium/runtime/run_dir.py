@@ -35,13 +35,17 @@ from trivium.training.device import machine, training_ranks
 _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
 """Names the checkpoint of another run that this directory started from. The config of that run does not apply here."""
+FORM = 1
+"""The form of what a run directory holds, which plan.yaml names. A commit that changes the form raises it, and reads no
+other one."""
+_PLAN = "plan.yaml"
 _CHANGES = "changes.jsonl"
 _ROWS = "rows.json"
 """The number and hash of the rows that each task source of the run reads."""
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """Files and folders that a run may have written before its first step."""
 _LOCK = ".lock"
-_OWN = (*_OF_A_START, "checkpoints", "plan.yaml", _ROWS, _CHANGES, "summary.json", "bench.jsonl", BESIDE, _LOCK)
+_OWN = (*_OF_A_START, "checkpoints", _PLAN, _ROWS, _CHANGES, "summary.json", "bench.jsonl", BESIDE, _LOCK)
 """Files and folders that a run replaces or removes."""
 _ENDING_S = 20.0
 """Seconds that a new run waits for the processes of a killed run."""
@@ -209,6 +213,12 @@ def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]
             found = f"it holds files that no run wrote, and that this one would replace: {', '.join(foreign)}"
             raise RunDirError(f"a new run in {run_dir}", found, "move them elsewhere, or choose another run.dir")
         return
+    if (form := _form(run_dir)) not in (None, FORM):
+        raise RunDirError(
+            f"continue the run in {run_dir}",
+            f"another version of Trivium wrote it: its form is {form}, and that of this version is {FORM}",
+            "continue it with the version that began it, or choose another run.dir",
+        )
     path = config_file(run_dir)
     if not path.is_file():
         if _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
@@ -237,6 +247,15 @@ def _differences(run_dir: Path, config: RunConfig, rows: Mapping[str, str]) -> l
     ]
 
 
+def _form(run_dir: Path) -> int | None:
+    """The form that the plan of a run directory names, 0 for a plan without one. None if there is no plan."""
+    path = run_dir / _PLAN
+    if not path.is_file():
+        return None
+    named = re.match(r"form: (\d+)\n", path.read_text(encoding="utf-8", errors="replace"))
+    return int(named[1]) if named else 0
+
+
 def _read_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
@@ -260,7 +279,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan
     with writing(run_dir):
         fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
     plan = plan or plan_run(config, usable_cores(), machine(), training_ranks(config))
-    atomic_write(run_dir / "plan.yaml", plan.to_yaml())
+    atomic_write(run_dir / _PLAN, f"form: {FORM}\n{plan.to_yaml()}")
 
 
 def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:

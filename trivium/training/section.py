@@ -10,7 +10,6 @@ from pydantic import Field
 
 from trivium.clients.hub import ModelPath
 from trivium.config import Config, ModelConfig, Plugin, RunConfig, TrainConfig, changeable, free
-from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import shape_in, vision_problems
 from trivium.config.parallel import ParallelConfig, shape_problems
 from trivium.errors import MissingPackage, Problem, TriviumError
@@ -88,7 +87,7 @@ class TorchTrainConfig(TrainConfig):
     no effect on a CPU, where results repeat bit for bit."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one."""
-    max_tokens_per_micro_batch: int | None = free(None, before=MICRO_BATCH_TOKENS, ge=1)
+    max_tokens_per_micro_batch: int | None = free(None, chosen=True, ge=1)
     """Tokens of one forward and backward pass on one rank, context included; a longer sequence is a micro-batch of its
     own. Unset: chosen from the model, the longest sequence and the memory of the machine, printed by `trivium check`,
     and kept when the run is resumed. Each of the ranks that share sequences (`sequence_parallel`) takes this number. On
@@ -99,7 +98,7 @@ class TorchTrainConfig(TrainConfig):
     so rollouts and updates of small models overlap (`schedule.max_staleness`) only in two processes. Weights are copied
     once more, and the second process needs 0.4 GB for its imports. No effect with Ray, where each role is a process,
     nor on ranks that torchrun starts. Affects speed, never the result."""
-    share_prefix: bool = free(True, before=False)
+    share_prefix: bool = free(True)
     """Computes the common beginning of sequences (the prompt of a group) once, if that saves time and the model
     supports packing. Affects speed, never the gradient."""
     router_replay: Literal["off", "rollout"] = "off"

@@ -143,15 +143,6 @@ async def test_a_group_of_another_buffer_is_refused(url: str, tmp_path: Path) ->
     assert len(await other.take(2, 0)) == 2
 
 
-async def test_rows_that_were_stored_without_a_checksum_are_read(url: str, tmp_path: Path) -> None:
-    await played(await opened(url, tmp_path), 2)
-    for slot in range(2):
-        old = payload_of(url, slot)[8:]
-        changed(url, sa.update(GROUPS).where(GROUPS.c.slot == slot).values(payload=old))
-    again = await opened(url, tmp_path)
-    assert [group.slot for group in await again.take(2, 0)] == [0, 1]
-
-
 async def test_a_dropped_table_is_named_and_made_again(url: str, tmp_path: Path) -> None:
     buffer = await opened(url, tmp_path)
     await played(buffer, 2)

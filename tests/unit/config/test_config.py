@@ -52,7 +52,7 @@ class Train:
     class Config(TrainConfig):
         optimizer: Optimizer = Optimizer()
         tokens_per_micro_batch: int = free(1024)
-        shares: bool = free(True, before=False)
+        rows: int | None = free(None, chosen=True)
 
 class Play:
     class Config(WorkflowConfig):
@@ -476,41 +476,26 @@ def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Pa
     }
 
 
-def test_an_evaluation_that_means_what_the_saved_one_spelled_out_is_the_same(folder: Path) -> None:
-    # Saved before evaluations inherited the engine's sampling: as numbers, whether or not anything is evaluated.
-    saved = yaml.safe_load(to_yaml(load(folder)))
-    plain = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_new_tokens": 0, "stop": []}
-    saved["evaluation"] |= {"taskset": None, "threshold": 1.0, "sampling": plain}
-    assert resume_differences(saved, load(folder)) == []
-    saved["evaluation"] |= {"taskset": "train"}
-    now = load(folder, "evaluation: {taskset: train}")
-    (problem,) = resume_differences(saved, now)
-    assert problem[:3] == ("evaluation.sampling.max_new_tokens", "16", "the run began with 256")
-    told = load(folder, "evaluation: {taskset: train, sampling: {max_new_tokens: 256}}")
-    assert resume_differences(saved, told) == []
-    assert resume_changes(saved, told) == []
-    warmer = load(folder, "evaluation: {taskset: train, sampling: {max_new_tokens: 256, temperature: 0.5}}")
-    assert [problem.where for problem in resume_differences(saved, warmer)] == ["evaluation.sampling.temperature"]
+def test_an_evaluation_that_samples_as_the_engine_is_no_second_difference(folder: Path) -> None:
+    evaluated = "evaluation: {taskset: train}"
+    saved = yaml.safe_load(to_yaml(load(folder, evaluated)))
+    (problem,) = resume_differences(saved, load(folder, evaluated, ("engine.sampling.temperature=0.5",)))
+    assert problem.where == "engine.sampling.temperature"
 
 
-def test_a_default_that_changed_is_that_of_new_runs_alone(folder: Path) -> None:
-    stages = "stages: [{schedule: {steps: 1}}, {train: {shares: true}}, {train: {optimizer: {lr: 0.5}}}]"
+def test_a_resumed_run_keeps_what_it_chose(folder: Path) -> None:
+    stages = "stages: [{schedule: {steps: 1}}, {train: {rows: 5}}, {train: {optimizer: {lr: 0.5}}}]"
+    saved = yaml.safe_load(to_yaml(load(folder, stages)))
+    saved["train"]["rows"] = 7
 
-    def shares(saved: dict[str, Any], *overrides: str) -> list[bool]:
+    def rows(*overrides: str) -> list[int | None]:
         config = as_begun(saved, load(folder, stages, overrides))
-        return [cast(Any, stage.train).shares for stage in config.stage_configs()]
+        return [cast(Any, stage.train).rows for stage in config.stage_configs()]
 
-    new = yaml.safe_load(to_yaml(load(folder, stages)))
-    old = yaml.safe_load(to_yaml(load(folder, stages)))
-    del old["train"]["shares"]
-    assert shares(new) == [True, True, True]
-    assert shares(old) == [False, True, False]
-    assert shares(old, "train.shares=true") == [True, True, True]
-    assert shares(new, "train.shares=false") == [False, True, False]
-    once_resumed = yaml.safe_load(to_yaml(as_begun(old, load(folder, stages))))
-    assert shares(once_resumed) == [False, True, False]
-    again = load(folder, stages)
-    assert as_begun(new, again) is again
+    assert rows() == [7, 5, 7]
+    assert rows("train.rows=9") == [9, 5, 9]
+    again = load(folder, stages, ("train.rows=9",))
+    assert as_begun(saved, again) is again
 
 
 def test_what_a_resumed_run_may_change_only_if_told_to(folder: Path) -> None:

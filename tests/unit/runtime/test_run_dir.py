@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from trivium.concurrency import ProcessLife
 from trivium.config import RunConfig, load_config
 from trivium.errors import RunDirError
-from trivium.runtime.run_dir import hold_with, open_run_dir
+from trivium.runtime.run_dir import FORM, hold_with, open_run_dir
 
 TINY = Path(__file__).parents[2] / "e2e" / "tiny.yaml"
 
@@ -75,3 +75,13 @@ def test_a_worker_is_refused_while_another_process_runs_there(tmp_path: Path) ->
     with process(tmp_path, "run", run, run_dir) as other:
         worker = Forked("worker", tmp_path / "worker.out", join, run_dir, os.getpid()).ended(1, seconds=60)
         assert f"process {other.pid} on host" in worker.text
+
+
+@pytest.mark.parametrize(("plan", "form"), [(f"form: {FORM + 1}\nthreads: 1\n", FORM + 1), ("threads: 1\n", 0)])
+def test_a_directory_of_another_form_is_refused(plan: str, form: int, tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_run_dir(config_in(tmp_path)):
+            pass
+    (tmp_path / "plan.yaml").write_text(plan)
+    with refused(RunDirError, tmp_path, form, FORM), open_run_dir(config_in(tmp_path)):
+        pass

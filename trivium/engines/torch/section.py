@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trivium.config import RunConfig, free
-from trivium.config.choices import MAX_ROWS
 from trivium.config.memory_estimate import shape_in
 from trivium.engines.section import LocalEngineConfig
 from trivium.errors import ConfigError, Problem
@@ -30,7 +29,7 @@ class DescribedTorchEngine:
         """Whether a decode step on the CPU may also compute tokens that earlier completions of the same task make
         likely (speculative decoding), where it gives more tokens for its time. Tokens and log-probabilities are the
         same, with `batch_invariant` to the bit."""
-        max_rows: int | None = free(None, before=MAX_ROWS, ge=1)
+        max_rows: int | None = free(None, chosen=True, ge=1)
         """Completions that decode at once; each holds keys and values for its whole context. Unset: chosen like
         `train.max_tokens_per_micro_batch`, at most 512."""
         prefill_tokens: int = free(16384, ge=16)
