@@ -19,6 +19,7 @@ import pytest
 import torch
 from failing import refused
 
+from tests.contract.buffer_contract import check_buffer
 from tests.e2e.ray_hosted import (
     EOS,
     Anything,
@@ -47,7 +48,7 @@ from trivium.protocols import StreamingEngine
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
-from trivium.testing import check_buffer, check_channel, check_engine
+from trivium.testing import check_channel, check_engine
 from trivium.types import Capabilities, Request, Sampling
 
 ray = pytest.importorskip("ray")

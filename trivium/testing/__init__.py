@@ -3,7 +3,6 @@
 Call one from your own test. A broken promise raises an AssertionError that names it.
 """
 
-from trivium.testing.buffer_contract import check_buffer, check_read_buffer
 from trivium.testing.channel_contract import check_channel
 from trivium.testing.engine_contract import check_engine
 from trivium.testing.engine_numbers import Tolerance
@@ -15,10 +14,8 @@ from trivium.testing.workflow_contract import check_workflow
 __all__ = [
     "ReferencePolicy",
     "Tolerance",
-    "check_buffer",
     "check_channel",
     "check_engine",
-    "check_read_buffer",
     "check_tool_format",
     "check_train_engine",
     "check_workflow",

@@ -13,16 +13,15 @@ import pytest
 from configs import tiny_model
 from failing import refused
 
+from tests.contract.buffer_contract import check_read_buffer
 from tests.sessions import RENDERER, TASKS
-from trivium.buffers.files import FileBuffer
 from trivium.buffers.journal import Journal, write_groups
 from trivium.buffers.recorded import RecordedBuffer
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, DataError, RunDirError
 from trivium.runtime.launch import run as launch
 from trivium.schedule import Schedule
-from trivium.testing import check_read_buffer
-from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, StopReason, Trajectory, Turn
 
 
 def group(slot: int, *, version: int = 0, members: int = 2, attempt: int = 0, dropped: str = "") -> Group:
@@ -61,15 +60,9 @@ def same(found: Sequence[Group], expected: Sequence[Group]) -> bool:
     return [repr(one) for one in found] == [repr(one) for one in expected]
 
 
-async def test_buffers_over_data_keep_their_contract(tmp_path: Path) -> None:
+async def test_it_keeps_the_contract_of_buffers_over_data(tmp_path: Path) -> None:
     write_groups(tmp_path / "recorded", [group(slot) for slot in (4, 1, 0, 2, 3, 5)])
     await check_read_buffer(lambda: recorded(tmp_path / "recorded"))
-
-    tasks: Any = [Task(f"t{i}", (Message("user", str(i)),), {"completion": str(i)}) for i in range(6)]
-    schedule = Schedule(tasks, seed=0, groups_per_step=2, group_size=1, steps=50)
-    await check_read_buffer(
-        lambda: FileBuffer(FileBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=1)
-    )
 
 
 async def test_what_a_run_journaled_comes_back_as_it_was_in_slot_order(tmp_path: Path) -> None:

@@ -7,10 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RunDirError
-from trivium.schedule import Schedule
-from trivium.testing.promises import require
-from trivium.testing.slot_groups import (
+from tests.contract.slot_groups import (
     MakeBuffer,
     lease,
     leases,
@@ -21,6 +18,9 @@ from trivium.testing.slot_groups import (
     saved,
     slots_of,
 )
+from trivium.errors import RunDirError
+from trivium.schedule import Schedule
+from trivium.testing.promises import require
 from trivium.types import SERVED, Failure, Group, Lease, Task
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trivium.testing.buffer_resume_contract import RESUME_CHECKS
-from trivium.testing.promises import require
-from trivium.testing.slot_groups import (
+from tests.contract.buffer_resume_contract import RESUME_CHECKS
+from tests.contract.slot_groups import (
     MakeBuffer,
     lease,
     leases,
@@ -20,6 +19,7 @@ from trivium.testing.slot_groups import (
     saved,
     slots_of,
 )
+from trivium.testing.promises import require
 from trivium.types import Group, Lease, capabilities_of
 
 if TYPE_CHECKING:
