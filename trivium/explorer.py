@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trivium.policy import Workflow
     from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Weights
     from trivium.randomness import SampleKey
-    from trivium.schedule import Assignment, Schedule
+    from trivium.schedule import Schedule
     from trivium.types import Lease, Task
 
 T = TypeVar("T")
@@ -96,11 +96,6 @@ class Explorer:
     max_failed_fraction: float = 1.0
     """The largest fraction of trajectories that may fail, or be dropped with failed ones, if `min_members` drops
     groups."""
-    sources: Mapping[str, Explorer] = field(default_factory=dict[str, "Explorer"])
-    """For each source of a stage with several, by its name: an explorer with its workflow and rewards, which shares the
-    engine."""
-    rows: Callable[[Assignment], Group] | None = None
-    """Reads the group of a slot whose source has an expert's completions; None: groups are rolled out."""
     failure_window: int = 16
     """Consecutive groups that `max_failed_fraction` is measured over."""
     leased: int = field(default=0, init=False)
@@ -119,7 +114,7 @@ class Explorer:
     """The leases in order of their start, each with its group; None until the group is finished. A finished group stays
     until all older ones have finished."""
     _finished: deque[Group] = field(init=False)
-    """The last `failure_window` finished groups, in order of their start; each source has its own."""
+    """The last `failure_window` finished groups, in order of their start."""
     _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
     """The kinds of failure that have been logged."""
 
@@ -127,8 +122,6 @@ class Explorer:
         self._generating, self._rewarding = Busy(self.name, "generate"), Busy(self.name, "reward")
         self._turns = Turns(self.max_concurrent)
         self._finished = deque(maxlen=self.failure_window)
-        for source in self.sources.values():
-            source._turns = self._turns
 
     @property
     def version(self) -> int:
@@ -138,7 +131,7 @@ class Explorer:
     @property
     def rollout_s(self) -> float:
         """The seconds of all rollouts so far, those in progress included."""
-        return sum(each._generating.seconds for each in (self, *self.sources.values()))
+        return self._generating.seconds
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
@@ -174,21 +167,18 @@ class Explorer:
         Raises RolloutsFailing if too many trajectories fail in groups that are dropped, which the trainer never sees.
         """
         at = schedule.at(lease.slot)
-        of = self.sources.get(at.task.taskset, self)
-        keys = [schedule.key(at, index) for index in range(at.group_size)]
-        greedy = schedule.key(at, at.group_size) if of.greedy_baseline else None
+        keys = [schedule.key(at, index) for index in range(schedule.group_size)]
+        greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
         with self._counted(lease) as count:
-            if of.rows is not None:
-                group = replace(of.rows(at), attempt=lease.attempt, version=self.version)
-            elif lease.recorded is not None and of._can_judge_again(lease.recorded, at.task):
-                group = await of._judge_again(replace(lease.recorded, task=at.task))
+            if lease.recorded is not None and self._can_judge_again(lease.recorded, at.task):
+                group = await self._judge_again(replace(lease.recorded, task=at.task))
             else:
-                group = await of.rollout(
+                group = await self.rollout(
                     at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
                 )
             successful = len(group.alive)
-            if of.min_members > 1 and successful < of.min_members:
-                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {of.min_members}"
+            if self.min_members > 1 and successful < self.min_members:
+                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
                 group = group.refused(why)
             count(group)
         failed = sum(each.failure is not None for each in group.rollouts)
@@ -206,12 +196,10 @@ class Explorer:
             self._in_progress[lease] = group
             while self._in_progress and (oldest := next(iter(self._in_progress.values()))) is not None:
                 del self._in_progress[next(iter(self._in_progress))]
-                of = self.sources.get(oldest.task.taskset, self)
-                of._finished.append(oldest)
-                if of.min_members > 1 and len(of._finished) == of.failure_window:
-                    what = f"{of.failure_window} groups in a row"
-                    what += f" of the source {oldest.task.taskset!r}" if of is not self else ""
-                    check_failures(tuple(of._finished), of.max_failed_fraction, what)
+                self._finished.append(oldest)
+                if self.min_members > 1 and len(self._finished) == self.failure_window:
+                    what = f"{self.failure_window} groups in a row"
+                    check_failures(tuple(self._finished), self.max_failed_fraction, what)
 
         try:
             yield count

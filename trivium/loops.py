@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
-from trivium.metrics import aggregate, of_source
+from trivium.metrics import aggregate
 from trivium.phases import TRAINING_S, collecting, group_in_progress, measured, phase
 from trivium.protocols import MeasuringEngine, MeteredEngine, PacedObjective
 from trivium.types import SCORES, TRAINER, Batch, capabilities_of
@@ -63,7 +63,7 @@ def train_step(
     # computed it, else over the first mini-batch.
     mismatch: Metrics = {}
     for row in reversed(updates):
-        mismatch |= {key: value for key, value in row.items() if of_source(key)[1].startswith("mismatch/")}
+        mismatch |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
     metrics = {**filter_metrics, **aggregate(updates), **mismatch, **advantage_metrics}
     used = engine.utilisation(phases) if isinstance(engine, MeteredEngine) else {}
     return {**metrics, **measured(phases), **used, "train/version": engine.version}
@@ -180,8 +180,8 @@ async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, syn
         report()
         lease = await buffer.lease(explorer.name)
     assert lease is not None
-    if schedule.adaptive:
-        schedule.follow(synchronizer.draws)
+    if schedule.adaptive is not None:
+        schedule.adaptive.follow(synchronizer.draws)
     explorer.idle = False
     explorer.leased += 1
     report()

@@ -75,18 +75,7 @@ def declared(key: str) -> Declared:
     return metric
 
 
-def of_source(key: str) -> tuple[str, str]:
-    """(source, key) of a metric of one of several sources: `source/NAME/reward/mean` gives (NAME, `reward/mean`). For
-    other metrics, the source is empty."""
-    area, _, rest = key.partition("/")
-    source, _, own = rest.partition("/")
-    return (source, own) if area == "source" and own else ("", key)
-
-
 def _declaration(key: str) -> Declared | None:
-    source, own = of_source(key)
-    if source:
-        return _declaration(own)
     named = METRICS.get(key) or _OF_USERS.get(key)
     return named or next((d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
 
@@ -121,8 +110,6 @@ def graded_accuracies(rows: Iterable[Mapping[str, float]]) -> set[str]:
     partial = {key for row in rows for key, value in row.items() if fnmatchcase(key, "eval/*/partial") and value}
     return {f"{key.removesuffix('partial')}accuracy" for key in partial}
 
-
-declare("source/*", "a metric of this page for one of several sources of tasks: `source/NAME/reward/mean`")
 
 # Curricula that learn.
 declare("curriculum/success", "mean success rate of the tasks of a step, as the curriculum counts it", better="up")

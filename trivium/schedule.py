@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -26,11 +26,6 @@ _EQUAL_PARTS_UP_TO = 1
 """The `max_staleness` up to which explorers lease equal parts."""
 _SPARE = 4
 """Tasks that an adaptive curriculum draws for each slot: the further ones replace refused groups."""
-
-
-def source_metric(source: str, key: str) -> str:
-    """The key of a metric of one of several sources; the key itself for the only one, whose name is empty."""
-    return f"source/{source}/{key}" if source else key
 
 
 def num_replaced(counts: Mapping[str, int]) -> int:
@@ -62,8 +57,6 @@ class Assignment:
     task: Task
     epoch: int
     """Complete passes over the taskset before this one."""
-    group_size: int = 1
-    """Trajectories of the slot's group."""
 
 
 class Curriculum(Protocol):
@@ -128,13 +121,6 @@ def _blurred(curriculum: Curriculum, *address: int | str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _interleaved(counts: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Every name as often as its count, evenly spread."""
-    places = sorted(((2 * i + 1) / (2 * count), name) for name, count in counts for i in range(count))
-    return tuple(name for _, name in places)
-
-
-@lru_cache(maxsize=8)
 def _order(length: int, *address: int | str) -> tuple[int, ...]:
     return tuple(int(place) for place in permutation(length, *address))
 
@@ -170,9 +156,6 @@ class Schedule:
     """Train steps of the stage."""
     served: bool = False
     """The requests of agents decide which explorer rolls out (`run.mode: serve`)."""
-    sources: Mapping[str, Schedule] = field(default_factory=dict[str, "Schedule"])
-    """The schedule of each source by its name, if the stage has several. Every step has `groups_per_step` slots of
-    each."""
     until: tuple[str, float, float] | None = None
     """(metric, least, most): the stage ends early after the first train step whose metric, or that of its evaluation,
     is outside these bounds."""
@@ -185,7 +168,7 @@ class Schedule:
     @property
     def rollouts_per_step(self) -> int:
         """Trajectories that one train step consumes."""
-        return sum(part.groups_per_step * part.group_size for _, part in self._parts)
+        return self.groups_per_step * self.group_size
 
     @property
     def equal_parts(self) -> bool:
@@ -201,47 +184,36 @@ class Schedule:
 
     def at(self, slot: int) -> Assignment:
         """The task of a slot. Every epoch visits every task once, unless the tasks have their own order."""
-        if self.sources:
-            name, own = self.source_of(slot)
-            at = self.sources[name].at(own)
-            return replace(at, slot=slot, task=replace(at.task, taskset=name))
         if isinstance(self.tasks, OrderedTasks):
             epoch, place = divmod(slot, self.tasks.epoch_length)
-            return Assignment(slot, self.tasks.visit(epoch, place), epoch, self.group_size)
+            return Assignment(slot, self.tasks.visit(epoch, place), epoch)
         if isinstance(self.curriculum, AdaptiveCurriculum):
             # The slot is the epoch: the random numbers of two visits of a task must differ.
-            return Assignment(slot, self.tasks[self.curriculum.place(slot)], slot, self.group_size)
+            return Assignment(slot, self.tasks[self.curriculum.place(slot)], slot)
         epoch, place = divmod(slot, len(self.tasks))
         if self.curriculum is not None:
             place = _blurred(self.curriculum, self.seed, "curriculum", self.stage, epoch)[place]
         elif self.shuffle:
             place = _order(len(self.tasks), self.seed, "order", self.stage, epoch)[place]
-        return Assignment(slot, self.tasks[place], epoch, self.group_size)
+        return Assignment(slot, self.tasks[place], epoch)
 
     def may_have(self, slot: int, task_id: str) -> bool:
         """Whether a stored group of the slot can be of this task. An adaptive curriculum may have drawn the slot in a
-        step that a resumed run has not reached, so every task of its source is possible."""
-        if self.sources:
-            name, own = self.source_of(slot)
-            return self.sources[name].may_have(own, task_id)
+        step that a resumed run has not reached, so every task is possible."""
         if isinstance(self.curriculum, AdaptiveCurriculum):
             return task_id in self.curriculum.place_of
         return self.at(slot).task.task_id == task_id
 
-    # ------------------------------------------------------------------ adaptive curricula
+    # ------------------------------------------------------------------ an adaptive curriculum
 
     @property
-    def adaptive(self) -> dict[str, AdaptiveCurriculum]:
-        """The curricula that learn from the groups of the stage, by the name of their source."""
-        return {name: part.curriculum for name, part in self._parts if isinstance(part.curriculum, AdaptiveCurriculum)}
+    def adaptive(self) -> AdaptiveCurriculum | None:
+        """The curriculum, if it learns from the groups of the stage."""
+        return self.curriculum if isinstance(self.curriculum, AdaptiveCurriculum) else None
 
     def learn(self, groups: Sequence[Group]) -> Metrics:
-        """Lets the adaptive curricula observe the groups of a train step."""
-        metrics: Metrics = {}
-        for name, curriculum in self.adaptive.items():
-            own = [group for group in groups if not name or group.task.taskset == name]
-            metrics |= {source_metric(name, key): value for key, value in curriculum.observe(own).items()}
-        return metrics
+        """Lets an adaptive curriculum observe the groups of a train step."""
+        return self.adaptive.observe(groups) if self.adaptive is not None else {}
 
     def draw_tasks(self, version: int | None, replaced: int) -> None:
         """Draws the tasks of the slots that no version up to `version` admits; None: of the first ones. `replaced` is
@@ -250,42 +222,8 @@ class Schedule:
         first = 0 if version is None else self._ahead(version) * self.fresh_per_step + self.over_rollout + replaced
         steps = self._ahead(self.first_version) if version is None else 1
         number = steps * self.fresh_per_step + (self.over_rollout if version is None else 0)
-        for name, curriculum in self.adaptive.items():
-            below, own = self._num_below(name, first), self._num_below(name, number)
-            curriculum.draw(below, own, self.max_staleness + 1)
-
-    @property
-    def draws(self) -> dict[str, Draws]:
-        """The draws of the adaptive curricula."""
-        return {name: curriculum.draws for name, curriculum in self.adaptive.items()}
-
-    def follow(self, draws: Mapping[str, Draws]) -> None:
-        """Takes over the draws of the trainer's process."""
-        for name, curriculum in self.adaptive.items():
-            curriculum.follow(draws.get(name, ()))
-
-    @property
-    def _parts(self) -> Iterable[tuple[str, Schedule]]:
-        """Each source with its schedule; this one without a name if it has no sources."""
-        return self.sources.items() if self.sources else [("", self)]
-
-    def source_of(self, slot: int) -> tuple[str, int]:
-        """(source, the slot's number among the slots of its source)."""
-        step, place = divmod(slot, self.fresh_per_step)
-        name = self._pattern[place]
-        return name, step * self.sources[name].groups_per_step + self._pattern[:place].count(name)
-
-    def _num_below(self, name: str, slot: int) -> int:
-        """The number of slots of a source below `slot`."""
-        if not self.sources:
-            return slot
-        step, place = divmod(slot, self.fresh_per_step)
-        return step * self.sources[name].groups_per_step + self._pattern[:place].count(name)
-
-    @property
-    def _pattern(self) -> tuple[str, ...]:
-        """The source of each slot of a step: evenly interleaved."""
-        return _interleaved(tuple((name, part.groups_per_step) for name, part in self.sources.items()))
+        if self.adaptive is not None:
+            self.adaptive.draw(first, number, self.max_staleness + 1)
 
     # ------------------------------------------------------------------ slots and versions
 

@@ -83,11 +83,11 @@ class Synchronizer(RunRole):
         return tuple(self.board.read().get("versions", ()))
 
     @property
-    def draws(self) -> Mapping[str, Draws]:
+    def draws(self) -> Draws:
         """The draws of the adaptive curricula, as the trainer published them last."""
-        return self.board.read().get("draws", {})
+        return self.board.read().get("draws", ())
 
-    def publish_draws(self, draws: Mapping[str, Draws]) -> None:
+    def publish_draws(self, draws: Draws) -> None:
         """Publishes the draws of the adaptive curricula: before the version that admits their slots."""
         self._write(lambda values: {**values, "draws": draws})
 

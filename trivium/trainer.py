@@ -98,9 +98,7 @@ class Trainer:
     recorded_weights: Mapping[int, str] | None = None
     """The hash of each version that earlier sessions published in this stage (`EarlierRollouts`)."""
     max_failed_fraction: float = 1.0
-    """The largest fraction of a step's trajectories that may fail, in a stage without sources."""
-    max_failed_of_source: Mapping[str, float] = field(default_factory=dict[str, float])
-    """That of each source, by its name."""
+    """The largest fraction of a step's trajectories that may fail."""
     enable_preview: bool = False
     """Whether a table of rollouts (`rollout_examples`) is logged at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
@@ -163,10 +161,9 @@ class Trainer:
         self._counts = state.get("counts", {})  # later counts belong to the next step's row
         if self.resume is None:
             self._draw_tasks(None)
-        elif self.schedule.adaptive:
-            for name, curriculum in self.schedule.adaptive.items():
-                curriculum.restore(state["curricula"][name])
-            self.synchronizer.publish_draws(self.schedule.draws)
+        elif (curriculum := self.schedule.adaptive) is not None:
+            curriculum.restore(state["curriculum"])
+            self.synchronizer.publish_draws(curriculum.draws)
         self.publisher.publish_held()
         if self.publisher.starts_from(version) and (self.publisher.is_followed or self.evaluator is not None):
             await asyncio.to_thread(self.sync_weight)
@@ -286,11 +283,7 @@ class Trainer:
     async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
         """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
         try:
-            if not self.max_failed_of_source:
-                check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
-            for name, limit in self.max_failed_of_source.items():
-                own = [group for group in fresh if group.task.taskset == name]
-                check_failures(own, limit, f"step {version + 1} of the source {name!r}")
+            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
         except RolloutsFailing as error:
             await self.buffer.retry_on_resume(error.slots)
             raise
@@ -326,9 +319,9 @@ class Trainer:
     def _draw_tasks(self, version: int | None) -> None:
         """Draws and publishes the tasks of the slots that no version up to `version` admits, where a curriculum learns;
         None: of the first slots."""
-        if self.schedule.adaptive:
+        if (curriculum := self.schedule.adaptive) is not None:
             self.schedule.draw_tasks(version, num_replaced(self._counts))
-            self.synchronizer.publish_draws(self.schedule.draws)
+            self.synchronizer.publish_draws(curriculum.draws)
 
     def _end_where_reached(self, metrics: Metrics) -> None:
         """Ends the stage at its last step, or at this step if its metrics cross the threshold of `schedule.until`."""
@@ -455,7 +448,7 @@ class Trainer:
             "buffer": await self.buffer.state(),
             "strategy": self.strategy.state(),
             "algorithm": self.engine.algorithm.state(),
-            "curricula": {name: curriculum.state() for name, curriculum in self.schedule.adaptive.items()},
+            "curriculum": None if (curriculum := self.schedule.adaptive) is None else curriculum.state(),
         }
 
     async def save_before_end(self) -> None:

@@ -45,8 +45,6 @@ FOR_GPUS = {"gpu_24gb.yaml", "lora_vllm.yaml"}
 """Those that name a model of the user's: tests/unit/config/test_memory_plan.py plans them."""
 OVER_ROWS = {"sft.yaml": 15, "dpo.yaml": 12, "reward_model.yaml": 12, "distill.yaml": 15}
 """The others, and how many steps of a stage show that it learns."""
-SOURCES = "sources.yaml"
-"""The recipe with several sources in one stage."""
 OF_THE_DEMO = "short.yaml"
 """The one for a pretrained model: tests/real/test_real_demo.py runs it."""
 
@@ -56,7 +54,6 @@ def test_no_recipe_is_left_out() -> None:
         *SMALLER,
         *OVER_ROWS,
         *FOR_GPUS,
-        SOURCES,
         OF_THE_DEMO,
     }
 
@@ -71,21 +68,6 @@ def smaller(recipe: str, run_dir: Path) -> RunConfig:
         schedule = stage["schedule"]
         schedule |= {"steps": STEPS, "groups_per_step": min(4, schedule["groups_per_step"])}
     return config_from_mapping(data, (RECIPES / recipe).parent)
-
-
-def test_every_step_of_several_sources_learns_from_each(tmp_path: Path) -> None:
-    data = merged(read_yaml(RECIPES / SOURCES), {"run": {"dir": str(tmp_path / "run")}, "cluster": {"threads": 1}})
-    data |= {"schedule": {"steps": 3, "groups_per_step": 8, "group_size": 4}, "monitors": [{"kind": "jsonl"}]}
-    data["evaluation"] |= {"every": 0}
-    run(config_from_mapping(data, RECIPES))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "train/version" in row]
-    assert [row["source/rows/rollout/groups"] for row in trained] == [2, 2, 2]
-    assert [row["source/sums/rollout/trajectories"] for row in trained] == [
-        4 * (6 - row["source/sums/rollout/refused"]) for row in trained
-    ]
-    assert trained[-1]["source/rows/train/loss/policy"] < trained[0]["source/rows/train/loss/policy"]
-    assert all(row["source/sums/curriculum/seen"] > 0 for row in trained)
 
 
 def journaled(config: RunConfig, run_dir: Path) -> list[Group]:

@@ -12,7 +12,7 @@ import yaml
 from configs import tiny_model
 from postgres import Server
 
-from tests.e2e.test_curricula import SOURCES
+from tests.e2e.test_curricula import CURRICULUM
 from tests.e2e.test_kill import outcome_of
 from tests.processes import Forked, commands
 from tests.waiting import eventually
@@ -103,8 +103,8 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("staleness", "overrides"),
-    [(2, ()), (1, (f"tasks.train={json.dumps(SOURCES)}",))],
-    ids=["one source", "sources and a curriculum"],
+    [(2, ()), (1, (f"schedule.curriculum={json.dumps(CURRICULUM)}",))],
+    ids=["in random order", "by a curriculum"],
 )
 def test_apart_or_together_the_weights_are_the_same(staleness: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
     """Two explorers in two shells, deterministic and one or two versions behind, against one process. The explorers
@@ -125,7 +125,7 @@ def test_apart_or_together_the_weights_are_the_same(staleness: int, overrides: t
         outcome["tensors"] = {name: data for name, data in outcome["tensors"].items() if "/versions/" not in name}
         assert outcome["tensors"]
     assert ended[0] == ended[1]
-    assert any("source/sums/curriculum/seen" in row for row in ended[0]["metrics"]) == bool(overrides)
+    assert any("curriculum/seen" in row for row in ended[0]["metrics"]) == bool(overrides)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 2 * BEAT_S], ids=["at-once", "later"])

@@ -600,23 +600,6 @@ async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None
         await fill(7)
 
 
-async def test_groups_of_a_source_that_are_dropped_end_the_run_beside_another_source() -> None:
-    x, y = (replace(explorer(), failure_window=4) for _ in range(2))
-    y.min_members, y.max_failed_fraction = 2, 0.3
-    playing = replace(explorer(), sources={"x": x, "y": y})
-
-    async def fails(task: Task, policy: Policy) -> dict[str, float]:
-        raise ValueError("the world broke")
-
-    y.workflow = Plays(fails)
-    own = Schedule([TASK], seed=0, groups_per_step=1, group_size=4)
-    schedule = replace(own, groups_per_step=2, sources={"x": own, "y": own})
-    for slot in range(7):
-        await playing.rollout_slot(schedule, Lease(slot))
-    with refused(RolloutsFailing, "4 groups", "'y'", "16 of 16", "ValueError"):
-        await playing.rollout_slot(schedule, Lease(7))
-
-
 async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
     playing = replace(explorer(), min_members=4, max_failed_fraction=0.5, failure_window=4)
     fill = filled(playing, lambda slot, index: index == 0 and slot % 4 != 0)

@@ -42,13 +42,6 @@ def test_rows_become_one_by_the_declared_rule(key: str, value: float) -> None:
     assert aggregate(rows) == {key: value}
 
 
-def test_a_metric_of_a_source_is_aggregated_as_the_metric() -> None:
-    rows = [{"source/x.y/reward/max": 1.0, "source/x.y/train/lr/policy": value} for value in (3.0, 2.0)]
-    assert aggregate(rows) == {"source/x.y/reward/max": 1.0, "source/x.y/train/lr/policy": 2.0}
-    with refused(DataError, "source/x/rewards"):
-        declared("source/x/rewards")
-
-
 def test_a_row_without_the_key_does_not_count() -> None:
     assert aggregate([{"reward/mean": 1.0}, {}, {"reward/mean": 3.0}]) == {"reward/mean": 2.0}
 

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RolloutsFailing, RunDirError, StorageError, TriviumError
+from trivium.errors import RunDirError, StorageError, TriviumError
 from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run
@@ -39,7 +39,7 @@ from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.trainer import Keep, Learn, Trainer
-from trivium.types import TRAINER, Batch, Failure, Group, Metrics, RunningStatus, Sample, Sampling, Trajectory
+from trivium.types import TRAINER, Batch, Group, Metrics, RunningStatus, Sample, Sampling
 
 
 class CountingStore(CheckpointStore):
@@ -174,20 +174,6 @@ async def test_rollouts_of_the_next_step_under_an_evaluation_are_time_of_that_st
     assert last["time/evaluate"] > 0.4, "nothing else was rolled out"
     assert trainer.record["time"]["wait"] == pytest.approx(step["time/wait"], abs=0.1)
     assert "time/rollouts_for_training" not in first
-
-
-async def test_the_failures_of_a_step_are_counted_for_each_source(tmp_path: Path) -> None:
-    trainer = Run(tmp_path).trainer()
-    trainer.max_failed_of_source = {"x": 0.5, "y": 0.5}
-
-    def fresh(slot: int, source: str, failure: Failure | None) -> Group:
-        return Group(slot, replace(TASKS[0], taskset=source), (Trajectory(0, (), failure=failure),))
-
-    failed = fresh(1, "y", Failure("workflow", "ValueError", "the world broke"))
-    with refused(RolloutsFailing, "'y'", "1 of 1"):
-        await trainer._check_failures([fresh(0, "x", None), failed, fresh(2, "x", None)], 0)
-    trainer.max_failed_of_source = {"x": 0.0, "y": 1.0}
-    await trainer._check_failures([fresh(0, "x", None), failed], 0)
 
 
 # --------------------------------------------------------------------------- when it saves

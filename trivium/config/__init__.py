@@ -1,7 +1,6 @@
 """The config: what a user sets (schema), how it is read and checked, and what follows from it (plan).
 
 schema           the whole config, the base classes of plugin sections, and how `kind` picks a class
-sources          several task sources in one stage, and the config of each
 sections         the sections that are values alone, with their defaults and help
 fields           marks of fields that a resumed run may change; paths
 merging          merges config mappings

@@ -12,19 +12,12 @@ from trivium.config.recording import can_score_prompts, recorded, scores_observa
 from trivium.config.rules import Rules
 from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
-from trivium.config.sources import SourcesConfig, source_problems
 from trivium.errors import Problem, TriviumError
-from trivium.metrics import METRICS, depends_on_machine, of_source
+from trivium.metrics import METRICS, depends_on_machine
 from trivium.registry import describe, resolve, suggest
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 CONFIG_RULES = Rules[RunConfig]()
-_OF_EACH_SOURCE = ("train/*", "mismatch/*", "curriculum/*")
-_OF_THE_UPDATE = (
-    *("train/loss/*", "train/grad_norm/*", "train/lr/*", "train/tokens", "train/version", "train/changed_fields"),
-    *(f"train/{name}_{of}" for name in ("advantage", "return") for of in ("mean", "min", "max")),
-)
-"""With several sources, steps have the metrics of `_OF_EACH_SOURCE` for each source alone, and these for all."""
 
 
 @CONFIG_RULES.rule
@@ -56,7 +49,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
         )
-    if isinstance(schedule.curriculum, Config) and not isinstance(config.tasks.get("train"), SourcesConfig):
+    if isinstance(schedule.curriculum, Config):
         yield from schedule.curriculum.problems(config, "schedule.curriculum")
     if schedule.until is not None:
         yield from _check_threshold(schedule.until, config)
@@ -73,20 +66,11 @@ def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Prob
 
 def _missing_metric(metric: str, config: RunConfig) -> Iterator[tuple[str, str]]:
     """(why, remedy) for a metric that no train step and no evaluation of a stage has."""
-    train, evaluation = config.tasks.get("train"), config.evaluation
-    sources = [each.name for each in train.sources] if isinstance(train, SourcesConfig) else []
-    source, own = of_source(metric)
-    listed = "name one that docs/metrics.md lists"
-    if source and source not in sources:
-        yield f"no source is named {source!r}", suggest(source, sources) if sources else listed
-    elif own.startswith("source/") or not any(fnmatchcase(own, pattern) for pattern in METRICS):
+    evaluation, listed = config.evaluation, "name one that docs/metrics.md lists"
+    if not any(fnmatchcase(metric, pattern) for pattern in METRICS):
         yield "no such metric", listed
-    elif depends_on_machine(own):
+    elif depends_on_machine(metric):
         yield "it depends on the machine", listed
-    elif source and own.startswith("eval/"):
-        yield "evaluations are those of the run", f"name {own}"
-    elif sources and not source and _is_of_each_source(metric):
-        yield "each source has its own", f"name that of a source, for example source/{sources[0]}/{metric}"
     elif metric.startswith("eval/"):
         if metric.split("/")[1] not in (evaluation.taskset, evaluation.held_out):
             yield "no evaluation measures it", "name the taskset in evaluation.taskset"
@@ -94,18 +78,15 @@ def _missing_metric(metric: str, config: RunConfig) -> Iterator[tuple[str, str]]
             yield "evaluation.every is 0: no step before the last is evaluated", "set evaluation.every"
 
 
-def _is_of_each_source(metric: str) -> bool:
-    """Whether, with several sources, a step has the metric for each source alone."""
-    return any(fnmatchcase(metric, pattern) for pattern in _OF_EACH_SOURCE) and not any(
-        fnmatchcase(metric, pattern) for pattern in _OF_THE_UPDATE
-    )
-
-
 @CONFIG_RULES.rule
 def check_sources(config: RunConfig) -> Iterator[Problem]:
-    """Several sources in a run without a schedule of tasks, or sources that cannot share a step. Each source is also
-    checked as a config of its own."""
-    yield from source_problems(config, CONFIG_RULES.problems)
+    """Tasks of several sources in a stage that learns from rows."""
+    buffer = config.buffer.kind
+    for name in ("train", config.evaluation.held_out):
+        several = name in config.tasks and config.tasks[name].kind == "sources"
+        if several and not capabilities_of(resolve("buffers", buffer)).explored:
+            found = f"buffer.kind {buffer!r} reads the rows of one"
+            yield Problem(f"tasks.{name}", "tasks of several sources", found, "name one; its path may list files")
 
 
 @CONFIG_RULES.rule
@@ -352,8 +333,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
     if config.rewards or scored_later or workflow.gives_rewards:
         return
     explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
-    several = isinstance(config.tasks.get("train"), SourcesConfig)  # `check_sources` checks each
-    rolled_out = explored and config.algorithm.reads_rewards and not (several or _served(config))
+    rolled_out = explored and config.algorithm.reads_rewards and not _served(config)
     if rolled_out or config.evaluation.taskset is not None:
         yield Problem(
             "rewards",

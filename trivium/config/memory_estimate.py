@@ -12,7 +12,6 @@ from trivium.config.machine import Machine
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import BYTES, FEW_BITS, ModelShape
 from trivium.config.parallel import ParallelConfig, sent_in_a_pass
-from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import describe, resolve
 from trivium.types import SyncMethod, capabilities_of
@@ -252,8 +251,7 @@ def with_limits(config: RunConfig, tokens: int | None, rows: int | None) -> RunC
 def plan_batch(config: RunConfig, ranks: int, tasks: TaskTokens = _UNREAD) -> BatchPlan:
     """How one train step of a stage is cut on `ranks` training ranks."""
     schedule, train = config.schedule, config.train
-    algorithm = next(iter(source_configs(config).values())).algorithm  # sources share these values
-    sequences = trajectories_per_step(config)
+    algorithm, sequences = config.algorithm, trajectories_per_step(config)
     mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
     sequence, tensor = int(getattr(train, "sequence_parallel", 1)), split_over(config).tensor
     data_ranks = max(1, ranks // sequence // tensor)
@@ -284,8 +282,7 @@ def plan_batch(config: RunConfig, ranks: int, tasks: TaskTokens = _UNREAD) -> Ba
 
 def trajectories_per_step(config: RunConfig, stored: int = 0) -> int:
     """The trajectories of a train step, without those of `stored` groups."""
-    schedules = [source.schedule for source in source_configs(config).values()]
-    return sum(each.groups_per_step * each.group_size for each in schedules) - stored * config.schedule.group_size
+    return (config.schedule.groups_per_step - stored) * config.schedule.group_size
 
 
 def split_over(config: RunConfig) -> ParallelConfig:
@@ -571,13 +568,6 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
     """(trained roles, frozen models by role) of a stage's algorithm."""
-    roles = [_models_of_source(source, shape) for source in source_configs(config).values()]
-    trained = dict.fromkeys(role for own, _ in roles for role in own)
-    frozen = {role: model for _, own in roles for role, model in own.items() if role not in trained}
-    return [*trained], frozen
-
-
-def _models_of_source(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
     section = config.algorithm.for_run(config)
     build = getattr(resolve("algorithms", section.kind), "build", None)
     if build is None:
@@ -607,9 +597,8 @@ def _starts_an_adapter(config: RunConfig) -> bool:
 
 def _averages(config: RunConfig) -> bool:
     """Whether an average of the policy's weights teaches it."""
-    sections = [source.algorithm for source in source_configs(config).values()]
-    teachers = [teacher for each in sections if (teacher := getattr(each, "teacher", None)) is not None]
-    return any(teacher.path is None and teacher.weights == "average" for teacher in teachers)
+    teacher = getattr(config.algorithm, "teacher", None)
+    return teacher is not None and teacher.path is None and teacher.weights == "average"
 
 
 # --------------------------------------------------------------------------- refusal

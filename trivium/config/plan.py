@@ -24,7 +24,6 @@ from trivium.config.memory_estimate import (
 from trivium.config.recording import recorded_in
 from trivium.config.saved import as_yaml
 from trivium.config.schema import Config, RunConfig
-from trivium.config.sources import source_configs
 
 
 class StagePlan(Config):
@@ -76,13 +75,6 @@ class Plan(Config):
         return as_yaml(self.model_dump(mode="json"), width=1000)
 
 
-def _described(stage: RunConfig) -> dict[str, str]:
-    """The algorithm in the plan; with several sources, those of each."""
-    configs = source_configs(stage).items()
-    parts = {name: own.algorithm.describe(own) for name, own in configs}
-    return {f"{name} {key}".strip(): value for name, part in parts.items() for key, value in part.items()}
-
-
 def _stages(
     config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[TaskTokens]
 ) -> Iterator[tuple[RunConfig, BatchPlan, MemoryPlan | None]]:
@@ -127,7 +119,7 @@ def plan_run(
                 max_staleness=stage.max_staleness,
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * rolled_out,
-                algorithm=_described(stage),
+                algorithm=stage.algorithm.describe(stage),
                 learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
                 batch=batch,
                 vision=vision_in(stage),

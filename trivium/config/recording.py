@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trivium.config.memory_estimate import replays_routing, shape_in
-from trivium.config.sources import source_configs
 from trivium.registry import describe
 from trivium.types import capabilities_of
 
@@ -23,8 +22,7 @@ def scores_observations(config: RunConfig) -> bool:
     """Whether evaluations report the cross-entropy of observations (`evaluation.observations`)."""
     if config.evaluation.observations is not None:
         return config.evaluation.observations
-    trained = any(getattr(own.algorithm, "observation_coef", 0) for own in source_configs(config).values())
-    return trained and can_score_prompts(config)
+    return bool(getattr(config.algorithm, "observation_coef", 0)) and can_score_prompts(config)
 
 
 def can_score_prompts(config: RunConfig) -> bool:

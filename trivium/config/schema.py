@@ -413,7 +413,7 @@ Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", defau
 
 
 def _tasks(data: object) -> object:
-    """A list has several sources."""
+    """A list mixes several sources."""
     return plugin("tasks")({"kind": "sources", "sources": data} if isinstance(data, list | tuple) else data)
 
 
@@ -438,7 +438,7 @@ class RunConfig(Config):
     model: Model
     """The policy: `{kind: hf, path: ...}` or `{kind: tiny, ...}`."""
     tasks: dict[str, Tasks]
-    """Tasksets by name; explorers roll out `train`, which may be a list of sources."""
+    """Tasksets by name; explorers roll out `train`. A list mixes the tasks of several sources."""
     workflow: WorkflowPlugin = Field(default={"kind": "single_turn"})  # pyright: ignore[reportAssignmentType]
     rewards: tuple[RewardPlugin, ...] = ()
     """Reward functions of a finished trajectory; their weighted sum is the reward."""

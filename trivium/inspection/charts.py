@@ -16,7 +16,7 @@ from trivium.buffers.step_log import resumed_after
 from trivium.errors import DataError
 from trivium.inspection.changing_files import Row
 from trivium.inspection.run import RecordedRun
-from trivium.metrics import declared, graded_accuracies, of_source
+from trivium.metrics import declared, graded_accuracies
 
 _FLOORS = {"nats": 1e-6, "tokens": 1e-2, "tokens/s": 1e-2, "versions": 1e-2, "s": 1e-6, "1/s": 1.0}
 """Unit -> the smallest difference that an axis shows; a smaller one is a rounding error."""
@@ -99,9 +99,8 @@ def keys_of(rows: Sequence[Row]) -> list[str]:
 
 
 def matching(keys: Sequence[str], chart: Chart) -> list[str]:
-    """Returns the keys that a chart shows; those of single sources (`source/NAME/...`) come after the run's own."""
-    matched = [key for key in keys if any(fnmatchcase(of_source(key)[1], pattern) for pattern in chart.patterns)]
-    return sorted(matched, key=lambda key: of_source(key)[0] != "")
+    """Returns the keys that a chart shows."""
+    return [key for key in keys if any(fnmatchcase(key, pattern) for pattern in chart.patterns)]
 
 
 def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:

@@ -24,7 +24,6 @@ from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
 from trivium.config.resume import as_begun
 from trivium.config.saved import config_file
-from trivium.config.sources import source_configs
 from trivium.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.monitors.console import shown
@@ -34,6 +33,7 @@ from trivium.protocols import Renderer, RolloutEngine, StreamingEngine
 from trivium.randomness import SampleKey
 from trivium.runtime.build import build_engine
 from trivium.runtime.checkpoint_eval import stage_at
+from trivium.tasks.concatenation import Sources
 from trivium.tasks.files import JsonlTasks
 from trivium.types import Message, Prompt, Sampling, StopReason, Task, with_system
 
@@ -233,13 +233,14 @@ def _config_of(path: str, overrides: Sequence[str], scratch: str) -> RunConfig:
 
 def _system_of(config: RunConfig) -> tuple[str | None, str]:
     """The system message of the first task of a run, and a line that describes it; empty if there is none."""
-    name, own = next(iter(source_configs(config).items()))
-    taskset = "train" if "train" in own.tasks else next(iter(own.tasks))
-    section, system = own.tasks[taskset], getattr(own.workflow, "system", None)
+    taskset = "train" if "train" in config.tasks else next(iter(config.tasks))
+    section, system = config.tasks[taskset], getattr(config.workflow, "system", None)
+    if isinstance(section, Sources.Config):
+        section = section.sources[0]
     if hasattr(section, "limit"):
         section = section.model_copy(update={"limit": 1})  # a large file takes seconds
     try:
-        prompt: tuple[Message, ...] = build("tasks", section, name=name or taskset, seed=own.run.seed)[0].prompt
+        prompt: tuple[Message, ...] = build("tasks", section, name=taskset, seed=config.run.seed)[0].prompt
     except TriviumError as error:
         why = f"{error.asked}: {error.found}"
         return system, f"\nthe run's tasks, which may have a system message, cannot be read ({why})"

@@ -17,7 +17,6 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RewardConfig, RunConfig
 from trivium.config.sections import EvaluationSection
-from trivium.config.sources import SourcesConfig, rewards_of, with_rewards
 from trivium.errors import DataError, RunDirError
 from trivium.inspection.rollouts import read_groups, taken_groups
 from trivium.inspection.run import RecordedRun
@@ -43,24 +42,20 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 
 def remote_rewards(config: RunConfig) -> list[str]:
     """Returns the rewards that a server computes, whose results may have changed since the run."""
-    rewards = [part.reward for own in rewards_of(config).values() for part in parts_of(own)]
+    rewards = [part.reward for part in parts_of(config.rewards)]
     return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
 
 
 def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
     """Returns the config without these rewards."""
-
-    def others(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
-        kept: list[RewardConfig] = []
-        for reward in rewards:
-            if isinstance(reward, Recipe.Config):
-                components = tuple(each for each in reward.components if each.label not in labels)
-                kept += [reward.model_copy(update={"components": components})] if components else []
-            elif reward.label not in labels:
-                kept.append(reward)
-        return tuple(kept)
-
-    return with_rewards(config, others)
+    rewards: list[RewardConfig] = []
+    for reward in config.rewards:
+        if isinstance(reward, Recipe.Config):
+            components = tuple(each for each in reward.components if each.label not in labels)
+            rewards += [reward.model_copy(update={"components": components})] if components else []
+        elif reward.label not in labels:
+            rewards.append(reward)
+    return config.model_copy(update={"rewards": tuple(rewards)})
 
 
 def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collection[str]) -> Stage:
@@ -72,8 +67,7 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
     if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         # Recorded groups contain their tasks; tasksets with expert data are still read.
         experts = getattr(config.buffer.strategy, "taskset", None)
-        read = experts == "train" or isinstance(tasks["train"], SourcesConfig)  # sources have their own settings there
-        tasks |= {} if read else {"train": ServedTasks.Config(kind=SERVED)}
+        tasks |= {"train": ServedTasks.Config(kind=SERVED)} if experts != "train" else {}
     update: dict[str, Any] = {
         "run": config.run.model_copy(update={"dir": str(scratch), "mode": "both", "keep": "rollouts"}),
         "tasks": tasks,
@@ -186,7 +180,7 @@ class ReplayedTrainer:
             {},
         )
         self.trainer.publisher.note = None
-        self.trainer.max_failed_fraction, self.trainer.max_failed_of_source = 1.0, {}
+        self.trainer.max_failed_fraction = 1.0
 
     @property
     def version(self) -> int:

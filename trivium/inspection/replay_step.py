@@ -177,8 +177,7 @@ async def _replay_rollouts(
     comparison = result.comparison
     engine = await engines_of(stage, weights, groups)
     explorer = build_explorer(stage, "replay", cast(RolloutEngine, engine))
-    for each in (explorer, *explorer.sources.values()):
-        each.must_judge = each.must_judge and not left_out
+    explorer.must_judge = explorer.must_judge and not left_out
     comparison.inexact = [*comparison.inexact, *_inexact_engine(stage, engine)]
     for label in left_out:
         comparison.note("reward", f"{label} asks a server, so it is computed again only with --ask-servers")
@@ -192,8 +191,7 @@ async def _replay_rollouts(
                     comparison.note("tokens", f"{who} was sampled while weights changed (sync.in_flight)")
                 elif compare_rollout(comparison, who, old, new, left_out):
                     continue
-                own = explorer.sources.get(group.task.taskset, explorer)
-                await _judge_recorded(comparison, own, group, old, left_out)
+                await _judge_recorded(comparison, explorer, group, old, left_out)
     finally:
         await engine.close()
 
@@ -211,8 +209,9 @@ async def _rolled_out(explorer: Explorer, schedule: Schedule, group: Group) -> G
     keys = [schedule.key(at, rollout.index) for rollout in group.trajectories]
     greedy = None if group.greedy is None else schedule.key(at, group.greedy.index)
     slot, epoch, attempt = group.slot, group.epoch, group.attempt
-    own = explorer.sources.get(group.task.taskset, explorer)
-    return explorer.refined(await own.rollout(group.task, keys, slot=slot, epoch=epoch, attempt=attempt, greedy=greedy))
+    return explorer.refined(
+        await explorer.rollout(group.task, keys, slot=slot, epoch=epoch, attempt=attempt, greedy=greedy)
+    )
 
 
 async def _judge_recorded(

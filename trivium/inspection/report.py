@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.atomic import atomic_write, refuse_existing
-from trivium.config.sources import algorithm_kinds
 from trivium.errors import Problem, RunDirError, TriviumError
 from trivium.inspection.charts import CHARTS, curves, keys_of, line_chart, marks, matching, shown
 from trivium.inspection.doctor import Report, diagnose
@@ -101,7 +100,7 @@ def _summary(run: RecordedRun) -> str:
     """Returns the results of the run as a row of figures."""
     summary, rows = run.summary, run.rows()
     stages = run.config.stage_configs()
-    facts = {"model": _model(run), "algorithm": " → ".join(map(algorithm_kinds, stages))}
+    facts = {"model": _model(run), "algorithm": " → ".join(stage.algorithm.kind for stage in stages)}
     for name in ("accuracy", "reward", "held_out"):
         before, after = (summary.get(f"{name}_{end}", value) for end, value in _ends(rows, name).items())
         if before is not None and after is not None:

@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import wraps
 from statistics import fmean
 from typing import Any
 
-from trivium.config.rules import Rule, Rules, wrong
+from trivium.config.rules import Rules, wrong
 from trivium.errors import Problem
-from trivium.metrics import of_source
 from trivium.types import Group
 
 _log = logging.getLogger("trivium")
@@ -95,31 +93,8 @@ class Evidence:
         before, after = ([reward for is_before, reward in rewards if is_before is side] for side in (True, False))
         return [*before[-_NEAR:], *after[:_NEAR]]
 
-    def of_sources(self) -> Iterator[tuple[str, Evidence]]:
-        """Yields the evidence of each source of tasks that learns from rollouts, with its own metrics and the staleness
-        of the steps."""
-        for name in sorted({source for row in self.rows for key in row if (source := of_source(key)[0])}):
-            rows = [
-                {own: value for key, value in row.items() for source, own in [of_source(key)] if source == name}
-                | {key: row[key] for key in ("step", "rollout/staleness") if key in row}
-                for row in self.rows
-            ]
-            yield name, replace(self, rows=[row for row in rows if "reward/mean" in row])
-
 
 RULES = Rules[Evidence]()
-
-
-def _for_each_source(find: Rule[Evidence]) -> Rule[Evidence]:
-    """Decorates a rule that reads metrics of the loss: with several sources, each has its own."""
-
-    @wraps(find)
-    def find_in_all(evidence: Evidence) -> Iterator[Problem]:
-        yield from find(evidence)
-        for name, own in evidence.of_sources():
-            yield from (each._replace(found=f"source {name}: {each.found}") for each in find(own))
-
-    return find_in_all
 
 
 @RULES.rule
@@ -172,7 +147,6 @@ def ended_by_an_error(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
-@_for_each_source
 def entropy_collapse(evidence: Evidence) -> Iterator[Problem]:
     """`train/entropy` is below 0.02 nats and below a tenth of its first value, while the mean reward is not near its
     maximum: sampling is almost deterministic."""
@@ -265,7 +239,6 @@ def learning_rate_too_low(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
-@_for_each_source
 def clip_fraction(evidence: Evidence) -> Iterator[Problem]:
     """More than 30 % of the trained tokens are clipped (`train/clip_fraction`)."""
     part = evidence.recent("train/clip_fraction")
@@ -275,7 +248,6 @@ def clip_fraction(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
-@_for_each_source
 def kl_drift(evidence: Evidence) -> Iterator[Problem]:
     """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the
     step (`train/kl`) above 0.3, or above 1 in the newest step that trained."""
@@ -343,7 +315,6 @@ def truncation(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
-@_for_each_source
 def engine_mismatch(evidence: Evidence) -> Iterator[Problem]:
     """With staleness 0, the log-probabilities of engine and trainer for the same tokens differ by a KL divergence above
     0.01 nats per token (`mismatch/kl`). With `run.keep: tokens` it names the tokens that differ most."""
@@ -357,7 +328,6 @@ def engine_mismatch(evidence: Evidence) -> Iterator[Problem]:
 
 
 @RULES.rule
-@_for_each_source
 def staleness(evidence: Evidence) -> Iterator[Problem]:
     """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`) or the KL divergence between the
     policies that sampled and train the tokens above 0.5 nats (`mismatch/kl`); or more than 25 groups are evicted as too

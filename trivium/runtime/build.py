@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +13,17 @@ from typing import Any
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
-from trivium.algorithms.per_source import MixedAlgorithm
 from trivium.algorithms.teacher_prompts import TeacherPrompts
 from trivium.board import Board, MemoryBoard
-from trivium.buffers.files import FileBuffer
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.step_log import StepLog
 from trivium.buffers.step_tokens import keep_step, keep_updates
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.config import RewardConfig, RunConfig, build
+from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.recording import recorded, scores_observations
-from trivium.config.sources import SourcesConfig, source_configs
 from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
@@ -38,7 +35,7 @@ from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.publisher import Publisher
 from trivium.registry import resolve
-from trivium.rewards.judge import Judge, make_judge
+from trivium.rewards.judge import make_judge
 from trivium.runtime.row_lengths import fit
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_train_engine
@@ -220,7 +217,6 @@ def build_trainer(
         resume=resume,
         recorded_weights=log.recorded_weights if explored else None,
         max_failed_fraction=config.workflow.max_failed_fraction,
-        max_failed_of_source={n: own.workflow.max_failed_fraction for n, own in source_configs(config).items() if n},
         enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
         keep_updates=partial(keep_updates, stage.run_dir) if config.run.keep == "tokens" else None,
@@ -261,19 +257,10 @@ def _explore_function(stage: Stage) -> Explore:
 def algorithm_of(config: RunConfig, stage: Stage | None = None) -> GroupAlgorithm:
     """Builds the algorithm of a stage's config, with the values that follow from other sections filled in. With the
     `stage` it is complete for training: it knows the first version, and what a teacher reads."""
-    parts: dict[str, GroupAlgorithm] = {}
-    for name, own in source_configs(config).items():
-        section = own.algorithm.for_run(own)
-        parts[name] = build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
-        if stage is not None:
-            parts[name] = _for_training(parts[name], own, stage)
-    train = config.tasks.get("train")
-    if not isinstance(train, SourcesConfig):
-        return parts[""]
-    return MixedAlgorithm.of(parts, {source.name: source.loss_weight for source in train.sources})
-
-
-def _for_training(algorithm: GroupAlgorithm, config: RunConfig, stage: Stage) -> GroupAlgorithm:
+    section = config.algorithm.for_run(config)
+    algorithm = build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
+    if stage is None:
+        return algorithm
     algorithm = replace(algorithm, first_version=stage.first_version)
     if algorithm.teacher is None or not algorithm.teacher.context:
         return algorithm
@@ -284,19 +271,10 @@ def _for_training(algorithm: GroupAlgorithm, config: RunConfig, stage: Stage) ->
 
 
 def build_schedule(stage: Stage) -> Schedule:
-    configs = source_configs(stage.config)
-    if "" in configs:
-        return _schedule_of(stage, stage.config, build_tasks(stage.config, "train"))
-    sources = {name: _schedule_of(stage, own, build_tasks(own, "train", name)) for name, own in configs.items()}
-    return replace(_schedule_of(stage, stage.config, build_tasks(stage.config, "train"), False), sources=sources)
-
-
-def _schedule_of(stage: Stage, config: RunConfig, tasks: TaskSource, ordered: bool = True) -> Schedule:
-    """The schedule of a stage, or of one of its sources; `ordered`: with the order of these tasks."""
-    schedule = config.schedule
+    config, schedule, tasks = stage.config, stage.config.schedule, build_tasks(stage.config, "train")
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
     curriculum = None
-    if ordered and schedule.curriculum is not None:
+    if schedule.curriculum is not None:
         curriculum = curriculum_of(schedule.curriculum, tasks, seed=config.run.seed, stage=stage.number)
     return Schedule(
         tasks=tasks,
@@ -323,9 +301,9 @@ def _bounds(least: float | None, most: float | None) -> tuple[float, float]:
     return -math.inf if least is None else least, math.inf if most is None else most
 
 
-def build_tasks(config: RunConfig, name: str, taskset: str | None = None) -> TaskSource:
-    """Builds the tasks of `tasks.<name>`, whose taskset has another name in a stage with several sources."""
-    source = build("tasks", config.tasks[name], name=taskset or name, seed=config.run.seed)
+def build_tasks(config: RunConfig, name: str) -> TaskSource:
+    """Builds the tasks of `tasks.<name>`."""
+    source = build("tasks", config.tasks[name], name=name, seed=config.run.seed)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         found = f"{config.tasks[name].kind} makes {described(source)}"
         raise ConfigError(f"tasks of tasks.{name}", found, "name a class with __len__ and __getitem__")
@@ -354,39 +332,14 @@ def build_engine(stage: Stage) -> RolloutEngine:
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
     """Builds an explorer over `engine`, or over a new engine."""
-    config, configs = stage.config, source_configs(stage.config)
+    config, workflow = stage.config, stage.config.workflow
     engine = engine or build_engine(stage)
-    deadline_s = max(each.workflow.deadline_s for each in (config, *configs.values()))
-    judges: list[tuple[Sequence[RewardConfig], Judge]] = []
-
-    def explorer_of(config: RunConfig, tasksets: Sequence[str]) -> Explorer:
-        only_read = isinstance(config.buffer, FileBuffer.Config) and config.evaluation.taskset is None
-        rewards = config.rewards if tasksets and not only_read else ()
-        judge = next((each for own, each in judges if own == rewards), None)
-        if judge is None:  # explorers with equal rewards share a judge: a reward may hold a model
-            judge = make_judge(rewards, deadline_s, stage.renderer.decode)
-            judges.append((rewards, judge))
-        return _explorer_of(stage, config, name, engine, judge, tasksets)
-
-    if "" in configs:
-        return explorer_of(config, [config.evaluation.taskset or "train", "train"])
-    sources = {source: explorer_of(own, ["train"]) for source, own in configs.items()}
-    evaluated = [] if config.evaluation.taskset is None else [config.evaluation.taskset]
-    return replace(explorer_of(config, evaluated), sources=sources)
-
-
-def _explorer_of(
-    stage: Stage, config: RunConfig, name: str, engine: RolloutEngine, judge: Judge, tasksets: Sequence[str]
-) -> Explorer:
-    """An explorer of a stage, or of one of its sources, whose judge scores these tasksets."""
-    workflow, rows = config.workflow, None
-    if isinstance(config.buffer, FileBuffer.Config):
-        # The buffer reads from the tasks only whether rows are cut.
-        cuts = getattr(config.tasks["train"], "on_overlong", "").startswith("cut")
-        tasks: Any = build_tasks(config, "train") if cuts else ()
-        schedule = Schedule(tasks, config.run.seed, group_size=config.schedule.group_size)
-        rows = FileBuffer(config.buffer, schedule=schedule, rollouts=Path(), renderer=stage.renderer, deadline_s=0)
-    for taskset in dict.fromkeys(tasksets) if rows is None else ():
+    explored, evaluated = capabilities_of(resolve("buffers", config.buffer.kind)).explored, config.evaluation.taskset
+    # A stage that learns from rows and has no evaluation judges nothing: a reward may hold a model.
+    rewards = config.rewards if explored or evaluated is not None else ()
+    judge = make_judge(rewards, workflow.deadline_s, stage.renderer.decode)
+    judged = ([] if evaluated is None else [evaluated]) + (["train"] if explored else [])
+    for taskset in dict.fromkeys(judged):
         if config.tasks[taskset].kind != SERVED:  # `serve`: the requests of agents are checked on arrival
             judge.check_columns(build_tasks(config, taskset)[0].columns)
     return Explorer(
@@ -407,7 +360,6 @@ def _explorer_of(
         name=name,
         in_flight=config.sync.in_flight,
         operators=(Pipeline(config.buffer),) if config.buffer.operators else (),
-        rows=None if rows is None else rows.group_of,
     )
 
 
@@ -446,12 +398,8 @@ def explain(config: RunConfig) -> str:
     stages, texts = config.stage_configs(), list[str]()
     for number, stage in enumerate(stages):
         head = f"stage {number}\n" if len(stages) > 1 else ""
-        for name, own in source_configs(stage).items():
-            source, schedule = getattr(resolve("algorithms", own.algorithm.kind), "source", ""), own.schedule
-            share = f"{schedule.groups_per_step} of {stage.schedule.groups_per_step} groups of a step"
-            of = f"source {name}: {share}, {schedule.group_size} trajectories each\n" if name else ""
-            texts.append(head + of + _curriculum(own) + explain_algorithm(algorithm_of(own), source))
-            head = ""
+        source = getattr(resolve("algorithms", stage.algorithm.kind), "source", "")
+        texts.append(head + _curriculum(stage) + explain_algorithm(algorithm_of(stage), source))
     return "\n\n".join(texts) + "\n"
 
 

@@ -20,7 +20,6 @@ from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.plan import plan_run, with_choices
 from trivium.config.resume import fingerprint
-from trivium.config.sources import algorithm_kinds, rewards_of
 from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.monitors.verdict import verdict
@@ -147,7 +146,7 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     latest = store.recover()
     if latest is not None:
         _log.info("continuing from %s", latest.path.name)
-        for reward in (part.reward for own in rewards_of(config).values() for part in parts_of(own)):
+        for reward in (part.reward for part in parts_of(config.rewards)):
             if is_unnamed(reward.kind):
                 _log.warning(
                     "the reward %s has no importable name: it is unknown whether it is the same as before", reward.kind
@@ -158,7 +157,7 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     with session(config, run_dir, store, latest) as train_stage:
         for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
             if config.stages:
-                what = f"{algorithm_kinds(stage.config)}, {stage.config.schedule.steps} steps"
+                what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
                 announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
             record.update(train_stage(stage, resume, record))
             trained = True

@@ -35,7 +35,6 @@ from trivium.config.memory_estimate import (
 from trivium.config.parallel import mesh_problems
 from trivium.config.rules import Rules
 from trivium.config.schema import Config
-from trivium.config.sources import source_configs
 from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded
@@ -52,6 +51,7 @@ from trivium.runtime.row_lengths import (
     longest_row,
     renderer_here,
     row_number,
+    sources_in,
     surely_within,
     texts_of,
     tokenizer_in,
@@ -178,6 +178,8 @@ class _Taskset:
     """None if no explorer rolls the tasks out, or if the rewards cannot be built."""
     renderer: ChatRenderer | None
     read: _Read
+    where: str
+    """The place of their section in the config."""
 
     @property
     def seen(self) -> range:
@@ -200,7 +202,7 @@ class _Taskset:
             may_fail = len(failing) < total and len(failing) <= allowed * total
             found = f"{len(failing)} of {total} {'have others' if warns else 'do not'}: {failing[0]}"
             kind = Caution if warns or may_fail else Problem
-            yield kind(f"tasks.{self.name}", asked, found, do)
+            yield kind(self.where, asked, found, do)
 
 
 STAGE_RULES = Rules[_StageHere]()
@@ -358,21 +360,15 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
 @STAGE_RULES.rule
 def settings(stage: _StageHere) -> Iterator[Problem]:
     """A section, or an object that it names, cannot be used on this machine or causes a warning."""
-    config, configs, known = stage.config, source_configs(stage.config), set[tuple[str, ...]]()
+    config = stage.config
     if config.run.mode == "serve":
         yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
-    for name, own in {"": config, **configs}.items():
-        # With several sources, the algorithm of the run is that of the sources without one of their own.
-        parts = [(where, part) for where, part in sections_of(own) if name in configs or where != "algorithm"]
-        problems = [problem for where, part in parts for problem in _settings_of(own, where, part)]
-        for problem in problems:
-            if problem[1:] not in known:  # sources share most sections of the run
-                known.add(problem[1:])
-                yield problem._replace(where=f"tasks.train/{name}.{problem.where}" if name else problem.where)
+    for where, section in sections_of(config):
+        yield from _settings_of(config, where, section)
 
 
 def _settings_of(config: RunConfig, where: str, section: Config) -> Iterator[Problem]:
-    """Problems and warnings of a section of the config of a stage, or of a source."""
+    """Problems and warnings of a section of the config of a stage."""
     yield from section.machine_problems(config, where)
     yield from (Caution(*problem) for problem in section.warnings(config, where))
     teacher = getattr(section, "teacher", None)
@@ -410,12 +406,7 @@ def tasks(stage: _StageHere) -> Iterator[Problem]:
     if renderer is not None:
         yield from _beyond_embedding(stage.config, renderer)
         yield from _unread_calls(stage.config, renderer)
-    several = source_configs(stage.config)
-    if "" not in several:
-        others = {name: tasks for name, tasks in stage.config.tasks.items() if name != "train"}
-        several = several | {"": stage.config.model_copy(update={"tasks": others})}
-    for source, config in several.items():
-        yield from _task_problems(stage, config, f"tasks.train/{source}" if source else "", renderer)
+    yield from _task_problems(stage, renderer)
 
 
 def _beyond_embedding(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem]:
@@ -449,10 +440,9 @@ def _unread_calls(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem
         yield Caution("model.tool_calls", f"calls as {model.tool_calls} writes them", found, do)
 
 
-def _task_problems(
-    stage: _StageHere, config: RunConfig, where: str, renderer: ChatRenderer | None
-) -> Iterator[Problem]:
-    """Problems of the tasks of a stage, or of the source of a stage that `where` names."""
+def _task_problems(stage: _StageHere, renderer: ChatRenderer | None) -> Iterator[Problem]:
+    """Problems of the tasks of a stage."""
+    config = stage.config
     # With workers, only the signature of a class is read. Neither a reward model nor a reward that runs on another
     # machine is built here: this machine may lack what it needs (a GPU, a service).
     elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
@@ -464,25 +454,27 @@ def _task_problems(
     for name, section in config.tasks.items():
         key = f"{name} {section.model_dump_json()}"
         if section.kind != SERVED and key not in stage.sources:
-            stage.sources[key] = yield from attempt(
-                where or f"tasks.{name}", lambda name=name: build_tasks(config, name)
-            )
+            stage.sources[key] = yield from attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
         source = stage.sources.get(key)
         if source is None:
             continue
-        if digest := digest_of(source):
-            stage.digests[where or f"tasks.{name}"] = digest
-        for what, count in left_out(source).items():
-            place = where or f"tasks.{name}"
-            stage.read.left_out[f"{place}: {what}"] = count
-            first = "".join(f"; first {each.asked}" for each in getattr(source, "bad_rows", [])[:1] if "bad" in what)
-            do = "set the key to `refuse` for an error instead"
-            yield Caution(place, "all rows, whole", f"{count} rows are {what}{first}", do)
-        judges = judge if _is_rolled_out(config, name) else None
-        taskset = _Taskset(config, name, source, judges, renderer, stage.read)
         if name == config.evaluation.taskset:
             stage.read.evaluated = len(source) * config.evaluation.samples
-        yield from TASKSET_RULES.problems(taskset)
+        judges = judge if _is_rolled_out(config, name) else None
+        for where, part, own in sources_in(source, config, name):
+            yield from _row_counts(stage, where, part)
+            yield from TASKSET_RULES.problems(_Taskset(own, name, part, judges, renderer, stage.read, where))
+
+
+def _row_counts(stage: _StageHere, where: str, source: TaskSource) -> Iterator[Problem]:
+    """Notes the hash of the rows of a source, and reports those that it leaves out."""
+    if digest := digest_of(source):
+        stage.digests[where] = digest
+    for what, count in left_out(source).items():
+        stage.read.left_out[f"{where}: {what}"] = count
+        first = "".join(f"; first {each.asked}" for each in getattr(source, "bad_rows", [])[:1] if "bad" in what)
+        do = "set the key to `refuse` for an error instead"
+        yield Caution(where, "all rows, whole", f"{count} rows are {what}{first}", do)
 
 
 @TASKSET_RULES.rule
@@ -679,18 +671,13 @@ def _counted(prompts: Sequence[Iterable[Message]]) -> set[int]:
 
 def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     """Checks the curriculum, and the expert completions in every row that a step or the held-out loss may use."""
-    for name, config in source_configs(stage.config).items():
-        yield from _order_problems_of(stage, config, f"tasks.train/{name}" if name else "tasks.train")
-
-
-def _order_problems_of(stage: _StageHere, config: RunConfig, where: str) -> Iterator[Problem]:
-    """Those of a stage, or of the source of a stage that `where` names."""
+    config = stage.config
     renderer, folder, section = stage.renderer, Path(config.run.dir), config.buffer
     learns_from_rows = isinstance(section, FileBuffer.Config)
     if renderer is None or (config.schedule.curriculum is None and not learns_from_rows):
         return
     whole = Stage(config, stage.number, 0, True, folder, folder)  # only its schedule is built
-    schedule = yield from attempt(where, lambda: build_schedule(whole))
+    schedule = yield from attempt("tasks.train", lambda: build_schedule(whole))
     if schedule is None or not learns_from_rows:
         return
     orders = {"train": (schedule, config.schedule.steps * schedule.fresh_per_step)}
@@ -710,7 +697,7 @@ def _row_problems(
     renderer, read = stage.renderer, stage.read
     assert isinstance(section, FileBuffer.Config)
     assert renderer is not None
-    seen = _Taskset(config, taskset, schedule.tasks, None, renderer, read).seen
+    seen = _Taskset(config, taskset, schedule.tasks, None, renderer, read, f"tasks.{taskset}").seen
     limit, total = longest_row(config, taskset), min(len(seen), taken)
     texts = [texts_of(schedule.at(slot).task) for slot in range(total)]
     counted = _counted(texts)

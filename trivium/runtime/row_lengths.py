@@ -5,7 +5,8 @@ The same rows are dropped and cut in every process of a run, since each reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import images_of
 from trivium.protocols import TaskSource
 from trivium.schedule import Assignment, Schedule
+from trivium.tasks.concatenation import Sources
 from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
 from trivium.text.fast_tokenizer import saved_tokenizer
@@ -51,6 +53,9 @@ def longest_row(config: RunConfig, taskset: str) -> int | None:
 
 def fit(tasks: TaskSource, config: RunConfig, taskset: str) -> None:
     """Drops or cuts the rows that are too long, if the section of the taskset says that."""
+    if isinstance(tasks, Sources):
+        for _, part, own in sources_in(tasks, config, taskset):
+            fit(part, own, taskset)
     longest = longest_row(config, taskset)
     if not isinstance(tasks, RowTasks) or tasks.config.on_overlong == "refuse" or longest is None:
         return
@@ -65,6 +70,16 @@ def fit(tasks: TaskSource, config: RunConfig, taskset: str) -> None:
     tasks.keep(kept, num_cut=sum(new is not tasks[place] for place, new in kept.items()))
 
 
+def sources_in(tasks: TaskSource, config: RunConfig, taskset: str) -> Iterator[tuple[str, TaskSource, RunConfig]]:
+    """Yields (place in the config, source, config with its section alone) of each source of a taskset."""
+    where, section = f"tasks.{taskset}", config.tasks[taskset]
+    if not (isinstance(tasks, Sources) and isinstance(section, Sources.Config)):
+        yield where, tasks, config
+        return
+    for number, (part, own) in enumerate(zip(tasks.parts, section.sources, strict=True)):
+        yield f"{where}[{number}]", part, config.model_copy(update={"tasks": {**config.tasks, taskset: own}})
+
+
 def row_number(tasks: TaskSource, place: int) -> int:
     """The number of the row of a task in its file, from 1."""
     return tasks.number(place) if isinstance(tasks, RowTasks) else place + 1
@@ -72,6 +87,8 @@ def row_number(tasks: TaskSource, place: int) -> int:
 
 def left_out(tasks: TaskSource) -> Mapping[str, int]:
     """The numbers of rows that a source skipped, dropped or cut, by the reason and the key."""
+    if isinstance(tasks, Sources):
+        return dict(sum((Counter(left_out(part)) for part in tasks.parts), Counter[str]()))
     if not isinstance(tasks, RowTasks):
         return {}
     counts = {

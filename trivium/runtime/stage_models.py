@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RewardConfig, RunConfig
-from trivium.config.sources import rewards_of, with_rewards
 from trivium.errors import DataError, Problem, RunDirError
 from trivium.models.heads.loss import ONE_OUTPUT, ScoreHead, head_weights
 from trivium.registry import suggest
@@ -22,9 +21,8 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
     """Finds rewards that name a stage which trains no reward model before them."""
     stages, names = config.stage_configs(), config.stage_names
     for number, stage in enumerate(stages):
-        prefix = f"stages[{number}]." if config.stages else ""
-        named = [(prefix + place, each) for place, own in rewards_of(stage).items() for each in _of_stages(own)]
-        for where, reward in named:
+        where = f"stages[{number}].rewards" if config.stages else "rewards"
+        for reward in _of_stages(stage.rewards):
             name = str(reward.stage)
             model, earlier = f"the reward model of the stage {name!r}", [each for each in names[:number] if each]
             if name not in earlier:
@@ -62,7 +60,7 @@ def with_reward_models(
         path = store.open(ends[number]).path / _ROLE
         return reward.model_copy(update={"path": str(path.resolve()), "stage": None})
 
-    return with_rewards(stage, lambda rewards: changed(rewards, located))
+    return stage.model_copy(update={"rewards": changed(stage.rewards, located)})
 
 
 def stage_ends(store: CheckpointStore) -> list[int]:

@@ -24,7 +24,7 @@ from trivium.models.heads.kept import KeptSets, kept_sets
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.placement import sent
 from trivium.training.balance import partition
-from trivium.types import SOURCE, AnyArray, Batch, Experience
+from trivium.types import AnyArray, Batch, Experience
 
 _MIN_TOKENS = 512
 """Minimum number of tokens of a parallel micro-batch: smaller ones run the same number of operations."""
@@ -33,8 +33,6 @@ _MIN_TOKENS = 512
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
     """The counts that a whole mini-batch is normalised by; the limit of one completion is a constant of the run."""
     counts, experts = batch.response_lengths, batch.experts
-    numbers = np.array([int(array[0]) for array in batch.columns.get(SOURCE, ())], np.int64)
-    sources = {int(each): batch.select(np.flatnonzero(numbers == each)).without(SOURCE) for each in np.unique(numbers)}
     # Two consecutive rows are a pair: the chosen and the rejected sequence.
     chosen, rejected = counts[: len(counts) // 2 * 2].reshape(-1, 2).T
     counted = [
@@ -55,7 +53,6 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
         observed_tokens=sum(observed),
         observed_sequences=sum(n > 0 for n in observed),
         pairs=int(((chosen > 0) & (rejected > 0)).sum()),
-        sources={number: count(own, max_response_length) for number, own in sources.items()},
     )
 
 

@@ -43,8 +43,6 @@ REFERENCE_REWARDS = "reference_rewards"
 """The task's column with the rewards of the reference policy's samples (A*-PO)."""
 CANDIDATES = ("teacher_top", "student_top")
 """The columns with candidates for each token, in the order of the candidates' log-probabilities in a loss."""
-SOURCE = "source"
-"""The column with the number of each experience's source, where a stage has several (`config.sources`)."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
 """Columns of the first pass of a train step's updates: log-probability and entropy with the weights before each update,
 and 1 where the loss clips the ratio."""
@@ -305,10 +303,6 @@ class Batch:
     def with_columns(self, **columns: Sequence[npt.ArrayLike]) -> Batch:
         """The same experiences with further (or replaced) columns."""
         return replace(self, columns={**self.columns, **{name: _Column.of(a) for name, a in columns.items()}})
-
-    def without(self, *names: str) -> Batch:
-        """The same experiences without these columns."""
-        return replace(self, columns={name: arrays for name, arrays in self.columns.items() if name not in names})
 
     def masked(self, masks: Sequence[BoolArray]) -> Batch:
         """The same experiences with their response masks restricted to these masks, one of length L each."""

@@ -134,6 +134,15 @@ def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> Run
         ("evaluation: {taskset: tset}", "evaluation.taskset", "'test'"),
         ("evaluation: {every: 2}", "evaluation.every", ""),
         ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k", ""),
+        *(
+            (f"schedule: {{until: {{metric: {metric}, above: 1}}}}", "schedule.until.metric", words)
+            for metric, words in (
+                ("train/nothing", "docs/metrics.md"),
+                ("time/step", "machine"),
+                ("eval/test/reward", "evaluation.taskset"),
+            )
+        ),
+        ("schedule: {until: {metric: reward/mean}}", "schedule.until", "above"),
         ("evaluation: {taskset: test, observations: true}", "evaluation.observations", "engine.kind torch"),
         (
             "evaluation: {taskset: test, observations: true}\nengine: {kind: torch}\nworkflow: {kind: single_turn}",

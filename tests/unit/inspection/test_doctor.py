@@ -141,13 +141,6 @@ def test_a_rule_finds_what_provokes_it_and_no_other_does(name: str) -> None:
     assert finding.do
 
 
-def test_rules_of_the_loss_read_the_metrics_of_each_source() -> None:
-    found = {"source/x/mismatch/kl": 0.1, "source/x/train/ref_kl": 0.5, "source/rows/train/entropy": 0.001}
-    (finding,) = RULES.problems(evidence_of(changed(**found, **{"source/x/reward/mean": 0.5})))
-    assert finding.where == "engine mismatch"
-    assert "source x" in finding.found
-
-
 def test_a_problem_that_the_run_has_overcome_is_listed_with_its_steps() -> None:
     rows = healthy()
     trained = [row for row in rows if "reward/mean" in row]

@@ -58,18 +58,12 @@ def test_teachers_steered_bonuses_curricula_and_sources_are_explained() -> None:
         assert part in text
     assert "average weights, 0.2 of the current ones after each update" in text
     assert "0.5 mean of l + 0.5 mean of d" in text
-    sums, curriculum = BASE["tasks"]["train"], {"kind": "success_rate", "retire_above": 0.9}
-    sources = [
-        {"name": "a", "tasks": sums, "algorithm": "a_star_po", "group_size": 1, "curriculum": curriculum},
-        {"name": "b", "tasks": sums, "weight": 3},
-    ]
-    text = explain(config_from_mapping({**BASE, "tasks": {"train": sources}, "schedule": {"groups_per_step": 8}}))
-    first, second = text.split("\n\n")
-    assert first.startswith("source a: 2 of 8 groups of a step, 1 trajectories each\ncurriculum success_rate: ")
-    assert "retire_above 0.9" in first
-    assert "over the rewards q in the task's column reference_rewards" in first
-    assert second.startswith("source b: 6 of 8 groups")
-    assert "curriculum" not in second
+    assert "curriculum" not in text
+    schedule = {"curriculum": {"kind": "success_rate", "retire_above": 0.9}, "group_size": 1}
+    text = explain(config_from_mapping({**BASE, "algorithm": "a_star_po", "schedule": schedule}))
+    assert text.startswith("curriculum success_rate: ")
+    assert "retire_above 0.9" in text
+    assert "over the rewards q in the task's column reference_rewards" in text
 
 
 def test_what_happens_before_the_loss_is_told() -> None:

@@ -141,8 +141,9 @@ def test_a_function_of_the_user_scores_the_tasks(tmp_path: Path) -> None:
         configured(tmp_path, schedule={"curriculum": {"kind": f"mine.py:{name}", "temperature": 0.0}})
         for name in ("rarest", "wrong")
     ]
-    mine, wrong = (build_schedule(Stage(config, 0, 0, True, tmp_path, tmp_path)).adaptive[""] for config in stages)
+    mine, wrong = (build_schedule(Stage(config, 0, 0, True, tmp_path, tmp_path)).adaptive for config in stages)
     assert isinstance(mine, Learned)
+    assert isinstance(wrong, Learned)
     first = mine.order(0)[0]
     mine.observe([Group(0, mine.tasks[int(first)], (Trajectory(0, (), {"exact": 0.0}),))])
     assert mine.order(0)[-1] == first

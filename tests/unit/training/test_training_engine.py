@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from configs import configured
+from episodes import group, turn
 from failing import refused
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM
@@ -14,15 +15,17 @@ from transformers import AutoModelForCausalLM
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.loops import train_step
 from trivium.metrics import checked
 from trivium.protocols import EngineSettings
+from trivium.runtime.build import algorithm_of
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import attached
 from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
 from trivium.training.learner import Learner
 from trivium.training.passes import Passes
-from trivium.types import Batch, Media
+from trivium.types import Batch, Media, Trajectory
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
 
@@ -485,3 +488,24 @@ def test_bfloat16_on_a_cpu_without_it_is_named(monkeypatch):
     assert precision_note(torch.device("cpu"), "float32") == "float32"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert precision_note(torch.device("cpu"), "bfloat16") == "bfloat16"
+
+
+def test_the_mismatch_of_a_step_is_that_before_its_first_update(model_dir):
+    algorithm = algorithm_of(configured(algorithm={"kind": "grpo", "mini_batches": 2}))
+    engine = make_engine(model_dir, algorithm, dtype="float64")
+    groups = [
+        group(slot, *(Trajectory(index, (turn([5, 6, slot], [7, 8]),), {"exact": index * slot}) for index in (0, 1)))
+        for slot in (3, 4)
+    ]
+    updates = []
+    update = engine.update
+
+    def noted(*args):
+        metrics = update(*args)
+        updates.append(metrics["mismatch/kl"])
+        return metrics
+
+    engine.update = noted
+    metrics = train_step(engine, groups, algorithm)
+    assert len(updates) == 2
+    assert metrics["mismatch/kl"] == updates[0] != updates[1]

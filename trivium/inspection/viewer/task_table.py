@@ -85,15 +85,12 @@ class TaskTable:
         return list(rows.values()), graded
 
     def _known(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-        """What the curricula of the newest checkpoint know about each task, by (taskset, task)."""
+        """What the curriculum of the newest checkpoint knows about each task, by (taskset, task)."""
         latest = self._run.store.latest()
-        curricula = {} if latest is None else latest.state.get("curricula", {})
-        known: dict[tuple[str, str], Mapping[str, Any]] = {}
-        for source, curriculum in curricula.items():  # the only source has no name, and the taskset `train`
-            for values in zip(*curriculum["known"].values(), strict=True):
-                row = dict(zip(curriculum["known"], values, strict=True))
-                known[source or "train", row["task"]] = row
-        return known
+        curriculum = None if latest is None else latest.state.get("curriculum")
+        known = {} if curriculum is None else curriculum["known"]
+        rows = (dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True))
+        return {("train", row["task"]): row for row in rows}
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
         key, threshold = place.record, config.evaluation.threshold

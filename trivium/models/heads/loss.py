@@ -79,8 +79,6 @@ class LossDenominators:
     """The number of `sequences` with at least one such token."""
     pairs: int = 0
     """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
-    sources: Mapping[int, LossDenominators] = field(default_factory=dict[int, "LossDenominators"])
-    """Those of each source alone, by its number in the column `types.SOURCE`; empty without this column."""
     dp_size: int = 1
     """Data-parallel ranks whose gradients are averaged."""
 

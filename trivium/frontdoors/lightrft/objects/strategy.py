@@ -173,7 +173,7 @@ class Strategy(ScriptCalls):
         """Returns the loss denominators of an optimizer step: counts over all ranks. `batch` is this rank's share."""
         counts = self.ranks.all_gather(count(batch, max_response_length))
         sums: dict[str, int | None] = {}
-        for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "sources", "dp_size"}:
+        for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "dp_size"}:
             known = [number for each in counts if (number := getattr(each, name)) is not None]
             sums[name] = sum(known) if known else None
         return replace(counts[0], **sums)
