@@ -359,38 +359,21 @@ def rollouts(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a bundle.", show_default=False)],
-    step: Annotated[int | None, typer.Option("--step", min=1, help="Train step to replay.", show_default=False)] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", min=1, help="Train step to replay.", show_default=False)],
     task: Annotated[
         str | None, typer.Option("--task", help="Only its rollouts of this task.", show_default=False)
     ] = None,
     update: Annotated[bool, typer.Option("--update", help="Also compare the weights after the step.")] = False,
     ask_servers: Annotated[bool, typer.Option("--ask-servers", help="Also compute rewards that ask a server.")] = False,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(
-            "--bundle", help="Write a zip file with which another machine can repeat the replay.", show_default=False
-        ),
-    ] = None,
     debug: Debug = False,
 ) -> None:
     """Computes recorded rollouts and their train step again; exits with 1 where something differs, and names it."""
     with Outcome(debug):
-        from trivium.checkpoint.atomic import refuse_existing
-        from trivium.inspection.bundle import opened, write_bundle
         from trivium.inspection.replay_step import replay as replay_step
 
-        if bundle is not None:
-            refuse_existing(bundle, "--bundle")
-        with opened(run) as source:
-            number, chosen = step or source.step, task or source.task
-            if number is None:
-                raise ConfigError("a train step to replay", "no --step", "name one: `--step 12`")
-            result = replay_step(source.path, number, task=chosen, update=update, ask_servers=ask_servers)
-            print(result.text)
-            if bundle is not None:
-                write_bundle(source.path, number, chosen, result.text, bundle)
-                print(f"wrote {bundle}")
+        result = replay_step(run, step, task=task, update=update, ask_servers=ask_servers)
+        print(result.text)
         if not result.ok:
             raise typer.Exit(1)
 

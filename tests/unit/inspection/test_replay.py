@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from trivium.buffers.step_log import STEPS, StepLog, read_steps
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import config_from_mapping
 from trivium.errors import DataError, RunDirError
-from trivium.inspection.bundle import opened, write_bundle
 from trivium.inspection.replay_step import Replay, replay
 from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
@@ -259,66 +257,20 @@ def test_rewards_of_servers_are_not_asked_again(copied: Path) -> None:
     assert "served asks a server" in result.text
 
 
-# --------------------------------------------------------------------------- bundles
-
-
-def test_a_bundle_is_replayed_elsewhere(turns: Path, tmp_path: Path) -> None:
-    bundle, moved = tmp_path / "bug.zip", tmp_path / "moved"
-    output = Forked(
-        "bundle", tmp_path / "out", trivium, "replay", str(turns), "--step", "5", "--bundle", str(bundle)
-    ).ended()
-    assert "everything compared is equal" in output.text
+def test_a_run_directory_that_moved_is_replayed(turns: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
     turns.rename(moved)
     try:
-        with opened(bundle) as source:
-            assert (source.step, source.task) == (5, None)
-            assert not list(source.path.rglob("step-000006.msgpack"))
-            result = replay(source.path, 5, update=True)
-            assert result.ok, result.text
-            assert statuses(result)["tokens"] == "equal"
+        command = Forked("replay", tmp_path / "out", trivium, "replay", str(moved), "--step", "5", "--update").ended()
+        assert "everything compared is equal" in command.text
     finally:
         moved.rename(turns)
-    (tmp_path / "no.zip").write_text("x")
-    with refused(RunDirError, tmp_path / "no.zip"), opened(tmp_path / "no.zip"):
-        pass
-
-
-@pytest.mark.parametrize("about", ["{}", "[]"])
-def test_a_zip_file_without_the_step_of_a_bundle_is_refused(tmp_path: Path, about: str) -> None:
-    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
-        archive.writestr("bundle.json", about)
-    with (
-        refused(RunDirError, tmp_path / "other.zip", "`trivium replay --bundle`"),
-        opened(tmp_path / "other.zip"),
-    ):
-        pass
-
-
-def test_code_of_equal_names_from_two_directories_is_in_the_bundle(copied: Path, tmp_path: Path) -> None:
-    config = yaml.safe_load((copied / "config.yaml").read_text())
-    for user in ("a", "b"):
-        code = tmp_path / user / "rewards"
-        code.mkdir(parents=True)
-        (code / "r.py").write_text(f"def score(completion):\n    return 0.0  # {user}\n")
-        config["rewards"].append({"kind": f"{code}/r.py:score", "name": user})
-    (copied / "config.yaml").write_text(yaml.safe_dump(config))
-    write_bundle(copied, 3, None, "", tmp_path / "bug.zip")
-    with opened(tmp_path / "bug.zip") as source:
-        rewards = {
-            each.get("name"): each["kind"]
-            for each in yaml.safe_load((source.path / "config.yaml").read_text())["rewards"]
-        }
-        for user in ("a", "b"):
-            assert f"# {user}" in (source.path / rewards[user].partition(":")[0]).read_text()
 
 
 def test_a_difference_ends_the_command_with_1(copied: Path, tmp_path: Path) -> None:
     DAMAGES["reward"](copied)
     command = Forked("replay", tmp_path / "out", trivium, "replay", str(copied), "--step", "3").ended(1)
     assert "the first difference is of the stage reward" in command.text
-    write_bundle(copied, 3, None, "", tmp_path / "bug.zip")
-    with opened(tmp_path / "bug.zip") as source:
-        assert not replay(source.path, 3).ok
 
 
 # --------------------------------------------------------------------------- steps.jsonl
