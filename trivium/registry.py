@@ -41,8 +41,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "curricula": {
         "difficulty": "trivium.tasks.curricula:Difficulty",
         "success_rate": "trivium.tasks.curricula:SuccessRate",
-        "uncertainty": "trivium.tasks.curricula:Uncertainty",
-        "coverage": "trivium.tasks.curricula:Coverage",
     },
     "workflows": {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",

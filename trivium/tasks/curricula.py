@@ -88,8 +88,6 @@ class Record:
     """Failures, likewise."""
     visits: npt.NDArray[np.int64]
     """Groups that were trained on."""
-    drawn: npt.NDArray[np.int64]
-    """Times the task was drawn for a step; groups that replace refused ones are not counted."""
     solved: npt.NDArray[np.int64]
     """The last visits in a row whose success rate was at least `retire_above`."""
     rate: Floats
@@ -98,7 +96,7 @@ class Record:
     @classmethod
     def empty(cls, number: int) -> Record:
         none = np.zeros(number, np.int64)
-        return cls(np.ones(number), np.ones(number), none, none.copy(), none.copy(), np.full(number, -1.0))
+        return cls(np.ones(number), np.ones(number), none, none.copy(), np.full(number, -1.0))
 
     @property
     def p(self) -> Floats:
@@ -158,10 +156,6 @@ class Learned(AdaptiveCurriculum):
         active = order[~self.retired[order]]
         return active if len(active) else order
 
-    def draw(self, slot: int, number: int, keep: int) -> None:
-        super().draw(slot, number, keep)
-        np.add.at(self.record.drawn, [self.place(each) for each in range(slot, slot + number)], 1)
-
     def observe(self, groups: Sequence[Group]) -> Metrics:
         members: dict[int, list[float]] = {}
         visits: dict[int, list[float]] = {}
@@ -209,9 +203,9 @@ class Learned(AdaptiveCurriculum):
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """The draws, and lists with what is known about each task that was drawn or has changed."""
+        """The draws, and lists with what is known about each task about which something is known."""
         record = self.record
-        changed = (record.drawn > 0) | (record.visits > 0) | (record.alpha != 1) | (record.beta != 1)
+        changed = (record.visits > 0) | (record.alpha != 1) | (record.beta != 1)
         places = np.flatnonzero(changed)
         known = {field.name: getattr(record, field.name)[places].tolist() for field in fields(Record)}
         ids = [self.tasks[place].task_id for place in places.tolist()]
@@ -291,32 +285,6 @@ class SuccessRate(Learned):
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self._position, self._sharing = state["position"], state["sharing"]
-
-
-class Uncertainty(Learned):
-    """Prefers tasks whose outcome is uncertain: by the expected variance of a success, E[p (1 - p)], which is largest
-    for rates near 1/2 and falls with the number of results that show another rate."""
-
-    class Config(CurriculumConfig):
-        kind: str = "uncertainty"
-
-    def score(self, record: Record, slot: int) -> Floats:
-        number = record.alpha + record.beta
-        return record.alpha * record.beta / (number * (number + 1))
-
-
-class Coverage(Learned):
-    """Epochs in random order, without the tasks that `retire_above` retires (Khatri et al. 2025, arXiv 2510.13786)."""
-
-    class Config(CurriculumConfig):
-        kind: str = "coverage"
-        temperature: float = Field(default=0.0, ge=0, le=0)
-        """0: a task that was drawn less often always comes first."""
-        retire_above: float | None = Field(default=0.9, ge=0, le=1)
-        """A task whose success rate is at least this at `retire_after` visits in a row is not drawn any more."""
-
-    def score(self, record: Record, slot: int) -> Floats:
-        return -record.drawn.astype(np.float64)
 
 
 def curriculum_of(config: Plugin, tasks: TaskSource, *, seed: int, stage: int) -> Curriculum | AdaptiveCurriculum:

@@ -18,19 +18,17 @@ from trivium.protocols import TaskSource
 from trivium.runtime.build import build_schedule
 from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule
-from trivium.tasks.curricula import Coverage, Learned, SuccessRate, Uncertainty, curriculum_of
+from trivium.tasks.curricula import Learned, SuccessRate, curriculum_of
 from trivium.types import Group, Task, Trajectory
-
-KINDS = {"success_rate": SuccessRate, "uncertainty": Uncertainty, "coverage": Coverage}
 
 
 def tasks(number: int, **columns: Sequence[float]) -> list[Task]:
     return [Task(f"t{i}", (), {name: values[i] for name, values in columns.items()}) for i in range(number)]
 
 
-def learned(kind: str = "success_rate", number: int = 5, seed: int = 0, **said: Any) -> Learned:
+def learned(number: int = 5, seed: int = 0, **said: Any) -> Learned:
     source = tasks(number, weak=(0.2, 0.4), strong=(0.6, 0.8)) if "references" in said else tasks(number)
-    config = KINDS[kind].Config(**said)
+    config = SuccessRate.Config(**said)
     curriculum = curriculum_of(config, cast(TaskSource, source), seed=seed, stage=0)
     assert isinstance(curriculum, Learned)
     return curriculum
@@ -65,10 +63,6 @@ def test_what_is_known_equals_a_slow_loop() -> None:
     curriculum.config = curriculum.config.model_copy(update={"temperature": 0.0})
     distance = abs(known[:, 0] / known.sum(1) - 0.5)
     np.testing.assert_allclose(distance[curriculum.order(7)], sorted(distance))
-    variance = known[:, 0] * known[:, 1] / (known.sum(1) * (known.sum(1) + 1))  # of a success, in expectation
-    uncertain = learned("uncertainty", temperature=0.0)
-    uncertain.record = curriculum.record
-    np.testing.assert_allclose(variance[uncertain.order(7)], sorted(variance, reverse=True))
 
 
 def test_two_references_predict_as_bots_does() -> None:
@@ -120,19 +114,6 @@ def test_solved_tasks_retire_after_visits_in_a_row() -> None:
     assert sorted(curriculum.order(0).tolist()) == [0, 1, 2, 3, 4]  # without any other task, all are drawn again
 
 
-def test_coverage_makes_epochs_without_retired_tasks() -> None:
-    curriculum = learned("coverage", number=6, retire_above=0.9)
-    visited: list[int] = []
-    for step in range(6):
-        curriculum.draw(2 * step, 2, 1)
-        visited += [curriculum.place(2 * step), curriculum.place(2 * step + 1)]
-    assert sorted(visited[:6]) == sorted(visited[6:]) == [*range(6)]
-    assert visited[:6] != visited[6:]
-    curriculum.observe([group(2, (1, 1, 1))])
-    curriculum.draw(12, 2, 1)
-    assert 2 not in [curriculum.place(slot) for slot in range(12, 40)]
-
-
 def test_a_function_of_the_user_scores_the_tasks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def rarest(record):\n    return -record.visits.astype(float)\n\ndef wrong(record):\n    return [1.0]\n"
@@ -151,12 +132,12 @@ def test_a_function_of_the_user_scores_the_tasks(tmp_path: Path) -> None:
         wrong.order(0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "references"])
-def test_a_restored_curriculum_continues_alike(kind: str) -> None:
-    options: dict[str, Any] = {"temperature": 0.0} if kind == "coverage" else {"retire_above": 0.9}
-    if kind == "references":
-        options |= {"references": ("weak", "strong"), "trials": 4, "adaptive_sharing": True, "sampled": True}
-    make = lambda: learned("success_rate" if kind == "references" else kind, 2, **options)  # noqa: E731
+REFERENCES = {"references": ("weak", "strong"), "trials": 4, "adaptive_sharing": True, "sampled": True}
+
+
+@pytest.mark.parametrize("options", [{}, REFERENCES], ids=["alone", "references"])
+def test_a_restored_curriculum_continues_alike(options: dict[str, Any]) -> None:
+    make = lambda: learned(2, retire_above=0.9, **options)  # noqa: E731
     whole, dice = make(), np.random.default_rng(1)
     whole.draw(0, 2, 2)
     resumed: list[Learned] = []
@@ -174,7 +155,7 @@ def test_a_restored_curriculum_continues_alike(kind: str) -> None:
 
 def test_the_slots_of_a_draw_are_those_that_only_its_version_admits() -> None:
     """With staleness 1, a step's tasks follow from all groups but those of the step before it."""
-    curriculum = learned("coverage", number=50)
+    curriculum = learned(50)
     schedule = Schedule(curriculum.tasks, 0, curriculum=curriculum, groups_per_step=2, max_staleness=1, steps=9)
     schedule.draw_tasks(None, 0)
     first = [schedule.at(slot).task.task_id for slot in range(4)]
@@ -189,21 +170,12 @@ def test_the_slots_of_a_draw_are_those_that_only_its_version_admits() -> None:
 
 
 def ahead(number: int, **said: Any) -> Schedule:
-    curriculum = learned("coverage", number=number, retire_above=None)
+    curriculum = learned(number)
     return Schedule(curriculum.tasks, 0, curriculum=curriculum, groups_per_step=4, max_staleness=2, **said)
 
 
 def tasks_of(schedule: Schedule, first: int, last: int) -> list[str]:
     return [schedule.at(slot).task.task_id for slot in range(first, last)]
-
-
-def test_an_epoch_of_coverage_repeats_no_task_with_staleness() -> None:
-    schedule, visited = ahead(12, steps=9), list[str]()
-    schedule.draw_tasks(None, 0)
-    for version in range(6):
-        visited += tasks_of(schedule, 4 * version, 4 * version + 4)
-        schedule.draw_tasks(version, 0)
-    assert len({*visited[:12]}) == len({*visited[12:]}) == 12
 
 
 def test_a_lengthened_stage_draws_the_tasks_of_the_whole_one() -> None:
