@@ -147,13 +147,8 @@ class Turns:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running = 0
-        """Blocks that run. After `set_limit` they may be more than the limit until some of them end."""
+        """Blocks that run."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def set_limit(self, limit: int) -> None:
-        """Changes the limit. Blocks that run are not interrupted."""
-        self.limit = limit
-        self._admit()
 
     async def __aenter__(self) -> None:
         if self.running < self.limit:  # no task waits, since the end of a block passes its turn on
@@ -173,9 +168,6 @@ class Turns:
 
     def _end(self) -> None:
         self.running -= 1
-        self._admit()
-
-    def _admit(self) -> None:
         while self._waiting and self.running < self.limit:
             turn = self._waiting.popleft()
             if not turn.done():

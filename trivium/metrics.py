@@ -459,8 +459,6 @@ declare(
 declare("time/evaluate", "an evaluation, without the rollouts for training meanwhile", unit="s", aggregation="sum")
 declare("time/*", "seconds", unit="s", aggregation="sum")
 declare("perf/idle", "fraction of the step in which the trainer waited for groups", better="down")
-declare("perf/environments", "open environments of a server when a rollout began (`workflow.max_environments`)")
-declare("perf/environment_limit", "the limit on open environments when a rollout began")
 declare("perf/engine_s", "mean time of a rollout's completions in the engine", unit="s")
 declare("perf/rollout_s", "mean time of a rollout, its reward excluded", unit="s")
 declare("perf/reward_s", "mean time of a rollout's reward", unit="s")

@@ -140,7 +140,7 @@ class Policy:
         self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
         """Metrics of the workflow; their means are logged under `workflow/`. Those that Trivium
-        measures itself, such as `perf/environments`, are logged under their own names."""
+        measures itself, such as `perf/engine_s`, are logged under their own names."""
         self.feedback = ""
         """What the environment says about the rollout after its end, for a teacher that reads more than the policy
         (`algorithm.teacher.context`)."""

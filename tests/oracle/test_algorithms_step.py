@@ -18,7 +18,6 @@ from trivium.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
 from trivium.types import EXPERT_VERSION, Batch, Failure, StopReason, Trajectory, Turn
-from trivium.workflows.adaptive_limit import AdaptiveTurns
 
 
 def turn(prompt: Sequence[int], tokens: Sequence[int], stop: StopReason = StopReason.EOS, version: int = 3) -> Turn:
@@ -137,7 +136,7 @@ def test_workflow_numbers_are_averaged_over_those_who_reported_them() -> None:
 
 
 def test_only_what_trivium_measures_of_rollouts_leaves_the_area_of_workflows() -> None:
-    measured = {**AdaptiveTurns(4).metrics, ENGINE_S: 1.0, ROLLOUT_S: 2.0, REWARD_S: 3.0}
+    measured = {ENGINE_S: 1.0, ROLLOUT_S: 2.0, REWARD_S: 3.0}
     own = {"perf/idle": 9.0, "solver/perf/score": 1.0}
     reported = Trajectory(0, (turn([1], [2]),), {"exact": 1.0}, metrics={**measured, **own})
     metrics = algorithm(GRPO).filter([group(0, reported)])[1]

@@ -10,7 +10,7 @@ import numpy as np
 
 from trivium.types import Batch, Group, Metrics, StopReason, Trajectory, sequences_of
 
-_MEASURED = {f"perf/{name}" for name in ("environments", "environment_limit", "engine_s", "rollout_s", "reward_s")}
+_MEASURED = {f"perf/{name}" for name in ("engine_s", "rollout_s", "reward_s")}
 """The metrics that Trivium itself measures of a rollout."""
 
 

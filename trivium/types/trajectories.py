@@ -303,7 +303,7 @@ class Trajectory:
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of the workflow; their means are logged under `workflow/`, except those that
-    Trivium measures itself, such as `perf/environments`."""
+    Trivium measures itself, such as `perf/engine_s`."""
     feedback: str = ""
     """What the environment reports after the end of the rollout (`Policy.feedback`), which the policy has not read."""
 

@@ -15,7 +15,6 @@ from trivium.config import PluginPath, RunConfig, free
 from trivium.errors import ConfigError, DataError, Problem, TriviumError, described, text_of
 from trivium.registry import resolve
 from trivium.types import Message, Task
-from trivium.workflows.adaptive_limit import AdaptiveTurns
 from trivium.workflows.episodes import EnvironmentFailure, TurnsConfig
 
 T = TypeVar("T")
@@ -133,19 +132,16 @@ async def connected(
     connect: Callable[[], Awaitable[T]],
     refused: tuple[type[Exception], ...],
     seconds: float,
-    calls: AdaptiveTurns,
-    full: tuple[type[Exception], ...] = (),
 ) -> T:
     """The result of `connect`, which is called again while it raises one of `refused`: its server may be starting, or
-    has too many sessions. `calls` observes only those of `full`, with which a server says that it has too many.
+    has too many sessions.
 
     Raises EnvironmentFailure with the last error after `seconds`.
     """
     until, pause = time.monotonic() + seconds, _PAUSE_S
     while True:
         try:
-            with calls.observed(full, timed=False):
-                return await connect()
+            return await connect()
         except refused as error:
             if time.monotonic() + pause >= until:
                 found = f"{type(error).__name__}: {text_of(error)}"

@@ -29,7 +29,6 @@ from trivium.policy import Policy, PromptTooLong, finite_number
 from trivium.protocols import ClosedEnvironment, Environment, FinishedEnvironment
 from trivium.types import Message, Task
 from trivium.types.recordable import unrecordable, visible
-from trivium.workflows.adaptive_limit import AdaptiveTurns
 
 _log = logging.getLogger("trivium")
 
@@ -48,10 +47,7 @@ class EpisodeConfig(WorkflowConfig):
     """How long the environment may take for each later call, `finish` and `close` included. Unset: until the deadline
     of the rollout; `close` then has `deadline_s` of its own."""
     max_environments: int = free(256, ge=1)
-    """Environments that are open at the same time. Further rollouts wait, within their own deadline. For the sessions
-    of a server (`mcp`, `openenv`) this is the upper bound of a limit that adapts to its latency: it begins at 8,
-    doubles until a call and the time before it take twice as long as with the lowest latency, and falls while the
-    server is slower, refuses sessions or misses deadlines."""
+    """Environments that are open at the same time. Further rollouts wait, within their own deadline."""
     threads: int = free(32, ge=1)
     """How many environments without `async` methods may compute at the same time."""
 
@@ -84,14 +80,12 @@ class Episodes(ABC):
         name: str,
         max_turns: int,
         step_s: float | None = None,
-        places: AdaptiveTurns | None = None,
     ) -> None:
-        """`name` names the environment in errors; `step_s` bounds each step; `places` adapts the number of environments
-        to the calls that it observes. Without it, the number is fixed."""
+        """`name` names the environment in errors; `step_s` bounds each step."""
         self.config, self._name, self._max_turns, self._step_s = config, name, max_turns, step_s
         self._end_s = config.call_deadline_s or config.deadline_s
         self._threads = Threads(config.threads, f"the environment {name}")
-        self._places = places or Turns(config.max_environments)
+        self._places = Turns(config.max_environments)
 
     @abstractmethod
     def make(self, policy: Policy) -> Environment:
@@ -101,8 +95,6 @@ class Episodes(ABC):
         """Runs one episode. The reward `environment` is the sum over its steps. The metric `env_done` is whether the
         environment ended the episode."""
         async with self._places:
-            if isinstance(self._places, AdaptiveTurns):
-                policy.metrics |= self._places.metrics
             environment = await self._made(task, policy)
             try:
                 return await self._episode(task, policy, environment)
@@ -185,8 +177,6 @@ class Episodes(ABC):
             found = f"{type(error).__name__}: {text_of(error)}"
             if late and seconds is not None:
                 found = f"no answer within {seconds:g} s"
-                if isinstance(self._places, AdaptiveTurns):
-                    self._places.late(seconds)
             raise self._failure(asked, task, found) from error
 
     async def _called(self, function: Callable[..., object], arguments: Sequence[object]) -> object:

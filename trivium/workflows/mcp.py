@@ -19,7 +19,6 @@ from trivium.protocols import Environment
 from trivium.registry import suggest
 from trivium.types import Message, Task
 from trivium.workflows.adapters import connected, continued
-from trivium.workflows.adaptive_limit import AdaptiveTurns
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
 from trivium.workflows.tools import Tool, ToolConfig, ToolEnvironment, ToolError
 
@@ -59,8 +58,7 @@ class Mcp(Episodes):
         call_deadline_s: float | None = free(60.0, gt=0)
         """How long a call may take. A rollout with a slower one fails."""
         max_environments: int = free(32, ge=1)
-        """Sessions that are open at the same time, at most: their limit adapts to the latency of the server. Further
-        rollouts wait, within their own deadline."""
+        """Sessions that are open at the same time. Further rollouts wait, within their own deadline."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if bool(self.command) == bool(self.url):
@@ -76,12 +74,11 @@ class Mcp(Episodes):
 
     def __init__(self, config: Config) -> None:
         _require()
-        name, calls = f"the MCP server {config.url or ' '.join(config.command)}", AdaptiveTurns(config.max_environments)
-        super().__init__(config, name, config.max_calls + 1, places=calls)
-        self._config, self._calls = config, calls
+        super().__init__(config, f"the MCP server {config.url or ' '.join(config.command)}", config.max_calls + 1)
+        self._config = config
 
     def make(self, policy: Policy) -> Environment:
-        return _McpEnvironment(_Session(self._config, self._calls), self._config, policy)
+        return _McpEnvironment(_Session(self._config), self._config, policy)
 
 
 def _require() -> None:
@@ -107,8 +104,8 @@ class _Session:
     A task of its own holds the connection, since the `mcp` package requires that one task opens and closes it.
     """
 
-    def __init__(self, config: Mcp.Config, calls: AdaptiveTurns) -> None:
-        self._config, self._calls = config, calls
+    def __init__(self, config: Mcp.Config) -> None:
+        self._config = config
         self.opening = ""
         """The result of the start tool."""
         self._client: Any = None
@@ -121,7 +118,7 @@ class _Session:
             from httpx2 import TransportError
 
             what = f"the MCP server {config.url}"
-            await connected(what, self._connect, (OSError, TransportError), config.connect_deadline_s, self._calls)
+            await connected(what, self._connect, (OSError, TransportError), config.connect_deadline_s)
         else:
             await self._connect()
         tools = {tool.name: tool for tool in await self._listed()}
@@ -135,7 +132,7 @@ class _Session:
         return [tool for name, tool in tools.items() if name not in (config.start_tool, config.reward_tool)]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return await self._called(name, arguments, timed=True)
+        return await self._called(name, arguments)
 
     async def reward(self) -> float | None:
         """The number that the reward tool returns. Raises EnvironmentFailure for anything else."""
@@ -192,25 +189,21 @@ class _Session:
         tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
-            with self._calls.observed(timed=False):
-                page = await self._client.list_tools(cursor=cursor)
+            page = await self._client.list_tools(cursor=cursor)
             tools += [Tool(each.name, each.description or "", each.input_schema) for each in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 break
         return tools
 
-    async def _called(self, name: str, arguments: Mapping[str, Any], timed: bool = False) -> str:
-        """The text of a result. The latency of a `timed` call adapts the number of sessions.
-
-        Raises ToolError for an error of the tool, EnvironmentFailure for a lost server."""
+    async def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a result. Raises ToolError for an error of the tool, EnvironmentFailure for a lost server."""
         from mcp.shared.exceptions import MCPError
 
         asked = f"a result of the tool {name!r} of the MCP server"
         seconds = self._config.call_deadline_s or self._config.deadline_s
         try:
-            with self._calls.observed(timed=timed):
-                result = await wait_for(seconds, self._client.call_tool(name, dict(arguments)))
+            result = await wait_for(seconds, self._client.call_tool(name, dict(arguments)))
         except TimeoutError as error:
             found = f"no answer within {seconds:g} s"
             raise EnvironmentFailure(asked, found, "raise workflow.call_deadline_s") from error

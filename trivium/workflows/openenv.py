@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from trivium.concurrency import Threads
-from trivium.config import RunConfig
+from trivium.config import RunConfig, free
 from trivium.config.checks import is_loopback
 from trivium.errors import MissingPackage, Problem, text_of
 from trivium.policy import Policy
@@ -18,7 +18,6 @@ from trivium.processes.isolated import require
 from trivium.protocols import Environment
 from trivium.types import Message, Task
 from trivium.workflows.adapters import AdapterConfig, Translation, connected, mapping_of, seed_of
-from trivium.workflows.adaptive_limit import AdaptiveTurns
 from trivium.workflows.episodes import EnvironmentFailure, Episodes
 
 T = TypeVar("T")
@@ -43,6 +42,8 @@ class OpenEnv(Episodes):
         """The server: `http://host:port` or `ws://host:port`."""
         action_field: str = "message"
         """The field of the environment's action that takes the completion, if `act` is not set."""
+        max_environments: int = free(32, ge=1)
+        """Sessions that are open at the same time. Further rollouts wait, within their own deadline."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
@@ -55,14 +56,13 @@ class OpenEnv(Episodes):
 
     def __init__(self, config: Config) -> None:
         _require()
-        self._calls = AdaptiveTurns(config.max_environments)
-        super().__init__(config, f"OpenEnv at {config.url}", config.max_turns, config.call_deadline_s, self._calls)
+        super().__init__(config, f"OpenEnv at {config.url}", config.max_turns, config.call_deadline_s)
         self._url, self._connect_s = socket_url(config.url), config.connect_deadline_s
         field = config.action_field
         self._translation = Translation(config, lambda completion: {field: completion})
 
     def make(self, policy: Policy) -> Environment:
-        return _Session(self._url, self._translation, self._connect_s, self._threads, self._calls)
+        return _Session(self._url, self._translation, self._connect_s, self._threads)
 
 
 def _require() -> None:
@@ -95,11 +95,8 @@ class _Session:
     The functions of the user and JSON run in `threads`: they may take long, and the event loop serves all rollouts.
     """
 
-    def __init__(
-        self, url: str, translation: Translation, connect_s: float, threads: Threads, calls: AdaptiveTurns
-    ) -> None:
+    def __init__(self, url: str, translation: Translation, connect_s: float, threads: Threads) -> None:
         self._url, self._translation, self._connect_s, self._threads = url, translation, connect_s, threads
-        self._calls = calls
         self._socket: Any = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -113,7 +110,7 @@ class _Session:
 
         what = f"the environment server {self._url}"
         refused = (OSError, ConnectionClosed, InvalidMessage, _NotReady, _Full)
-        seen = await connected(what, begin, refused, self._connect_s, self._calls, (_Full,))
+        seen = await connected(what, begin, refused, self._connect_s)
         return await self._run(self._translation.first, task, seen.get("observation"))
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
@@ -122,8 +119,7 @@ class _Session:
         except ValueError as error:
             return self._translation.invalid(error)
         try:
-            with self._calls.observed():
-                seen = await self._exchange("step", action)
+            seen = await self._exchange("step", action)
         except _InvalidAction as error:
             return self._translation.invalid(error)
         reward = seen.get("reward")
