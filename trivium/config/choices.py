@@ -141,7 +141,7 @@ def choices(
         chosen["decode steps"] = Choice(
             f"{rows} threads, each its own rows" if rows > 1 else f"all rows together, {threads} thread(s)",
             f"{_limit(size, DECODE_BYTES, 'weights')}, {DECODE_ROWS} rows or more for each thread; fewer rows: "
-            "one thread or all in each operation, whichever took less time lately",
+            "all threads in each operation",
             "decode.py",
         )
         drafted = getattr(stage.engine, "speculation", False)

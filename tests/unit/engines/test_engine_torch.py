@@ -392,7 +392,7 @@ def test_several_threads_in_each_operation_of_few_rows_change_no_bit(kind: str, 
     rng = np.random.default_rng(0)
     with torch.inference_mode():
         check_decoder(decoder, 1024)
-        assert decoder.few.fixed is None
+        assert decoder.few_rows_threads == 2
         for length in (20, 330, 700):
             prefix = decoder.read([rng.integers(3, 12007, length).astype(np.int32)])[0]
             for rows in (2, 4, 8, 12, 20, 28):
@@ -408,9 +408,9 @@ def test_several_threads_in_each_operation_of_few_rows_change_no_bit(kind: str, 
                     torch.tensor([1]),
                 )
                 found = list[list[torch.Tensor]]()
-                for decoder.few.fixed in (1, 2):
+                for decoder.few_rows_threads in (1, 2):
                     logits = decoder.step(tokens, np.full(rows, length))
-                    with with_threads(decoder.few.fixed):
+                    with with_threads(decoder.few_rows_threads):
                         found.append([logits.clone(), *sample(logits, random, how)])
                 assert all(map(torch.equal, *found)), (length, rows)
 
@@ -428,7 +428,7 @@ def test_steps_of_few_rows_use_one_thread_if_more_would_change_bits(
     decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
     with torch.inference_mode():
         check_decoder(decoder, 256)
-    assert decoder.few.fixed == 1
+    assert decoder.few_rows_threads == 1
 
 
 def test_packed_weights_follow_what_is_loaded_and_change_no_bit(

@@ -17,7 +17,7 @@ from training_parts import Parts, Reinforce, make_batch, make_engine, weights, w
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.selfcheck import check_decoder
 from trivium.errors import TriviumError
-from trivium.models.cpu.worker_threads import FasterThreads, WorkerThreads
+from trivium.models.cpu.worker_threads import WorkerThreads
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch
 
@@ -89,57 +89,6 @@ class TestMap:
         thread.start()
         thread.join()
         assert new == [2]
-
-
-class TestFaster:
-    """The clock of these tests advances by the time that each number of threads takes."""
-
-    def test_it_uses_the_faster_number_and_tries_the_other_one_rarely(self) -> None:
-        torch.set_num_threads(4)
-        used, now, seconds = list[int](), [0.0], {1: 2.0, 4: 1.0}
-        faster = FasterThreads(4, clock=lambda: now[0])
-
-        def compute(item: str) -> str:
-            used.append(torch.get_num_threads())
-            now[0] += seconds[used[-1]]
-            return item.upper()
-
-        def run(calls: int) -> list[int]:
-            used.clear()
-            assert [faster(8, compute, "done") for _ in range(calls)] == ["DONE"] * calls
-            return used
-
-        assert run(200)[:10] == [1] * 5 + [4] * 5
-        assert run(2000).count(1) < 50
-        seconds[4] = 4.0  # other work has the cores
-        run(300)
-        assert run(2000).count(4) < 50
-        seconds[4] = 1.0
-        run(300)
-        assert run(2000).count(1) < 50
-        assert torch.get_num_threads() == 4
-
-    def test_kinds_are_independent_and_a_first_call_does_not_count(self) -> None:
-        now, times = [0.0], dict[tuple[int, int], int]()
-        faster = FasterThreads(2, clock=lambda: now[0])
-
-        def compute(kind: int) -> int:
-            threads = torch.get_num_threads()
-            times[kind, threads] = times.get((kind, threads), 0) + 1
-            compiled = 1000.0 if times[kind, threads] == 1 else 0.0
-            now[0] += compiled + (1.0 if threads == kind else 2.0)
-            return threads
-
-        for _ in range(600):
-            for kind in (1, 2):
-                faster(kind, compute, kind)
-        assert times[1, 1] > 500
-        assert times[2, 2] > 500
-
-    def test_a_fixed_number_is_used_always(self) -> None:
-        faster = FasterThreads(2)
-        faster.fixed = 1
-        assert {faster(4, lambda _: torch.get_num_threads(), None) for _ in range(100)} == {1}
 
 
 def train(

@@ -31,7 +31,7 @@ from trivium.models.backbone.load import calls_attention, load_lm, max_positions
 from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
 from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
-from trivium.models.cpu.worker_threads import FasterThreads, WorkerThreads, size_of
+from trivium.models.cpu.worker_threads import WorkerThreads, size_of, with_threads
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.heads.trained_models import logit_scale
 from trivium.models.placement import sent
@@ -136,8 +136,11 @@ class Decoder:
         side_by_side = self.layers is not None and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """Threads that compute the rows of a step in parallel; None: every operation uses all threads."""
-        self.few = FasterThreads(threads)
-        """Runs a step of too few rows for `workers`."""
+        self.few_rows_threads = threads
+        """Threads in each operation of a step of too few rows for `workers`: all, or 1 if that changes bits
+        (`check_decoder`). On two idle cores a step of 2, 8 and 24 rows takes 0.90, 0.86 and 0.72 of the time with both,
+        since each core reads a part of the weights. Beside other work on the cores it takes up to twice as long: then
+        `cluster.threads` is too high (docs/performance.md)."""
         graphs = cuda_graphs and not self.recurrent  # a capture computes the step twice
         self.graphs = StepGraphs(self._step, self.rows, self.vocab_size) if graphs else None
         """Runs decode steps as CUDA graphs; None: without."""
@@ -289,7 +292,8 @@ class Decoder:
             return use(self._step(ids[part], embedded[part], rows.part(part), width), part)
 
         if len(parts) == 1:
-            return [self.few((len(ids), own is None), step, parts[0])]
+            with with_threads(self.few_rows_threads):
+                return [step(parts[0])]
         return [*self.workers.map(step, parts)]
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:

@@ -97,17 +97,18 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
         error = _difference(decoder, max_context)
     if error is not None:
         raise error
-    if decoder.workers is not None:
-        decoder.few.fixed = None if _same_with_threads(decoder, max_context) else 1
+    if decoder.workers is not None and not _same_with_threads(decoder, max_context):
+        decoder.few_rows_threads = 1
 
 
 def _same_with_threads(decoder: Decoder, max_context: int) -> bool:
     """Whether steps of few rows have the same bits on one thread and with several threads in each operation."""
+    assert decoder.workers is not None
     probes, half = _probes(decoder, max_context)
     for rows in (2, 2 * DECODE_ROWS - 4):  # the fewest and the most that one thread may compute
         outputs = list[Tensor]()
-        for threads in (1, decoder.few.threads):
-            decoder.few.fixed = threads
+        for threads in (1, decoder.workers.number):
+            decoder.few_rows_threads = threads
             outputs.append(_teach(decoder, np.resize(probes[:, : half + 2], (rows, half + 2)), half))
         if not torch.equal(*outputs):
             return False
