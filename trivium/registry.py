@@ -300,7 +300,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "buffers": {
         "memory": "trivium.buffers.memory:MemoryBuffer",
         "files": "trivium.buffers.files:FileBuffer",
-        "recorded": "trivium.buffers.recorded:RecordedBuffer",
         "sql": "trivium.buffers.sql.buffer:SqlBuffer",
     },
     "sample_strategies": {

@@ -1,4 +1,4 @@
-"""Every buffer that explorers fill keeps the contract: in memory, in a SQLite file, on a PostgreSQL server."""
+"""Every buffer keeps its contract: in memory, in a SQLite file, on a PostgreSQL server, over rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_the_sql_buffer_keeps_the_contract_on_postgresql(postgres: Server,
     await check_buffer(sql_ends(postgres.create_database(uuid.uuid4().hex), tmp_path), shared=True)
 
 
-async def test_a_buffer_over_rows_keeps_the_contract_of_those_that_nobody_fills(tmp_path: Path) -> None:
+async def test_a_buffer_over_rows(tmp_path: Path) -> None:
     tasks: Any = [Task(f"t{i}", (Message("user", str(i)),), {"completion": str(i)}) for i in range(6)]
     schedule = Schedule(tasks, seed=0, groups_per_step=2, group_size=1, steps=50)
     await check_read_buffer(

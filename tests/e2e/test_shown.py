@@ -1,5 +1,5 @@
-"""Whole runs with pictures between the turns: killed anywhere and gone on with; one recording trained in one process,
-by ranks of which some have no picture, and on Ray."""
+"""Whole runs with pictures between the turns: killed anywhere and gone on with; scripted completions trained in one
+process, by ranks of which some have no picture, and on Ray."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from tests.e2e.test_torchrun import assert_ranks_end
 from tests.processes import Forked, trivium
 from tests.waiting import eventually
 from trivium.buffers.journal import Journal
-from trivium.config import config_from_mapping
-from trivium.runtime.launch import run
+from trivium.inspection.replay_step import replay
 
 CONFIG = Path(__file__).with_name("shown.yaml")
 STEPS = (1, 2, 3)
+SCRIPTED = "engine={kind: scripted, replies: [[1], [5, 2], [9, 9, 3], [0, 7, 4, 8]]}"
+"""Completions that do not depend on the last bits of weights."""
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run in one process; its rollouts are what others train on."""
+    """The run directory of a run in one process."""
     run_dir = tmp_path_factory.mktemp("shown") / "live"
-    assert launches(CONFIG, run_dir) == ["finished"]
+    assert launches(CONFIG, run_dir, overrides=(SCRIPTED,)) == ["finished"]
     return run_dir
 
 
@@ -69,20 +70,19 @@ def test_a_rollout_sees_a_picture_in_each_of_its_turns(live: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["ranks", "ray"])
-def test_a_recording_is_trained_in_every_way_as_it_was_live(
+def test_pictures_are_trained_in_every_way_as_in_one_process(
     way: str, live: Path, tmp_path: Path, ray_address: str
 ) -> None:
     """A mini-batch is a row for each of two ranks: where a step has an odd number of rollouts with pictures, a rank has
     none."""
     records = Journal(live / "rollouts" / "stage-0")
     assert any(sum(bool(g.trajectories[0].turns[-1].media) for g in records.read_step(step)) % 2 for step in STEPS)
-    recorded = ["buffer.kind=recorded", f"buffer.path={live / 'rollouts'}"]
     if way == "ranks":
-        assert_ranks_end(0, tmp_path / "run", *recorded, config=CONFIG)
+        assert_ranks_end(0, tmp_path / "run", SCRIPTED, config=CONFIG)
     else:
         on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
         run = Forked(
-            "ray", tmp_path / "out", trivium, "run", str(CONFIG), f"run.dir={tmp_path / 'run'}", *recorded, *on_ray
+            "ray", tmp_path / "out", trivium, "run", str(CONFIG), f"run.dir={tmp_path / 'run'}", SCRIPTED, *on_ray
         )
         assert run.wait(200) == 0, run.text
     assert_equal_training(tmp_path / "run", live, STEPS)
@@ -109,7 +109,7 @@ def test_a_run_killed_where_pictures_are_stored_ends_with_the_same_bytes(tmp_pat
     assert kept[0] == kept[1]
 
 
-def test_pictures_of_agents_are_trained_on_live_and_recorded(tmp_path: Path) -> None:
+def test_pictures_of_agents_are_trained_on_and_replayed(tmp_path: Path) -> None:
     said = yaml.safe_load(CONFIG.read_text())
     del said["workflow"]
     said |= {"serve": {"port": 0}, "schedule": {"steps": 1, "groups_per_step": 2, "group_size": 1}}
@@ -134,9 +134,5 @@ def test_pictures_of_agents_are_trained_on_live_and_recorded(tmp_path: Path) -> 
     (records,) = (run_dir / "rollouts").glob("stage-*")
     media = [g.trajectories[0].turns[0].media for g in Journal(records).read_step(1)]
     assert [[item.sha256 for item in items] for items in media] == [[square(shade).sha256] for shade in (10, 200)]
-    recorded = {
-        "run": {"dir": str(tmp_path / "again")},
-        "buffer": {"kind": "recorded", "path": str(run_dir / "rollouts")},
-    }
-    run(config_from_mapping({**said, **recorded, "tasks": {"train": {"kind": "arithmetic"}}}))
-    assert_equal_training(tmp_path / "again", run_dir, (1,))
+    again = replay(run_dir, 1, update=True)
+    assert again.ok, again.text

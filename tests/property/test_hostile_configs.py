@@ -174,7 +174,6 @@ def test_devices_and_pipes_are_read_as_far_as_a_config_goes(tmp_path: Path, monk
         "model={kind: huggingface, path: WHERE}",
         "engine={kind: scripted, script: 'WHERE.py:f'}",
         "buffer={kind: files, tasks: train}",
-        "buffer={kind: recorded, path: WHERE}",
         "rewards=[{kind: model, path: WHERE}]",
         "rewards=[{kind: 'WHERE.py:f'}]",
         "train.lora.path=WHERE",

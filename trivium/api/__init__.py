@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from trivium.registry import lazy_module
 
 if TYPE_CHECKING:
-    from trivium.buffers.journal import write_groups as write_groups
     from trivium.config import BufferConfig as BufferConfig
     from trivium.config import EngineConfig as EngineConfig
     from trivium.config import Plugin as Plugin

@@ -64,7 +64,7 @@ class Journal:
             groups = list(self._read_file(path))
             kept = [group for group in groups if not lost(group)]
             if len(kept) < len(groups):
-                _replace(path, kept)
+                write_groups(path, kept)
 
     def mark_failed(self, from_slot: int) -> None:
         """Records the first slot of the failures that end the run, for the next session."""
@@ -85,7 +85,7 @@ class Journal:
         """Moves groups of later steps to a separate file, where they are not counted, and removes the failure mark."""
         if groups:
             slots = {group.slot for group in groups}
-            _replace(self._aside, [*self.read_aside(), *groups])
+            write_groups(self._aside, [*self.read_aside(), *groups])
             self.strike(after_step, lambda group: group.slot in slots)
         (self.directory / _FAILED).unlink()
 
@@ -120,12 +120,8 @@ class Journal:
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Writes groups to a file in the format of the journal, for `buffer.kind: recorded`."""
+    """Writes a file of groups, in place of an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, groups)
-
-
-def _replace(path: Path, groups: Iterable[Group]) -> None:
     staging, media = path.with_name(f".{path.name}.writing"), MediaFiles.beside(path.parent)
     with writing(path):
         with open(staging, "wb") as file:
@@ -134,7 +130,7 @@ def _replace(path: Path, groups: Iterable[Group]) -> None:
 
 
 def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
-    """(offset, group) of each record in another run's file. Does not change the file; skips a torn tail. Media have
+    """(offset, group) of each record in a file of a run. Does not change the file; skips a torn tail. Media have
     hashes but no bytes.
 
     Raises DataError if the file is not a journal or is damaged.
@@ -180,9 +176,7 @@ def _header(data: bytes, offset: int) -> tuple[int, int]:
     return _HEADER.unpack(header) if len(header) == _HEADER.size else (len(data) + 1, 0)
 
 
-_RECORDED = (
-    "name a file (step-000001.msgpack) that a run wrote under rollouts/, or trivium.buffers.journal.write_groups"
-)
+_RECORDED = "name a file (step-000001.msgpack) that a run wrote under rollouts/"
 
 
 def _decoded(path: Path, offset: int, payload: bytes, do: str = _RECORDED, store: MediaStore | None = None) -> Group:

@@ -76,11 +76,10 @@ class Row:
 
 
 def about(group: Group) -> dict[str, Any]:
-    """The columns of a row that describe its group. A group of an expert is as old as its lease."""
-    oldest, newest = (group.version,) * 2 if group.expert else (group.oldest_version, group.newest_version)
+    """The columns of a row that describe its group."""
     return {
-        "oldest": oldest,
-        "newest": newest,
+        "oldest": group.oldest_version,
+        "newest": group.newest_version,
         "taskset": group.task.taskset,
         "task": group.task.task_id,
         "dropped": bool(group.dropped),

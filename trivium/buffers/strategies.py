@@ -87,7 +87,7 @@ class StalenessControl(DefaultStrategy):
         left_out = 0
         while len(groups) < count:
             taken = await self._buffer.take(count - len(groups), version)
-            fresh = [group for group in taken if group.expert or version - group.oldest_version <= self._bound]
+            fresh = [group for group in taken if version - group.oldest_version <= self._bound]
             groups += fresh
             if len(fresh) < len(taken):
                 left_out += len(taken) - len(fresh)

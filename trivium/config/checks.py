@@ -315,7 +315,7 @@ def _check_observations(config: RunConfig) -> Iterator[Problem]:
 def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:
     if name not in config.tasks:
         yield Problem("evaluation.held_out", f"the taskset {name!r}", "no such taskset", suggest(name, config.tasks))
-    if capabilities_of(resolve("buffers", config.buffer.kind)).sampled:
+    if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
         yield Problem(
             "evaluation.held_out",
             f"the loss over {name!r} with buffer.kind {config.buffer.kind!r}",

@@ -88,11 +88,12 @@ def _stages(
 def with_choices(config: RunConfig, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()) -> RunConfig:
     """The config with the limits that it leaves out (`plan_stage`): the smallest of all stages. The config that is
     saved with a run records them, and a resumed run keeps them: sums of floats may depend on them in the last bits."""
-    tokens, rows = set[int](), set[int]()
+    tokens, rows = set[int | None](), set[int | None]()
     for stage, _, _ in _stages(config, machine, ranks, tasks):
-        tokens.add(getattr(stage.train, "max_tokens_per_micro_batch", 0))
-        rows.add(getattr(stage.engine, "max_rows", 0))
-    return with_limits(config, min(tokens), min(rows))
+        tokens.add(getattr(stage.train, "max_tokens_per_micro_batch", None))
+        rows.add(getattr(stage.engine, "max_rows", None))
+    # A section of another kind, which has no such limit, says nothing about those of the others.
+    return with_limits(config, *(min((each for each in limits if each), default=None) for limits in (tokens, rows)))
 
 
 def plan_run(

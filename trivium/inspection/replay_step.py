@@ -120,7 +120,7 @@ async def _replay(
         raise RunDirError(
             f"task {task!r} in train step {step}", f"its tasks are {known or 'none'}", "name one of its tasks"
         )
-    sampled = [group for group in chosen if group.task.taskset != SERVED and not group.expert]
+    sampled = [group for group in chosen if group.task.taskset != SERVED]
     versions = {version for group in sampled for version in _versions(group)}
     base = run.checkpoint_before(min(versions | {step - 1}), stage.first_version)
     began = stage.first_version if base is None else base.step

@@ -106,14 +106,14 @@ def build_rank_engine(
             f"{getattr(kind, '__name__', kind)} is no trivium.protocols.TrainEngine",
             "derive it from that class; a front door drives engines of its own interface",
         )
-    sampled = capabilities_of(resolve("buffers", config.buffer.kind)).sampled
+    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
     engine = build(
         "train",
         config.train,
         model_dir=stage.model_dir,
         algorithm=algorithm,
         # Expert data has no sampling temperature.
-        temperature=config.engine.sampling.temperature if sampled else 1.0,
+        temperature=config.engine.sampling.temperature if explored else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens,
         total_steps=config.schedule.steps,
         first_version=stage.first_version,

@@ -16,8 +16,6 @@ class Capabilities:
     # buffers
     explored: bool = True
     """Explorers fill it: it issues slots. False: it reads existing data."""
-    recorded: bool = False
-    """It replays groups that the policy of another run sampled, with log-probabilities and rewards."""
     shared: bool = False
     """Several processes can use it. Its class has `open_board(config, *, name)`, which opens the run's board in the
     same place, and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
@@ -65,11 +63,6 @@ class Capabilities:
     # train engines
     multiple_ranks: bool = False
     """Several processes can train one model; its Config has `sequence_parallel`, `shard` and `parallel`."""
-
-    @property
-    def sampled(self) -> bool:
-        """Whether a policy sampled the groups of the buffer, as opposed to expert data."""
-        return self.explored or self.recorded
 
 
 def capabilities_of(plugin: object) -> Capabilities:

@@ -23,7 +23,7 @@ from failing import refused
 from trivium import phases
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer, conversation_of
-from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded
+from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded, write_groups
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import OPEN, SlotState, retried
 from trivium.engines.scripted import ScriptedEngine
@@ -107,6 +107,28 @@ def with_media(slot: int, *media: Media) -> Group:
     turns = (dataclasses.replace(turn, media=tuple(m.at(0, 1) for m in media)) for turn in plain.trajectories[0].turns)
     members = (dataclasses.replace(plain.trajectories[0], turns=tuple(turns)), *plain.trajectories[1:])
     return dataclasses.replace(plain, task=Task("t", (Message("user", "x", media),)), trajectories=members)
+
+
+def test_a_torn_tail_of_a_file_that_is_only_read_is_left_alone_and_damage_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    write_groups(path, [group(0), group(1)])
+    whole, (_, second) = path.read_bytes(), [offset for offset, _ in read_recorded(path)]
+    for torn, left in ((whole[:-1], 1), (whole + b"\x01\x02", 2)):  # the run that writes it may be at it
+        path.write_bytes(torn)
+        found = [found for _, found in read_recorded(path)]
+        assert len(found) == left
+        assert all(same(one, other) for one, other in zip(found, [group(0), group(1)], strict=False))
+        assert path.read_bytes() == torn
+        assert "an incomplete record" in caplog.text
+    for damaged, words in ((whole[:20] + b"?" + whole[21:], "bytes differ"), (b"\x00" * 8, "no group")):
+        path.write_bytes(damaged)
+        with refused(DataError, path, "byte 0", words):
+            [*read_recorded(path)]
+    write_groups(path, [group(7)])
+    with refused(DataError, path, "has changed"):
+        read_record(path, second)
 
 
 def test_media_are_stored_once_and_records_hold_their_hashes(tmp_path: Path) -> None:

@@ -329,8 +329,8 @@ def ratio_problems(
 
 
 def is_explored(run: RunConfig) -> bool:
-    """Whether a policy generated the training data, with rewards, in this run or in a recorded one."""
-    return capabilities_of(resolve("buffers", run.buffer.kind)).sampled
+    """Whether the policy generates the training data, with rewards."""
+    return capabilities_of(resolve("buffers", run.buffer.kind)).explored
 
 
 def is_mixed(run: RunConfig) -> bool:
