@@ -171,9 +171,6 @@ def _rows(
         values = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else None
         if _is_section(values):
             rows |= _rows(values, f"{key}.<name>", field_resume)
-        items = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
-        if _is_section(items):
-            rows |= _rows(items, f"{key}[]", field_resume)
         optional = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
         for section in filter(_is_section, optional):
             rows |= _rows(section, key, field_resume)

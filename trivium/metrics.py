@@ -64,7 +64,7 @@ def declare_missing(keys: Iterable[str], help: str) -> None:
 
 
 def declared(key: str) -> Declared:
-    """The declaration of a key, by name or by pattern. A metric of a source has that of the metric."""
+    """The declaration of a key, by name or by pattern."""
     metric = _declaration(key)
     if metric is None:
         raise DataError(
@@ -277,8 +277,6 @@ declare(
 )
 declare("train/preference_rejected", "mean score of rejected completions")
 declare("train/reference_point", "KTO's estimate of KL(current, reference) from mismatched pairs", unit="nats")
-declare("train/preference_accuracy/*", "the same fraction for one head of a reward model", better="up")
-declare("train/preference_tie_gap", "mean distance of the scores of pairs that are ties for a head", better="down")
 declare("train/value_predicted", "mean value over trained tokens, by the critic as it is updated")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
@@ -420,7 +418,6 @@ declare(
     "fraction of the pairs of `evaluation.held_out` whose preferred completion ranks higher",
     better="up",
 )
-declare("eval/*/preference_accuracy/*", "the same fraction for one head of a reward model", better="up")
 declare(
     "eval/*/preference_margin", "mean over the same pairs of reward or score, preferred minus rejected", better="up"
 )

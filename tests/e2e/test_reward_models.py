@@ -1,4 +1,4 @@
-"""Reward models of image pairs, with several heads, through whole runs; and the rows that they learn from."""
+"""Reward models of image pairs through whole runs, and the rows that they learn from."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ BASE: dict[str, Any] = {
         "image_size": 28,
     },
     "buffer": {"kind": "files"},
-    "algorithm": {
-        "kind": "reward_model",
-        "heads": ["colour", "style"],
-        "score_loss": {"kind": "hps", "scale": 14, "learned": True},
-    },
+    "algorithm": {"kind": "reward_model", "score_loss": {"kind": "hps", "scale": 14, "learned": True}},
     "train": {"optimizer": {"lr": 3e-3}},
     "schedule": {"steps": 14, "groups_per_step": 16, "group_size": 2},
     "checkpoint": {"save_every": 12, "keep": 4},
@@ -72,16 +68,14 @@ def drawn(colour: str, image: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each asks for a colour; the label says which side drew it. Nothing is known of every fourth pair's colour."""
+    """Each asks for a colour, which the first side drew."""
     folder = tmp_path_factory.mktemp("pairs")
     rows: list[dict[str, Any]] = []
     for n in range(32):
         colour = "red" if n % 2 else "blue"
         right = picture(folder / f"right-{n}.png", n % 2 == 1, n)
         wrong = picture(folder / f"wrong-{n}.png", n % 2 == 0, 100 + n)
-        sides = (right, wrong) if n % 3 else (wrong, right)
-        labels = {"colour": None if n % 4 == 3 else "A" if n % 3 else "B", "style": "tie"}
-        rows.append({"first": drawn(colour, sides[0]), "second": drawn(colour, sides[1]), "labels": labels})
+        rows.append({"first": drawn(colour, right), "second": drawn(colour, wrong)})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder / "rows.jsonl"
 
@@ -95,8 +89,8 @@ def config(run_dir: Path, rows: Path, *changes: dict[str, Any]) -> dict[str, Any
     return data
 
 
-def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: Path) -> None:
-    best = "eval/train/preference_accuracy/colour"
+def test_image_pairs_teach_a_reward_model_with_a_learned_scale(rows: Path, tmp_path: Path) -> None:
+    best = "eval/train/preference_accuracy"
     measured = {"evaluation": {"held_out": "train", "every": 14}, "checkpoint": {"keep_best": best}}
     data = config(tmp_path / "run", rows, measured)
     run(config_from_mapping(data))
@@ -105,14 +99,13 @@ def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: P
     held_out = [row[best] for row in metrics if best in row]
     assert held_out[0] < 0.9 < held_out[-1]
     metrics = [row for row in metrics if "rollout/groups" in row]
-    assert metrics[-1]["train/preference_accuracy/colour"] == metrics[-1]["train/preference_accuracy"] > 0.9
-    assert "train/preference_accuracy/style" not in metrics[-1]  # all of its labels are ties
-    assert metrics[-1]["train/preference_tie_gap"] < 0.5 < metrics[-1]["train/preference_margin"]
+    assert metrics[-1]["train/preference_accuracy"] > 0.9
+    assert metrics[-1]["train/preference_margin"] > 0.5
 
     last = tmp_path / "run" / "checkpoints" / "step-000014"
     before = {file.relative_to(last): load_file(file) for file in sorted(last.rglob("*.safetensors"))}
     head = before[Path("reward") / f"{VALUE_HEAD}.safetensors"]
-    assert head["weight"].shape == (2, 32)
+    assert head["weight"].shape == (1, 32)
     assert 0.001 < abs(float(head["log_scale"]) - float(torch.tensor(14.0).log())) < 0.2  # it has learned
     shutil.rmtree(last)
     run(config_from_mapping(data))
@@ -123,18 +116,12 @@ def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: P
     out = export(tmp_path / "run", None, tmp_path / "out", "reward")
     how: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
     factor = float(head["log_scale"].exp())
-    one = load_score_model(out, **how, heads={"colour": 1.0})
-    torch.testing.assert_close(one.value_head.weight, factor * head["weight"][:1])
-    mixed = load_score_model(last / "reward", **how, heads={"colour": 2.0, "style": -0.5}).value_head.weight
-    torch.testing.assert_close(mixed, factor * (2 * head["weight"][:1] - 0.5 * head["weight"][1:]))
-    judge = ModelReward(ModelReward.Config(kind="model", path=str(out), heads={"colour": 1.0}))
+    for directory in (out, last / "reward"):
+        torch.testing.assert_close(load_score_model(directory, **how).value_head.weight, factor * head["weight"])
+    judge = ModelReward(ModelReward.Config(kind="model", path=str(out)))
     asked = [{"role": "user", "content": "draw red"}, {"role": "assistant", "content": IMAGE}]
     red, blue = (Media("image/png", (rows.parent / f"{name}-1.png").read_bytes()) for name in ("right", "wrong"))
     assert judge("", "", asked, [red]) > judge("", "", asked, [blue])
-    with refused(DataError, "colour, style"):
-        load_score_model(out, **how)
-    with refused(DataError, "'color'"):
-        load_score_model(out, **how, heads={"color": 1.0})
 
 
 def test_single_completions_about_images_teach_which_are_desirable(tmp_path: Path) -> None:
@@ -157,22 +144,9 @@ def test_single_completions_about_images_teach_which_are_desirable(tmp_path: Pat
     assert metrics[-1]["train/loss/policy"] < metrics[0]["train/loss/policy"]
 
 
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ({"algorithm": {"kind": "dpo"}}, "tasks.train.conversations"),
-        ({"algorithm": {"heads": ["colour", "colour"]}}, "algorithm.heads"),
-        ({"algorithm": {"heads": [], "tie_coef": 0.5}}, "algorithm.tie_coef"),
-    ],
-)
-def test_what_cannot_work_is_refused(change: dict[str, Any], where: str, rows: Path, tmp_path: Path) -> None:
-    data = config(tmp_path / "run", rows)
-    if change["algorithm"].get("kind"):
-        data["algorithm"] = {"kind": "dpo"}
-    else:
-        data = merged(data, change)
-    with refused(ConfigError, where):
-        config_from_mapping(data)
+def test_only_a_reward_model_scores_conversations_of_their_own(rows: Path, tmp_path: Path) -> None:
+    with refused(ConfigError, "tasks.train.conversations"):
+        config_from_mapping(config(tmp_path / "run", rows) | {"algorithm": {"kind": "dpo"}})
 
 
 def sides(folder: Path, row: dict[str, Any], **options: Any) -> list[list[tuple[str, str, int]]]:
@@ -208,6 +182,6 @@ def test_a_side_that_is_nothing_is_refused(side: object, tmp_path: Path) -> None
 
 def test_a_conversation_that_ends_with_text_is_scored_behind_it() -> None:
     ask, answer = Message("user", "why"), Message("assistant", "so")
-    assert conversation_of(as_json([ask, answer])) == ([ask], "so")
-    assert conversation_of(as_json([ask])) == ([ask], "")
+    assert conversation_of(as_json([ask, answer])) == ([ask], answer)
+    assert conversation_of(as_json([ask])) == ([ask], Message("assistant", ""))
     assert conversation_of("text") is None

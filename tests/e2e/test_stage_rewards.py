@@ -34,7 +34,6 @@ RECIPE: dict[str, Any] = {
     "components": [JUDGE, {"kind": "regex", "pattern": "[0-4]"}],
     "labels": {"taste": {"model": 0.5, "regex": 0.1}, "rule": {"regex": 1.0}},
 }
-HEADS: dict[str, Any] = {"algorithm": {"kind": "reward_model", "heads": ["truth", "style"]}}
 
 
 def config(folder: Path, *rewards: dict[str, Any], first: str = "judge", **training: Any) -> Path:
@@ -80,8 +79,6 @@ def test_a_stage_is_rewarded_by_the_model_that_the_stage_before_it_trained_and_r
         ("judge", {"stage": "policy"}, {}, "that is no earlier stage"),
         ("judge", {}, {"algorithm": {"kind": "dpo"}}, "has algorithm.kind 'dpo'"),
         ("judge", {"path": "judge"}, {}, "both path and stage"),
-        ("judge", {}, HEADS, "it has several heads: truth, style"),
-        ("judge", {"heads": {"thruth": 1.0}}, HEADS, "no head 'thruth'; it has truth, style"),
         ("policy", {}, {}, "an earlier one has this name"),
         ("", {}, {}, "write some text"),
     ],

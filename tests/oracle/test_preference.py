@@ -137,6 +137,22 @@ def test_known_numbers() -> None:
     assert float(kto_pair(one).loss) / 2 == pytest.approx(0.4626, abs=1e-4)
 
 
+def test_known_numbers_of_scores() -> None:
+    """LightRFT's losses of c = [.8, .4] and j = [.3, .6], and the same with the scale that its head multiplies by."""
+    scores = interleaved(torch.tensor([0.8, 0.4]), torch.tensor([0.3, 0.6]))
+    expected = {
+        ("sigmoid", ()): 0.636108,
+        ("sigmoid", (("margin", 0.1),)): 0.683685,
+        ("logexp", ()): 0.636108,
+        ("hps", ()): 0.636108,
+        ("hps", (("scale", 1 / 0.07),)): 1.4569,
+        ("hps", (("scale", 1 / 0.07), ("learned", True))): 0.636108,  # the scores have the factor already
+    }
+    for (kind, options), value in expected.items():
+        loss, _ = on_rows(scoring(kind, **dict(options)), scores, torch.ones_like(scores))
+        assert float(loss) == pytest.approx(value, abs=2e-5), (kind, options)
+
+
 def test_the_reference_point_is_a_floored_mean_without_gradient() -> None:
     ratios = torch.tensor([0.5, 1.5, -0.5], dtype=torch.float64, requires_grad=True)
     assert float(reference_point(ratios)) == 0.5

@@ -11,7 +11,7 @@ import numpy as np
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.finishing import Normalise, normalised
-from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged, with_labels
+from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.entropy import EntropyController
 from trivium.algorithms.estimator_inputs import (
@@ -27,7 +27,7 @@ from trivium.algorithms.kl import AdaptiveKLController, KlController, apply_kl_p
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, TEACHER_COLUMNS, PolicyObjective
 from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
-from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
@@ -41,9 +41,7 @@ from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 if TYPE_CHECKING:
     from torch import Tensor
 
-AnyObjective = (
-    PolicyObjective | ValueObjective | SharedObjective | PreferenceObjective | ScoreObjective | HeadsObjective
-)
+AnyObjective = PolicyObjective | ValueObjective | SharedObjective | PreferenceObjective | ScoreObjective
 _SCORE_OF = {column: what for what, column in SCORES.items()}
 
 
@@ -115,8 +113,6 @@ class GroupAlgorithm:
     """The task's column with the label of a group's only member: desirable or not."""
     mismatched: bool = False
     """Whether two rows with the pair's prompt and other completions follow each pair (`batch_of_pairs`)."""
-    heads: tuple[str, ...] = ()
-    """The heads of a reward model that a pair has labels for. Empty: one head, which prefers the chosen completion."""
     filters: tuple[Filter, ...] = ()
     """Rules that refuse groups, beyond groups without enough rewards, in this order."""
     refill: int = 0
@@ -226,7 +222,7 @@ class GroupAlgorithm:
         batch = batch_of_pairs(groups, self.label, mismatched=self.mismatched) if self.pairs else batch_of(groups)
         if self.teacher_prompts is not None:
             batch = self.teacher_prompts.added(batch, groups)
-        return with_labels(batch, groups, self.heads) if self.heads else batch
+        return batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds every column that the objectives need, given the scores named in `needs`. Advantages require the scores

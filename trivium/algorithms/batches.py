@@ -6,13 +6,12 @@ Legend: B sequences, L tokens of the longest one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from trivium.config.merging import is_mapping
 from trivium.errors import DataError
 from trivium.models.late import torch
 from trivium.randomness import stream, uniforms
@@ -32,42 +31,6 @@ def pair_of(group: Group) -> tuple[Trajectory, Trajectory] | None:
     candidates = [member for member in group.alive if member.turns]
     best, worst = (pick(candidates, key=lambda member: member.reward, default=None) for pick in (max, min))
     return (best, worst) if best and worst and best.reward > worst.reward else None
-
-
-TIE = 2.0
-"""The label of a tie."""
-_LABELS = {"A": 1.0, "B": -1.0, "tie": TIE, "C": TIE, None: 0.0}
-"""Value in a row -> label: 1 if the first of a pair is preferred, -1 if the second is, 0 without a label."""
-
-
-def with_labels(batch: Batch, groups: Sequence[Group], heads: Sequence[str]) -> Batch:
-    """Adds the column `labels`, (L, K), to a batch of pairs of these groups: the pair's label for each of K heads."""
-    of = {group.group_id: labels_of(group, heads) for group in groups}
-    return batch.with_columns(labels=[np.tile(of[e.group_id], (len(e), 1)) for e in batch.experiences])
-
-
-def labels_of(group: Group, heads: Sequence[str]) -> AnyArray:
-    """(K,): 1 if the first of the pair is preferred, -1 if the second is, 2 for a tie, 0 without a label.
-
-    Reads `A`, `B`, `tie` or null from the columns named after the heads, or from the mapping `labels`. Raises DataError
-    for anything else, and for a row without any of these columns.
-    """
-    columns = group.task.columns
-    given = cast(Mapping[str, object], columns.get("labels", {}))
-    given = {**given, **{head: columns[head] for head in heads if head in columns}} if is_mapping(given) else {}
-    wrong = {head: given[head] for head in heads if head in given and not _is_label(given[head])}
-    if wrong or not any(head in given for head in heads):
-        raise DataError(
-            f"labels by {', '.join(heads)} of task {group.task.task_id!r}",
-            f"{wrong}" if wrong else f"none of them; the columns are {sorted(columns)}",
-            "give each head A (the first is preferred), B, tie or null, in a column of its name or in the mapping "
-            "`labels`",
-        )
-    return np.array([_LABELS[cast(str | None, given.get(head))] for head in heads], np.float32)
-
-
-def _is_label(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value in _LABELS)
 
 
 def labelled(group: Group, column: str) -> tuple[Trajectory | None, Trajectory | None]:

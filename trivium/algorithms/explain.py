@@ -11,7 +11,7 @@ from trivium.algorithms.formulas import describe_function, with_values
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
 from trivium.algorithms.objective import OBSERVATION, OBSERVATION_SOURCE, PolicyObjective, Term
-from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import SOURCE as RESAMPLING
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
 from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
@@ -168,15 +168,6 @@ def _(objective: PreferenceObjective) -> Iterator[Line]:
 def _(objective: ScoreObjective) -> Iterator[Line]:
     yield Line("minimise", "mean of l over the pairs of the reward model")
     yield Line("l", describe_function(objective.score_loss, objective.metadata), objective.metadata.source)
-
-
-@about.register
-def _(objective: HeadsObjective) -> Iterator[Line]:
-    heads = ", ".join(objective.score_head.names)
-    yield Line("minimise", "sum over the heads of the reward model of the mean of l over the pairs with a preference")
-    yield Line("l", describe_function(objective.score_loss, objective.metadata), objective.metadata.source)
-    yield Line("heads", heads)
-    yield Line("ties", f"+ {objective.tie_coef:g} mean of |s_first - s_second| over the ties of each head")
 
 
 def _mean(name: str) -> Line:

@@ -1,27 +1,25 @@
 """Objectives over pairs of rows: chosen, rejected, chosen, rejected, ...
 
-Legend: B rows, L tokens, P = B / 2 pairs, K heads of a reward model. Everything is normalised by the counts of the
-whole optimizer step, so a mini-batch can be cut between any two pairs.
+Legend: B rows, L tokens, P = B / 2 pairs. Everything is normalised by the counts of the whole optimizer step,
+so a mini-batch can be cut between any two pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from trivium.algorithms.batches import TIE, column, padded, ragged
+from trivium.algorithms.batches import column, padded, ragged
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata
 from trivium.algorithms.objective import required
 from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, reference_point
 from trivium.errors import DataError
-from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs, ScoreHead
+from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.late import torch
 from trivium.protocols import CutAnywhere
-from trivium.types import AnyArray, Batch, Metrics
+from trivium.types import Batch, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +121,8 @@ class ScoreObjective(CutAnywhere):
 
     score_loss: Callable[[ScoreInputs], Tensor]
     metadata: ScoreLossMetadata
-    score_head: ScoreHead = field(default_factory=ScoreHead)
+    scale: float | None = None
+    """The initial value of a learned factor of all scores, a parameter of the model's head; None for no factor."""
 
     role: str = "reward"
     head: str = "score"
@@ -142,82 +141,6 @@ class ScoreObjective(CutAnywhere):
         return LossOutputs(loss / max(denominators.pairs, 1) * denominators.dp_size, sums)
 
 
-@dataclass(frozen=True)
-class HeadsObjective:
-    """The loss of a reward model with one head per attribute, summed over the heads.
-
-    The label of a head is the preferred row of a pair: the first, the second, or neither (`batches.labels_of`). Each
-    head's loss is the mean over its pairs with a preference, plus `tie_coef` times the mean distance of the two scores
-    over its ties. A pair without a label adds nothing to that head.
-    """
-
-    score_loss: Callable[[ScoreInputs], Tensor]
-    metadata: ScoreLossMetadata
-    score_head: ScoreHead
-    tie_coef: float = 0.01
-
-    role: str = "reward"
-    head: str = "score"
-    unit: str = "pair"
-    needs: frozenset[str] = frozenset({"labels", "label_weight"})
-    looks_at: frozenset[str] = frozenset()
-    on_policy: str = "none: it fits scores, not the policy"
-
-    def select(self, batch: Batch, *address: int) -> Batch:
-        """Adds `label_weight` (L, K), the weight of a pair in each head: 1 / the head's preferences in the mini-batch,
-        `tie_coef` / its ties for a tie, 0 without a label."""
-        del address
-        rows = [each[0] for each in batch.columns["labels"]]
-        labels = np.array([a if _is_pair(batch, row) else 0 * a for row, a in enumerate(rows)])
-        ties, decided = labels == TIE, np.abs(labels) == 1
-        numbers = [np.maximum(some[0::2].sum(0), 1) for some in (decided, ties)]
-        weights = decided / numbers[0] + self.tie_coef * ties / numbers[1]
-        spread: list[AnyArray] = [
-            np.broadcast_to(each, (len(e), len(each))) for each, e in zip(weights, batch.experiences, strict=True)
-        ]
-        return batch.with_columns(label_weight=spread)
-
-    def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
-        """This micro-batch's part of the step's loss, and its metrics."""
-        scores = _last_scores(inputs, inputs.response_mask.bool())
-        first, second = _by_pair(scores.view(len(scores), -1))
-        labels, weights = (inputs.columns[name][0::2, 0] for name in ("labels", "label_weight"))
-        counts = weights > 0
-        ties, decided = counts & (labels == TIE), counts & (labels.abs() == 1)
-        chosen, rejected = torch.where(labels < 0, second, first), torch.where(labels < 0, first, second)
-        per_head = [
-            self.score_loss(ScoreInputs(*pair)) for pair in zip(chosen.unbind(1), rejected.unbind(1), strict=True)
-        ]
-        losses = torch.where(decided, torch.stack(per_head, 1), torch.where(ties, (first - second).abs(), 0.0))
-        sums = {f"{name}:number": there.to(scores.dtype).sum() for name, there in self._by_head(decided)}
-        measured = {"accuracy": (chosen > rejected).to(scores.dtype), "chosen": chosen, "rejected": rejected}
-        for what, values in measured.items():
-            by_head = self._by_head(torch.where(decided, values, 0.0))
-            sums |= {f"{name}:{what}": value.detach().sum() for name, value in by_head}
-        sums |= {"ties:number": ties.to(scores.dtype).sum()}
-        sums |= {"ties:gap": torch.where(ties, (first - second).abs(), 0.0).detach().sum()}
-        return LossOutputs((weights * losses).sum() * denominators.dp_size, sums)
-
-    def _by_head(self, values: Tensor) -> list[tuple[str, Tensor]]:
-        return list(zip(self.score_head.names, values.unbind(1), strict=True))
-
-    def derived(self, means: Metrics) -> Metrics:
-        """The means over the pairs with a preference, for each head and for all labels. Omits heads without any."""
-        kept = {key: value for key, value in means.items() if ":" not in key}
-
-        def mean(what: str, names: Sequence[str]) -> float:
-            return sum(means[f"{name}:{what}"] for name in names) / sum(means[f"{name}:number"] for name in names)
-
-        seen = [name for name in self.score_head.names if means.get(f"{name}:number")]
-        kept |= {f"train/preference_accuracy/{name}": mean("accuracy", [name]) for name in seen}
-        if seen:
-            kept |= {f"train/preference_{what}": mean(what, seen) for what in ("accuracy", "chosen", "rejected")}
-            kept["train/preference_margin"] = kept["train/preference_chosen"] - kept["train/preference_rejected"]
-        if means.get("ties:number"):
-            kept["train/preference_tie_gap"] = means["ties:gap"] / means["ties:number"]
-        return kept
-
-
 def _reference_point(batch: Batch) -> Tensor:
     """KTO's z0 from sequences with the columns `log_prob` and `ref_log_prob`. Skips rows without trained tokens."""
     mask = padded([e.response_mask for e in batch.experiences]).bool()
@@ -225,14 +148,8 @@ def _reference_point(batch: Batch) -> Tensor:
     return reference_point(zero_outside(log_ratio, mask).sum(-1)[mask.any(-1)])
 
 
-def _is_pair(batch: Batch, row: int) -> bool:
-    """Whether both rows of a row's pair have a trained token."""
-    first = row - row % 2
-    return all(e.response_mask.any() for e in batch.experiences[first : first + 2])
-
-
 def _last_scores(inputs: LossInputs, mask: Tensor) -> Tensor:
-    """(B,), or (B, K): the model's outputs at the last trained token of each row."""
+    """(B,): the model's output at the last trained token of each row."""
     scores = zero_outside(required(inputs.values, "values"), mask)
     last = mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
     return scores[torch.arange(len(scores), device=scores.device), last]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from trivium.config.memory_estimate import replays_routing, shape_in
@@ -258,9 +258,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     names += ("observation_loss",) if names and scores_observations(config) else ()
     measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
     if evaluation.held_out is not None:
-        heads: Sequence[str] = getattr(config.algorithm, "heads", ())  # of a reward model
-        names = ("loss", "preference_accuracy", *(f"preference_accuracy/{head}" for head in heads))
-        measured += [f"eval/{evaluation.held_out}/{name}" for name in names]
+        measured += [f"eval/{evaluation.held_out}/{name}" for name in ("loss", "preference_accuracy")]
         yield from _check_held_out(config, evaluation.held_out)
     if best is not None and best not in measured:
         remedy = suggest(best, measured) if measured else "name evaluation.taskset, or write checkpoint.keep_best=null"

@@ -36,8 +36,6 @@ class ModelReward:
         --role reward` writes; or the `reward/` of a checkpoint, which may read images."""
         stage: str | None = None
         """In place of a path: the name of the earlier stage of the same run that trains the reward model."""
-        heads: dict[str, float] | None = None
-        """The heads of a reward model that make up the reward, and the weight of each: `{preference: 1.0}`."""
         device: str = "auto"
         """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one."""
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -108,8 +106,7 @@ class _Classifier:
         import torch
         from transformers import AutoTokenizer
 
-        from trivium.models.heads.classifier import head_names_of, load_classifier
-        from trivium.models.heads.loss import head_weights
+        from trivium.models.heads.classifier import load_classifier
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if self._tokenizer.chat_template is None or self._tokenizer.eos_token_id is None:
@@ -120,7 +117,6 @@ class _Classifier:
             )
         dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         self._model = load_classifier(path, dtype=dtype, device=_device(config))
-        self._weights = head_weights(head_names_of(self._model), config.heads, f"the reward model {path}")
         self._label = config.label
 
     def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> list[int]:
@@ -147,8 +143,7 @@ class _Classifier:
                 "lower engine.sampling.max_new_tokens, leave out the longest tasks, or use another reward model",
             )
         batch = torch.tensor([sequence], device=self._model.device)
-        logits = self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0]
-        return float(logits @ logits.new_tensor(self._weights))
+        return float(self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0, 0])
 
 
 class _Trained:
@@ -161,7 +156,7 @@ class _Trained:
         from trivium.models.heads.scoring import SequenceScorer
 
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        model = load_score_model(path, dtype=dtype, device=torch.device(_device(config)), heads=config.heads)
+        model = load_score_model(path, dtype=dtype, device=torch.device(_device(config)))
         # A checkpoint has one tokenizer and processor for all its models.
         model_dir = path if (path / "tokenizer_config.json").is_file() else path.parent / "policy"
         self._scorer = SequenceScorer(model, model_dir=model_dir)

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RewardConfig, RunConfig
-from trivium.errors import DataError, Problem, RunDirError
-from trivium.models.heads.loss import ONE_OUTPUT, ScoreHead, head_weights
+from trivium.errors import Problem, RunDirError
 from trivium.registry import suggest
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of
@@ -30,15 +29,9 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
                 do = suggest(name, earlier) if earlier else "give an earlier stage, which trains it, this `name`"
                 yield Problem(where, model, found, do)
                 continue
-            heads = _heads_trained_by(stages[names.index(name)])
-            if heads is None:
+            if not _trains_reward_model(stages[names.index(name)]):
                 found = f"stages[{names.index(name)}] has algorithm.kind {stages[names.index(name)].algorithm.kind!r}"
                 yield Problem(where, model, found, "name a stage with algorithm.kind: reward_model")
-                continue
-            try:
-                head_weights(heads, reward.heads, model)
-            except DataError as error:
-                yield Problem(f"{where}.heads", error.asked, error.found, error.do)
 
 
 def with_reward_models(
@@ -75,9 +68,7 @@ def _of_stages(rewards: Sequence[RewardConfig]) -> list[ModelReward.Config]:
     return [reward for reward in configs if isinstance(reward, ModelReward.Config) and reward.stage is not None]
 
 
-def _heads_trained_by(stage: RunConfig) -> tuple[str, ...] | None:
-    """Returns the names of the outputs of the reward model that a stage trains; None if it trains none."""
+def _trains_reward_model(stage: RunConfig) -> bool:
     section = stage.algorithm.for_run(stage)
     algorithm = build_algorithm(section, stage.run.seed, stage.engine.sampling.max_new_tokens)
-    objective = next((each for each in algorithm.objectives if each.role == _ROLE), None)
-    return None if objective is None else getattr(objective, "score_head", ScoreHead()).names or ONE_OUTPUT
+    return any(objective.role == _ROLE for objective in algorithm.objectives)

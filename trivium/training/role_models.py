@@ -14,7 +14,6 @@ from torch import nn
 from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.backbone.shape import read_shape
-from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.trained_models import (
     ActorCritic,
     LanguageModel,
@@ -112,8 +111,8 @@ class RoleModels:
             learners["critic"] = self._prepared("critic", critic, trained=True)
         if "reward" in roles:
             objective = next(each for each in algorithm.objectives if each.role == "reward")
-            head: ScoreHead = getattr(objective, "score_head", ScoreHead())
-            reward = ScoreModel(sources.reward, outputs=head, seed=self.seed, **self._model_options)
+            scale: float | None = getattr(objective, "scale", None)
+            reward = ScoreModel(sources.reward, scale=scale, seed=self.seed, **self._model_options)
             learners["reward"] = self._prepared("reward", reward, trained=True)
         if "reference" in roles:
             learners["reference"] = self._reference(learners.get("policy"))

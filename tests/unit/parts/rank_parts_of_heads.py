@@ -12,16 +12,14 @@ from training_parts import Parts, make_batch
 
 from trivium.algorithms.metadata import PolicyLossMetadata, ScoreLossMetadata, resolve_function
 from trivium.algorithms.objective import PolicyObjective
-from trivium.algorithms.preference_objective import HeadsObjective
+from trivium.algorithms.preference_objective import ScoreObjective
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
-from trivium.models.heads.loss import ScoreHead
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch
 
 CLIP, COEF, AGGREGATE = 0.3, 0.7, "token-mean"
-_LABELS = ((1.0, 0.0), (-1.0, 1.0), (1.0, 2.0))
 COLUMNS = ("advantages", "old_log_prob", "returns", "values")
 
 
@@ -59,14 +57,6 @@ def trained(engine: TorchTrainEngine, share: Batch, whole: Batch | None = None) 
     return done | {key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()}
 
 
-def labelled() -> Batch:
-    """Three pairs with labels for two heads, one of them a tie."""
-    batch = make_batch()
-    sizes = [len(e) for e in batch.experiences]
-    labels = [np.tile(np.float32(_LABELS[row // 2]), (size, 1)) for row, size in enumerate(sizes)]
-    return scorer().objectives[0].select(batch.with_columns(labels=labels), 0)
-
-
 def scored(engine: TorchTrainEngine, share: Batch, whole: Batch | None = None) -> dict[str, torch.Tensor]:
     """Weights and metrics of a reward model after two steps."""
     objective = engine.algorithm.objectives[0]
@@ -82,7 +72,7 @@ def on_ranks(rank: int, size: int, directory: Path, batch: Batch) -> dict[str, d
     shares = [[0, 1, 2, 3, 4], [5]], [[0, 1, 2, 3], [4, 5]]
     return {
         "critic": trained(_engine(directory, algorithm()), batch.select(shares[0][rank]), batch),
-        "heads": scored(_engine(directory, scorer()), labelled().select(shares[1][rank]), labelled()),
+        "reward model": scored(_engine(directory, scorer()), make_batch().select(shares[1][rank]), make_batch()),
     }
 
 
@@ -104,7 +94,6 @@ def _engine(directory: Path, parts: Any) -> TorchTrainEngine:
 
 
 def scorer() -> Any:
-    """A reward model with two heads and a learned scale."""
+    """A reward model with a learned scale."""
     options = section("score_losses", "hps", scale=10.0, learned=True)
-    loss = resolve_function("score_losses", options, ScoreLossMetadata)
-    return Parts((HeadsObjective(*loss, ScoreHead(("preference", "style"), 10.0), 0.2),))
+    return Parts((ScoreObjective(*resolve_function("score_losses", options, ScoreLossMetadata), 10.0),))

@@ -82,7 +82,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     two.score, two.config.num_labels = torch.nn.Linear(32, 2, bias=False), 2
     two.save_pretrained(tmp_path / "two")
     hf_tokenizer(path).save_pretrained(tmp_path / "two")
-    with refused(DataError, "LABEL_0, LABEL_1"):
+    with refused(DataError, "2 outputs"):
         ModelReward(ModelReward.Config(path=str(tmp_path / "two")))
 
 

@@ -18,7 +18,6 @@ from rank_parts_of_heads import (
     COLUMNS,
     algorithm,
     batch_for,
-    labelled,
     on_ranks,
     scored,
     scorer,
@@ -26,7 +25,7 @@ from rank_parts_of_heads import (
 )
 from rank_processes import run_ranks
 from safetensors.torch import load_file
-from training_parts import make_engine, write_model
+from training_parts import make_batch, make_engine, write_model
 from transformers import AutoModelForCausalLM
 from vision_parts import rolled_out, tiny
 
@@ -146,12 +145,12 @@ def test_a_checkpoint_continues_with_the_same_bits_and_its_policy_has_no_head(
 
 
 def test_ranks_that_share_a_batch_equal_one_process(model_dir: Path, tmp_path: Path) -> None:
-    """The second rank has fewer micro-batches, so it makes empty passes; the same of a reward model with two heads."""
+    """The second rank has fewer micro-batches, so it makes empty passes; the same of a reward model."""
     engine, judge = (make_engine(model_dir, parts, dtype="float64") for parts in (algorithm(), scorer()))
     batch = batch_for(engine)
-    expected = {"critic": trained(engine, batch), "heads": scored(judge, labelled())}
+    expected = {"critic": trained(engine, batch), "reward model": scored(judge, make_batch())}
     (first, _) = run_ranks([2], on_ranks, tmp_path / "ranks", model_dir, batch)[2]
-    assert "train/preference_accuracy/style" in expected["heads"]
+    assert "value_head.log_scale" in expected["reward model"]
     for what, tensors in expected.items():
         assert first[what].keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
-from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.sections.parts import (
     PassesConfig,
     is_explored,
@@ -20,7 +20,6 @@ from trivium.algorithms.sections.parts import (
 )
 from trivium.config import Plugin, RunConfig, plugin
 from trivium.errors import Problem
-from trivium.models.heads.loss import ScoreHead
 
 PairLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("pair_losses"))]
 ScoreLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("score_losses"))]
@@ -104,17 +103,10 @@ class RewardModelConfig(PairsConfig):
 
     score_loss: ScoreLossPlugin
     """The loss of a pair's scores: `{kind: sigmoid, ...}`, or a function of yours."""
-    heads: tuple[Annotated[str, Field(pattern=r"^[\w-]+$")], ...] = ()
-    """Names of the model's outputs: `[preference, alignment]`. A row then has a label for each (`A`: the chosen
-    completion is better, `B`: the rejected one, `tie`, or null), in a column of that name or in the mapping `labels`.
-    Unset: one output, for which the chosen completion is better."""
-    tie_coef: float = Field(default=0.01, ge=0)
-    """Weight of the distance between the scores of a pair whose label is `tie`."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
         yield from section_problems(self.score_loss, "score_losses", ScoreLossMetadata, f"{where}.score_loss")
-        yield from self._head_problems(run, where)
         if run.evaluation.taskset is not None:
             yield Problem(
                 "evaluation.taskset",
@@ -128,23 +120,11 @@ class RewardModelConfig(PairsConfig):
         """Whether the two sides of a pair may be separate conversations: each side has its own score."""
         return True
 
-    def _head_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        if len(set(self.heads)) < len(self.heads):
-            yield Problem(f"{where}.heads", ", ".join(self.heads), "a name occurs twice", "give each head its own name")
-        if self.heads and is_explored(run):
-            found = f"buffer.kind {run.buffer.kind!r} pairs rollouts by their reward alone"
-            yield Problem(f"{where}.heads", "labels for each head", found, "use buffer.kind files, or leave heads out")
-        if not self.heads and self.tie_coef != type(self).model_fields["tie_coef"].default:
-            yield Problem(f"{where}.tie_coef", "a term for ties", "without heads no pair is a tie", "leave the key out")
-
-    def objective(self) -> ScoreObjective | HeadsObjective:
-        """The loss over one score, or over the scores of several heads."""
+    def objective(self) -> ScoreObjective:
+        """The loss over the scores of pairs."""
         loss, metadata = resolve_function("score_losses", self.score_loss, ScoreLossMetadata)
         learned = metadata.learned_scale and getattr(self.score_loss, "learned", False)
-        head = ScoreHead(self.heads, getattr(self.score_loss, "scale", None) if learned else None)
-        if self.heads:
-            return HeadsObjective(loss, metadata, head, self.tie_coef)
-        return ScoreObjective(loss, metadata, head)
+        return ScoreObjective(loss, metadata, getattr(self.score_loss, "scale", None) if learned else None)
 
 
 def preference(config: PreferenceConfig, seed: int) -> GroupAlgorithm:
@@ -157,10 +137,8 @@ def preference(config: PreferenceConfig, seed: int) -> GroupAlgorithm:
 def reward_model(config: RewardModelConfig, seed: int) -> GroupAlgorithm:
     """Builds the algorithm of a reward-model section. It does not use the seed."""
     del seed
-    return replace(_over_pairs(config, config.objective()), heads=config.heads)
+    return _over_pairs(config, config.objective())
 
 
-def _over_pairs(
-    config: PairsConfig, objective: PreferenceObjective | ScoreObjective | HeadsObjective
-) -> GroupAlgorithm:
+def _over_pairs(config: PairsConfig, objective: PreferenceObjective | ScoreObjective) -> GroupAlgorithm:
     return GroupAlgorithm(config.kind, (objective,), epochs=config.epochs, mini_batches=config.mini_batches, pairs=True)

@@ -7,14 +7,10 @@ holds zeros. An objective has `loss(inputs, denominators) -> LossOutputs` in add
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trivium.errors import DataError
 from trivium.models.late import torch
-
-ONE_OUTPUT = ("score",)
-"""The output names of a reward model with one output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +38,6 @@ class LossInputs:
     the objective needs neither."""
     step: int = 0
     """The number of train steps of this stage so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreHead:
-    """The head of a reward model that an objective needs (`score_head`)."""
-
-    names: tuple[str, ...] = ()
-    """The name of each output; empty for one output without a name."""
-    scale: float | None = None
-    """The initial value of a learned factor of all scores; None for no factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +104,3 @@ class LossOutputs:
     """Metric key -> largest value in this micro-batch; the learner keeps the largest."""
     tokens: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
     """Arrays (B, L) with the inputs of the loss for each token, kept if `EngineSettings.keeps_updates` is set."""
-
-
-def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model: str) -> list[float]:
-    """(K,): the weight of each output of a reward model in its score, from the weights `heads` by name; 0 for an output
-    that `heads` does not name.
-
-    A single output needs no name. Raises DataError, which names the `model`, for unknown names.
-    """
-    heads = {names[0]: 1.0} if heads is None and len(names) == 1 else heads
-    unknown = sorted(set(heads or ()) - set(names))
-    if not heads or unknown:
-        raise DataError(
-            f"one score by {model}",
-            f"no head {unknown[0]!r}; it has {', '.join(names)}"
-            if unknown
-            else f"it has several heads: {', '.join(names)}",
-            "give the weights of heads: {" + ", ".join(f"{name}: 1.0" for name in names) + "}",
-        )
-    return [heads.get(name, 0.0) for name in names]

@@ -27,7 +27,6 @@ from trivium.models.cpu.fused import fuse, fuse_adapters
 from trivium.models.cpu.linear import use_onednn
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
-from trivium.models.heads.loss import ScoreHead
 from trivium.models.heads.value_head import ScaledLinear, folded_head, saved_head, value_head
 from trivium.models.heads.vocabulary_part import output_layer
 from trivium.models.vision.encoder import decoder_of
@@ -452,13 +451,12 @@ class ValueModel(FilledModel):
         return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased)
 
     def forward(self, batch: Pack, rows: torch.Tensor, what: str = "values") -> torch.Tensor:
-        """(N,) values of the states before the tokens at `rows` of the pack; (N, K) for a head with K > 1 outputs."""
+        """(N,) values of the states before the tokens at `rows` of the pack."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if what == "verify":
                 self.backbone.settle(self._tolerance)
             states = self.backbone.states(batch, self._sources(batch, rows))
-        values: torch.Tensor = self.value_head(states.values.to(self.dtype))
-        values = values.squeeze(1) if values.shape[1] == 1 else values
+        values: torch.Tensor = self.value_head(states.values.to(self.dtype)).squeeze(1)
         return states.gather(values.clone())  # FSDP registers hooks on outputs, which must not be views
 
     def _sources(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
@@ -476,36 +474,19 @@ class ScoreModel(ValueModel):
     reads_before = False
 
     def __init__(
-        self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **options: Unpack[ValueOptions]
+        self, source: Path | PreTrainedModel, *, scale: float | None = None, **options: Unpack[ValueOptions]
     ) -> None:
-        """`outputs` describes the head to train; None uses the saved one. The others are the arguments of `ValueModel`.
-        Raises TriviumError for a saved head with another number of outputs."""
-        self._wanted = outputs
+        """`scale`: the initial value of a learned factor of all scores; None for no factor, or the fixed one of a saved
+        head. The others are the arguments of `ValueModel`."""
+        self._scale = scale
         super().__init__(source, **options)
-        if self.value_head.out_features > 1 and outputs is not None:
-            self.module.config.id2label = dict(enumerate(outputs.names))
-            self.module.config.label2id = {name: number for number, name in enumerate(outputs.names)}
-
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        """The names of the outputs of the head, as in `ScoreHead.names`."""
-        number = self.value_head.out_features
-        return output_names(self.module, number) if number > 1 else ()
 
     def _head(self, saved: Mapping[str, torch.Tensor], width: int, seed: int) -> nn.Linear:
-        wanted = self._wanted or ScoreHead()
-        outputs = len(saved["weight"]) if saved and self._wanted is None else max(1, len(wanted.names))
-        if wanted.scale is None:
-            return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased, outputs=outputs)
-        linear: Any = value_head(saved, width, seed, self.dtype, biased=False, outputs=outputs)
-        log_scale = saved.get("log_scale", torch.tensor([math.log(wanted.scale)]))
+        if self._scale is None:
+            return super()._head(saved, width, seed)
+        linear: Any = value_head(saved, width, seed, self.dtype, biased=False)
+        log_scale = saved.get("log_scale", torch.tensor([math.log(self._scale)]))
         return ScaledLinear(linear.weight, log_scale.to(self.dtype))
 
     def _sources(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         return rows
-
-
-def output_names(model: PreTrainedModel, number: int) -> tuple[str, ...]:
-    """The names that a model's config gives its outputs."""
-    labels: Any = model.config.id2label
-    return tuple(labels[i] for i in range(number))

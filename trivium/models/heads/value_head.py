@@ -24,7 +24,7 @@ class ScaledLinear(nn.Linear):
     """A linear layer without bias. All outputs are multiplied by one learned factor, positive and at most 100."""
 
     def __init__(self, weight: nn.Parameter, log_scale: torch.Tensor) -> None:
-        """`weight` (K, width), `log_scale` (1,)."""
+        """`weight` (1, width), `log_scale` (1,)."""
         super().__init__(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
         self.weight = weight
         self.log_scale = nn.Parameter(log_scale)
@@ -70,23 +70,23 @@ def _read(saved: SavedTensors, name: str) -> torch.Tensor:
 
 
 def value_head(
-    saved: Mapping[str, torch.Tensor], width: int, seed: int, dtype: torch.dtype, *, biased: bool, outputs: int = 1
+    saved: Mapping[str, torch.Tensor], width: int, seed: int, dtype: torch.dtype, *, biased: bool
 ) -> nn.Linear:
     """A linear head with this state; if that is empty, a new head, drawn from N(0, (0.01 / sqrt(width))^2).
 
-    Raises TriviumError for a state with another number of outputs.
+    Raises TriviumError for a state with several outputs.
     """
     head = {name: tensor for name, tensor in saved.items() if name in ("weight", "bias")}
     biased = biased or "bias" in head
     if not head:
         generator = torch.Generator().manual_seed(stream(seed, "value_head"))
-        head["weight"] = torch.empty(outputs, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
-    if len(head["weight"]) != outputs:
+        head["weight"] = torch.empty(1, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
+    if len(head["weight"]) != 1:
         raise TriviumError(
-            f"a head with {outputs} output(s)",
+            "a head with one output",
             f"the one that was saved has {len(head['weight'])}",
-            "start from a model with as many, or from one without a head",
+            "start from a model with one output, or from one without a head",
         )
-    layer = nn.Linear(width, outputs, bias=biased, dtype=dtype)
-    layer.load_state_dict({"bias": torch.zeros(outputs), **head} if biased else head)
+    layer = nn.Linear(width, 1, bias=biased, dtype=dtype)
+    layer.load_state_dict({"bias": torch.zeros(1), **head} if biased else head)
     return layer
