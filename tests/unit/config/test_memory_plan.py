@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from configs import configured
 from failing import refused
 from sync_parts import memory_rise
 from training_parts import Parts, Reinforce, make_batch, make_engine
@@ -767,3 +768,9 @@ def figures(memory: dict[str, Any]) -> list[list[float]]:
 
 HELD = ("policy weights", "policy gradients", "policy optimizer", "float32 head", "gathered", "activations", "total")
 ITEMS = {"each rank": HELD, "each engine": ("engine", "engine cache", "engine prompts", "engine pass", "total")}
+
+
+def test_a_stage_with_an_engine_of_another_kind_leaves_the_limits_of_the_others() -> None:
+    stages = [{"schedule": {"steps": 1}}, {"engine": {"kind": "scripted", "replies": [[1]]}}]
+    chosen: Any = with_choices(configured(stages=stages), Machine(1 << 34))
+    assert chosen.engine.max_rows > 0
