@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 import sqlalchemy as sa
 from configs import configured
@@ -190,8 +189,8 @@ async def test_a_look_that_began_before_the_trainer_opened_the_buffer_finds_no_o
     shared, has_read, go_on = make_end(url, make_schedule(), tmp_path), threading.Event(), threading.Event()
     read_head = shared._head
 
-    def slowly(connection: sa.Connection, *, lock: bool, **settings: Any) -> Any:
-        head = read_head(connection, lock=lock, **settings)
+    def slowly(connection: sa.Connection, *, lock: bool) -> Any:
+        head = read_head(connection, lock=lock)
         if not lock and not go_on.is_set():
             has_read.set()
             assert go_on.wait(120)
@@ -551,25 +550,6 @@ async def test_no_operation_reads_rows_in_vain_on_a_server_that_knows_nothing_of
     for statement, parameters in found:
         in_vain = buffer._database.transact(lambda c, s=statement, p=parameters: read_in_vain(c, s, p))
         assert in_vain < 5, statement
-
-
-async def test_a_group_takes_few_round_trips_to_a_server(
-    postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = await opened(postgres.create_database(uuid.uuid4().hex), tmp_path)
-    await played(buffer, 1)
-    trips: list[None] = []
-    execute: Any = psycopg.Cursor.execute
-
-    def counting(*args: Any, **settings: Any) -> Any:
-        trips.append(None)
-        return execute(*args, **settings)
-
-    monkeypatch.setattr(psycopg.Cursor, "execute", counting)
-    lease = await leased(buffer)
-    assert len(trips) == 2
-    await buffer.put("e", make_group(lease))
-    assert len(trips) == 2 + 3
 
 
 async def test_a_transaction_whose_last_statement_fails_changes_nothing(each_url: str, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slot_buffer import SlotBuffer, Undo, Waits, Work
 from trivium.buffers.slot_machine import Rows, Slots
 from trivium.buffers.slots import Row
-from trivium.buffers.sql.database import Database, Read, SqlTable, Statement, located, pause
+from trivium.buffers.sql.database import Database, SqlTable, Statement, located, pause
 from trivium.buffers.sql.media_rows import MediaRows
-from trivium.buffers.sql.slot_rows import SqlRows, first_reads, forget
+from trivium.buffers.sql.slot_rows import SqlRows, forget
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, RUNS, TABLES
 from trivium.checkpoint.atomic import atomic_write, fsync, writing
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
@@ -343,8 +343,8 @@ class SqlBuffer(SlotBuffer):
             self._transact([call])
 
     def _run(self, connection: sa.Connection, calls: Sequence[_Call]) -> None:
-        mine, ahead, rows = self._session, first_reads(self._name, calls[0].work), None
-        head = self._head(connection, lock=True, ahead=ahead)
+        mine, rows = self._session, None
+        head = self._head(connection, lock=True)
         changed = False
         for call in calls:
             call.answer = "null"
@@ -386,9 +386,9 @@ class SqlBuffer(SlotBuffer):
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         return True
 
-    def _head(self, connection: sa.Connection, *, lock: bool, ahead: Sequence[Read] = ()) -> Mapping[str, Any] | None:
+    def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""
-        rows = _HEADS[lock](connection, {"this_name": self._name}, ahead)
+        rows = _HEADS[lock](connection, {"this_name": self._name})
         return dict(zip(_HEAD_COLUMNS, rows[0], strict=True)) if rows else None
 
     def _save(self, connection: sa.Connection, rows: Rows) -> None:

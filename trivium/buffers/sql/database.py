@@ -9,16 +9,12 @@ import asyncio
 import itertools
 import json
 import logging
-import os
-import socket
 import sqlite3
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,8 +53,6 @@ _BEGINS = {
     "postgresql": {True: "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", False: "BEGIN"},
 }
 """By dialect: how a transaction begins, by whether it only reads."""
-_MOST_HELD = 32
-"""Most statements that are sent to a server together."""
 
 
 class Database:
@@ -75,10 +69,7 @@ class Database:
     def __init__(self, url: str, *, patience_s: float = 10.0) -> None:
         self._patience_s = patience_s
         self._url = _parsed(url)
-        self._limit_s = patience_s / 2
-        self._engine = _open(self._url, self._limit_s)
-        self._watches = _Watches(self._limit_s + _GRACE_S)
-        weakref.finalize(self, self._watches.end)
+        self._engine = _open(self._url, patience_s / 2)
         self.notified_late = self._engine.dialect.name != "sqlite"
         """Whether `commits` may still be the value before a commit after it."""
         self._counter: Any = None
@@ -130,9 +121,7 @@ class Database:
                     return self._counter.execute("PRAGMA data_version").fetchone()[0]
                 if self._counter is None:
                     return None
-                self._counter.pgconn.consume_input()
-                while self._counter.pgconn.notifies() is not None:
-                    self._notified += 1
+                self._notified += sum(1 for _ in self._counter.notifies(timeout=0))
                 return self._notified, int(time.monotonic())
             except self._engine.dialect.loaded_dbapi.Error:
                 if not sqlite:
@@ -143,7 +132,7 @@ class Database:
         """Connects to a server that notifies of commits."""
         connection = self._engine.connect().execution_options(reads=True)
         try:
-            with self._watches.watched(connection), connection.begin():
+            with connection.begin():
                 connection.exec_driver_sql(f"LISTEN {_CHANNEL}")
         except DBAPIError:
             connection.close()
@@ -181,110 +170,35 @@ class Database:
     def _once(self, work: Work[T], reads: bool) -> T:
         with self._engine.connect() as connection:
             connection.execution_options(reads=reads)
-            with self._watches.watched(connection), connection.begin():
+            with connection.begin():
                 return work(connection)
 
 
 class Statement:
-    """A statement that runs for every group. Without SQLAlchemy's preparation of a statement and its result, which take
-    longer than the statement does in SQLite. A server gets one without rows together with the next one that has rows,
-    or with the commit: a round trip takes longer than most statements.
+    """A statement that runs for every group, compiled once: SQLAlchemy prepares a statement for longer than SQLite runs
+    it.
 
     The rows contain the values of the driver: on SQLite, 0 and 1 for booleans.
     """
 
-    def __init__(self, statement: sa.Executable, columns: Sequence[str] | None = None, *, bulky: bool = False) -> None:
-        """`columns` are those that an insert or update sets; None: all, or those that the statement names. `bulky`: its
-        values are large."""
+    def __init__(self, statement: sa.Executable, columns: Sequence[str] | None = None) -> None:
+        """`columns` are those that an insert or update sets; None: all, or those that the statement names."""
         self._statement: Any = statement
-        self._bulky = bulky
         self._columns = columns
         self._compiled: dict[str, tuple[str, Mapping[str, Any], Sequence[str] | None]] = {}
         """By dialect: the text, the values of its constants, and its parameters in order if it has no names."""
 
-    def __call__(
-        self, connection: sa.Connection, values: Mapping[str, Any], ahead: Sequence[Read] = ()
-    ) -> list[tuple[Any, ...]]:
-        """The rows for these values of the parameters. A server also gets the reads of `ahead`, whose rows are known if
-        they are executed next."""
-        bound = self._bound(connection, values)
-        if self._statement.is_select:
-            return _executed(connection, bound, [read._bound(connection, given) for read, given in ahead])
-        return _executed(connection, bound, waits=not self._bulky, alone=self._bulky)
-
-    def _bound(self, connection: sa.Connection, values: Mapping[str, Any]) -> tuple[str, Any]:
-        """(the text, the parameters) for the driver."""
+    def __call__(self, connection: sa.Connection, values: Mapping[str, Any]) -> Sequence[Any]:
+        """The rows for these values of the parameters."""
         text, constants, names = self._compiled.get(connection.dialect.name) or self._compile(connection.dialect)
-        given = {**constants, **values}
-        return text, given if names is None else tuple(given[name] for name in names)
+        given: Any = {**constants, **values}
+        result = connection.exec_driver_sql(text, given if names is None else tuple(given[name] for name in names))
+        return result.all() if result.returns_rows else []
 
     def _compile(self, dialect: sa.Dialect) -> tuple[str, Mapping[str, Any], Sequence[str] | None]:
         compiled = self._statement.compile(dialect=dialect, column_keys=self._columns)
         self._compiled[dialect.name] = compiled.string, compiled.params, compiled.positiontup
         return self._compiled[dialect.name]
-
-
-Read = tuple[Statement, Mapping[str, Any]]
-"""A statement that reads, and the values of its parameters."""
-
-
-def _executed(
-    connection: sa.Connection,
-    bound: tuple[str, Any],
-    ahead: Sequence[tuple[str, Any]] = (),
-    *,
-    waits: bool = False,
-    alone: bool = False,
-) -> list[tuple[Any, ...]]:
-    """The rows of a statement. A server gets one that `waits`, since it has no rows, with the next that does not, and
-    one `alone` on its own."""
-    watch: _Watch | None = connection.get_execution_options().get("watch")
-    if watch is None:
-        return _sent(connection, [bound])[0]
-    for read, rows in watch.ahead:
-        if read == bound:
-            return rows
-    watch.ahead = []
-    if alone:
-        _asks(connection)
-    watch.held.append(bound)
-    if waits and len(watch.held) < _MOST_HELD:
-        return []
-    statements, watch.held = [*watch.held, *ahead], []
-    results = _sent(connection, statements)
-    first = len(statements) - len(ahead)
-    watch.ahead = [*zip(ahead, results[first:], strict=True)]
-    return results[first - 1]
-
-
-def _sent(connection: sa.Connection, statements: Sequence[tuple[str, Any]]) -> list[list[tuple[Any, ...]]]:
-    """The rows of each statement. Executes them with the driver, on a server in one round trip, and raises its errors
-    as SQLAlchemy does."""
-    dialect, driver = connection.dialect, connection.connection
-    cursor: Any = None
-    try:
-        cursor = driver.cursor()
-        for text, parameters in statements:
-            for listener in connection.dispatch.before_cursor_execute:
-                listener(connection, cursor, text, parameters, None, False)
-        if len(statements) == 1:
-            cursor.execute(*statements[0])
-        else:
-            # One text with all values: psycopg's pipelines take almost twice its processor time.
-            cursor = dialect.loaded_dbapi.ClientCursor(driver.driver_connection)
-            cursor.execute("; ".join(cursor.mogrify(*statement) for statement in statements))
-        results = [cursor.fetchall() if cursor.description else []]
-        while len(results) < len(statements) and cursor.nextset():
-            results.append(cursor.fetchall() if cursor.description else [])
-        cursor.close()
-        return results
-    except dialect.loaded_dbapi.Error as error:
-        dropped = dialect.is_disconnect(error, driver.driver_connection, cursor)
-        if dropped:
-            connection.invalidate(error)
-        kind, texts = dialect.loaded_dbapi.Error, "; ".join(text for text, _ in statements)
-        values = [parameters for _, parameters in statements]
-        raise DBAPIError.instance(texts, values, error, kind, connection_invalidated=dropped) from error
 
 
 @lru_cache
@@ -353,10 +267,36 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         engine = sa.create_engine(url, connect_args=settings)
     except ImportError as error:
         raise MissingPackage("psycopg", "postgres", f"reach {url.render_as_string()}") from error
+    connect = _patient(engine.dialect.loaded_dbapi, limit_s + _GRACE_S).connect
+    event.listen(engine, "do_connect", lambda dialect, record, args, settings: connect(*args, **settings))
     event.listen(engine, "begin", _begin)
-    event.listen(engine, "before_cursor_execute", lambda connection, *_: _asks(connection))
-    event.listen(engine, "commit", _commit)
+    event.listen(engine, "commit", _notify)
     return engine
+
+
+def _patient(psycopg: Any, limit_s: float) -> Any:
+    """psycopg's class of connections, of which every wait for the server ends after `limit_s`. No other timeout ends
+    the wait for a server that is suspended: its machine still acknowledges what it receives."""
+
+    class Connection(psycopg.Connection):
+        def wait(self, gen: Generator[Any, Any, T], *args: Any, **settings: Any) -> T:
+            return super().wait(self._limited(gen), *args, **settings)
+
+        def _limited(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+            """`gen`, which psycopg resumes when the server answers, and ten times a second until then."""
+            end = time.monotonic() + limit_s
+            try:
+                events = next(gen)
+                while True:
+                    ready = yield events
+                    if not ready and time.monotonic() > end:
+                        self.close()
+                        raise psycopg.OperationalError(f"the server did not answer within {limit_s:g} s")
+                    events = gen.send(ready)
+            except StopIteration as stop:
+                return stop.value
+
+    return Connection
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
@@ -369,95 +309,12 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
 
 def _begin(connection: sa.Connection) -> None:
     reads = connection.get_execution_options().get("reads", False)
-    _executed(connection, (_BEGINS[connection.dialect.name][reads], ()), waits=True)
+    connection.exec_driver_sql(_BEGINS[connection.dialect.name][reads])
 
 
-def _commit(connection: sa.Connection) -> None:
+def _notify(connection: sa.Connection) -> None:
     if not connection.get_execution_options().get("reads", False):
-        _executed(connection, (f"NOTIFY {_CHANNEL}", ()), waits=True)
-    _executed(connection, ("COMMIT", ()))
-
-
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """A transaction on a server."""
-
-    line: socket.socket
-    started_at: float
-    """When its last statement was sent."""
-    cut: bool = False
-    """Whether its connection was closed."""
-    held: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
-    """Statements, with their parameters, that the server gets together with the next one."""
-    ahead: list[tuple[tuple[str, Any], list[tuple[Any, ...]]]] = field(default_factory=list[Any])
-    """Reads, with their rows, of which the rows are known until another statement is executed."""
-
-
-class _Watches:
-    """Closes the connection to a server that has not responded for `limit_s`, which is the only way to end the wait.
-
-    One thread watches all transactions: to start a thread for each would take longer than the transaction.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._watched: set[_Watch] = set()
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def watched(self, connection: sa.Connection) -> Generator[None]:
-        """Watches the transaction of the block."""
-        driver: Any = connection.connection.driver_connection
-        if connection.dialect.name == "sqlite" or driver.closed:
-            yield  # SQLite has its own timeout; a closed connection raises at once
-            return
-        # A duplicate descriptor: the driver may close its own at any moment, and its number may be reused.
-        watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), time.monotonic())
-        connection.execution_options(watch=watch)
-        with self._lock:
-            self._watched.add(watch)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="database", daemon=True)
-                self._thread.start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._watched.discard(watch)
-            watch.line.close()
-
-    def end(self) -> None:
-        """Ends the thread."""
-        self._over.set()
-
-    def _run(self) -> None:
-        # A watch that begins while the thread sleeps ends after the thread wakes: all have the same limit.
-        left = self._limit_s
-        while not self._over.wait(left):
-            now, left = time.monotonic(), self._limit_s
-            with self._lock:
-                for watch in self._watched:
-                    if watch.cut:
-                        continue
-                    if watch.started_at + self._limit_s > now:
-                        left = min(left, watch.started_at + self._limit_s - now)
-                        continue
-                    watch.cut = True
-                    with suppress(OSError):  # already closed by the server
-                        watch.line.shutdown(socket.SHUT_RDWR)
-
-
-def _asks(connection: sa.Connection) -> None:
-    """Before a statement of SQLAlchemy: sends those that are held back. Before any statement: restarts the watch."""
-    watch: _Watch | None = connection.get_execution_options().get("watch")
-    if watch is not None:
-        watch.ahead = []
-        if watch.held:
-            statements, watch.held = watch.held, []
-            _sent(connection, statements)
-        watch.started_at = time.monotonic()
+        connection.exec_driver_sql(f"NOTIFY {_CHANNEL}")
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from trivium.buffers.journal import read_stored
-from trivium.buffers.slot_buffer import Work
-from trivium.buffers.slot_machine import Predicate, Slots
+from trivium.buffers.slot_machine import Predicate
 from trivium.buffers.slots import COUNTERS, OPEN, Row, SlotState
-from trivium.buffers.sql.database import Read, Statement
+from trivium.buffers.sql.database import Statement
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, EXPLORERS, FAILED, GROUPS, MEDIA, SLOTS
 from trivium.errors import DataError
 from trivium.types import Group, Lease
@@ -38,7 +37,7 @@ _LOWEST = Statement(_SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_st
 _FINISHED = _SELECT_BRIEF.where(_MINE, _s.state == SlotState.FINISHED).limit(sa.bindparam("count"))
 _FINISHED_SINCE = _FINISHED.where(_s.arrival >= sa.bindparam("begin")).order_by(_s.arrival)
 _FINISHED_WITHIN = _FINISHED.where(_s.slot >= sa.bindparam("begin"), _s.slot < sa.bindparam("end")).order_by(_s.slot)
-_INSERT, _STORE = sa.insert(SLOTS), Statement(sa.insert(GROUPS), bulky=True)
+_INSERT, _STORE = sa.insert(SLOTS), Statement(sa.insert(GROUPS))
 _INSERT_BRIEF = Statement(_INSERT, ("buffer", *_WITHOUT_GROUP))
 _RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
     _g.buffer == sa.bindparam("this_buffer"), _g.slot.in_(sa.bindparam("slots", expanding=True))
@@ -232,19 +231,6 @@ class SqlRows:
 
     def _run(self, statement: sa.Executable) -> sa.CursorResult:
         return self._connection.execute(statement)  # pyright: ignore[reportReturnType]
-
-
-def first_reads(buffer: str, work: Work) -> list[Read]:
-    """What an operation reads first."""
-    match work:
-        case partial(func=Slots.lease, keywords={"owner": owner}):
-            this = {"this_buffer": buffer}
-            loaded, lowest = (_LOADED, {**this, "this_owner": owner}), (_LOWEST, {**this, "this_state": SlotState.FREE})
-            return [loaded, lowest, (_NUM_EXPLORERS, this)]
-        case partial(func=Slots.put, keywords={"group": group}):
-            return [(_FIND, {"this_buffer": buffer, "this_slot": group.slot, "this_attempt": group.attempt})]
-        case _:
-            return []
 
 
 @lru_cache
