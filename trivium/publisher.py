@@ -68,10 +68,10 @@ class Publisher:
 
     def offer(self, version: int) -> bool:
         """Offers the current weights to the channel and, if they were delivered, publishes their version; returns
-        whether they were. Blocks."""
-        offer = self.engine.offer_weights()
-        if not offer.delivered:
-            return False
+        whether they were. Offers them again if an exchange was aborted. Blocks."""
+        while not (offer := self.engine.offer_weights()).delivered:
+            if not self.synchronizer.was_exchanged(version):
+                return False
         self.offered_hash = offer.hash
         if self.note is not None:  # before any rollout of this version can be journaled
             self.note(version, self.offered_hash)

@@ -202,6 +202,11 @@ class Synchronizer(RunRole):
         members = tuple(exchange["members"])
         return Exchange(exchange["number"], version, members, address) if members else None
 
+    def was_exchanged(self, version: int) -> bool:
+        """Whether explorers entered the last exchange of weights, and it was one of `version`."""
+        exchange = self.check_alive().get("exchange")
+        return exchange is not None and exchange["version"] == version and bool(exchange["members"])
+
     def abort_reason(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
         """Returns why an exchange cannot complete: an explorer of `waited_for` has ended, or the trainer has started
         another exchange. Empty while it can complete. Raises RoleFailed if the run has failed."""

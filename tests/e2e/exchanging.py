@@ -23,6 +23,7 @@ from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run_explorer
 from trivium.protocols import EngineSettings, WeightChannel
+from trivium.publisher import Publisher
 from trivium.run_role import live_explorers
 from trivium.runtime.build import algorithm_of
 from trivium.schedule import Schedule
@@ -93,10 +94,14 @@ def trainer(order: dict[str, Any]) -> None:
     engine.prepare()
     synchronizer, channel = meeting(order, TRAINER)
     engine.settings = EngineSettings(channel)
-    asyncio.run(train(order, engine, synchronizer))
+    nobody: Any = None  # no task is played here
+    publisher = Publisher(engine, nobody, channel, synchronizer, nobody)
+    asyncio.run(train(order, engine, synchronizer, publisher))
 
 
-async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: Synchronizer) -> None:
+async def train(
+    order: dict[str, Any], engine: TorchTrainEngine, synchronizer: Synchronizer, publisher: Publisher
+) -> None:
     directory, board = Path(order["directory"]), synchronizer.board
 
     async def reap(name: str) -> None:
@@ -111,8 +116,7 @@ async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: S
                 change(engine)
                 held = {name: tensor.clone() for name, tensor in engine._policy.module.state_dict().items()}
                 save_file(held, directory / f"sent-{engine.version}.safetensors")
-                assert (await asyncio.to_thread(engine.offer_weights)).delivered
-                synchronizer.publish(engine.version)
+                assert await asyncio.to_thread(publisher.offer, engine.version)
                 print(f"delivered {engine.version}", flush=True)
             last = engine.version
             await board.poll(lambda v: all(e["version"] == last for e in live_explorers(v).values()), DEADLINE_S)

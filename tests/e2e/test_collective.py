@@ -94,7 +94,7 @@ def test_two_explorers_hold_what_the_trainer_had(
 
 
 @pytest.mark.parametrize(
-    ("at", "nth", "deed"), [("broadcast", 40, "kill"), ("acknowledge_all", 2, "kill"), ("broadcast", 40, "stop")]
+    ("at", "nth", "deed"), [("broadcast", 40, "kill"), ("acknowledge", 2, "kill"), ("broadcast", 40, "stop")]
 )
 def test_an_explorer_that_dies_in_an_exchange_keeps_nobody_else_from_the_version(
     at: str, nth: int, deed: str, start: Callable[..., Forked], tmp_path: Path

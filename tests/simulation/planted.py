@@ -143,8 +143,8 @@ PLANTED = {
     ),
     "a version is published before its weights": Fault(
         "publisher.py",
-        "offer = self.engine.offer_weights()",
-        "self.synchronizer.publish(version); offer = self.engine.offer_weights()",
+        "while not (offer := self",
+        "self.synchronizer.publish(version)\n        while not (offer := self",
         True,
         15,
     ),

@@ -1,10 +1,9 @@
 """The channel that broadcasts weights: by nccl where every process has a GPU of its own, else by gloo.
 
 The trainer offers a version, and every explorer that lacks it enters the exchange (`Synchronizer.ready_to_nccl_sync`).
-The tensors are sent in buckets: the entries of a bucket, its bytes, its hashes. An explorer verifies a bucket and
-acknowledges it; then the trainer fills the next one. The version is delivered when all explorers have all buckets. The
-weights are read once, one tensor at a time, and both sides keep only the current bucket. After an aborted exchange, the
-next one continues with this bucket and the members that have the buckets before it. A version can be collected only
+The tensors are sent in buckets: the entries of a bucket, its bytes, its hashes. The version is delivered when all
+explorers have verified all of them. The weights are read once, one tensor at a time, and both sides keep only the
+current bucket. If an exchange is aborted, the trainer offers the whole version again. A version can be collected only
 while it is offered.
 """
 
@@ -12,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,8 @@ from trivium.protocols import TensorSpec, Weights
 from trivium.run_role import dead_explorers
 from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.process_group import (
-    ALL_BUCKETS,
     ExchangeAborted,
     ExchangeGroup,
-    NoParticipants,
     join_store,
     open_store,
     own_address,
@@ -43,7 +39,7 @@ from trivium.types import TRAINER, Capabilities
 _log = logging.getLogger("trivium")
 
 MAX_EXCHANGES = 5
-"""The most exchanges of one offer. An aborted exchange is followed by another one with the remaining members."""
+"""The most exchanges of one version. An aborted exchange is followed by another one with the remaining members."""
 _CLOSING_S = 1.0
 """A killed process may accept connections for this long after its own are closed."""
 _ALIGNED = 16
@@ -67,51 +63,54 @@ class CollectiveChannel:
         """Why the last exchange sent the weights through host memory; empty if it did not."""
         self.offered = ""
         """The hash of the weights that were offered last."""
+        self._offer = _Offer(-1)
 
     def offer(self, version: int, weights: Weights) -> bool:
-        stream, self.offered = _Stream(weights), ""
+        if self._offer.version != version:
+            self._offer = _Offer(version)
+        offer, stream = self._offer, _Stream(weights)
         if self._store is None:
             self._store = open_store()
         address = f"{own_address()}:{self._store.port}"
-        groups: list[ExchangeGroup] = []
-        problems: dict[str, str] = {}
-        for _ in range(MAX_EXCHANGES):
-            exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(TRAINER, version, address))
-            if exchange is None:  # every live explorer has the version, perhaps from an aborted exchange
-                return self._delivered(groups, stream)
-            try:
-                group = self._group = ExchangeGroup(
-                    exchange, 0, self._store, self._synchronizer, stream.device, stream=stream.name, has=stream.number
-                )
-                groups.append(group)
-                self._warn(group.by_host)
-                problems = _send(group, version, stream)
-            except NoParticipants:  # the version is offered again for late explorers
-                return self._delivered(groups, stream)
-            except (ExchangeAborted, RuntimeError) as error:
-                problems = {"the exchange": str(error)}
-                self._close_group()
-            except BaseException:  # reading the weights failed: the members must not wait
-                self._close_group()
-                raise
-            if not problems:
-                self.offered = joined(stream.hashes)
-                return True
-            _log.warning("version %d, exchange %d: %s", version, exchange.number, _listed(problems))
-        raise SyncError(
-            f"offer version {version}",
-            f"{MAX_EXCHANGES} exchanges were aborted, the last one because {_listed(problems)}",
-            "look at the logs of the explorers; sync.method checkpoint needs no exchange",
-        )
-
-    def _delivered(self, groups: Sequence[ExchangeGroup], stream: _Stream) -> bool:
-        """Whether an explorer of an earlier exchange has all weights; their hash is then known."""
-        delivered = any(group.delivered() for group in groups)
-        self.offered = joined(stream.hashes) if delivered else ""
+        exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(TRAINER, version, address))
+        # Without an exchange, every live explorer has the version, perhaps from the one before, which was aborted.
+        delivered = offer.delivered() if exchange is None else self._exchange(exchange, offer, stream)
+        self.offered = joined(offer.hashes) if delivered else ""
+        if not delivered and len(offer.aborted) == MAX_EXCHANGES:
+            raise SyncError(
+                f"offer version {version}",
+                f"{MAX_EXCHANGES} exchanges were aborted, the last one because {offer.aborted[-1]}",
+                "look at the logs of the explorers; sync.method checkpoint needs no exchange",
+            )
         return delivered
 
+    def _exchange(self, exchange: Exchange, offer: _Offer, stream: _Stream) -> bool:
+        """Sends the weights to the members of an exchange. Returns whether all of them have the whole version."""
+        assert self._store is not None
+        offer.group, offer.hashes = None, {}
+        try:
+            group = ExchangeGroup(exchange, 0, self._store, self._synchronizer, stream.device)
+            offer.group = self._group = group
+            self._warn(group.by_host)
+            group.broadcast_object(stream.tensors)
+            while stream.bucket is not None:
+                offer.hashes |= _send_bucket(group, offer.version, stream.bucket)
+                stream.advance()
+            group.broadcast_object(None)
+            problems = group.problems()
+        except (ExchangeAborted, RuntimeError) as error:
+            problems = (offer.group.rejections() if offer.group else {}) or {"the exchange": str(error)}
+            self._close_group()
+        except BaseException:  # reading the weights failed: the members must not wait
+            self._close_group()
+            raise
+        if problems:
+            offer.aborted.append(_listed(problems))
+            _log.warning("version %d, exchange %d: %s", offer.version, exchange.number, offer.aborted[-1])
+        return not problems
+
     def collect(self, version: int) -> Weights:
-        """The weights as they arrive. Reading them takes part in the exchange, and in those that continue it."""
+        """The weights as they arrive. Reading them takes part in the exchange, and in the next if it is aborted."""
         exchange = self._enter(version)
         with self._aborts(exchange, version):
             group = self._join(exchange)
@@ -122,51 +121,48 @@ class CollectiveChannel:
         return Described(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors), arriving)
 
     def _arriving(self, exchange: Exchange, group: ExchangeGroup, version: int) -> Iterator[Named]:
-        """Yields the tensors, a bucket at a time. Continues with the next exchange after an aborted one."""
-        number, is_over = 0, False
-        while not is_over:
+        """Yields the tensors, a bucket at a time. After an aborted exchange, the engine that reads them has a part of
+        them: it gets the others from the next exchange, in which all are sent again."""
+        num_read = 0
+        while True:
             try:
                 with self._aborts(exchange, version):
+                    position = 0
                     while (header := group.receive_object()) is not None:
                         named = _received(group, version, header)
-                        group.acknowledge(header["number"])
-                        if header["number"] == number:  # else an aborted exchange has delivered it
-                            number += 1
-                            yield from drained(named)
+                        begin, position = position, position + len(named)
+                        del named[: max(0, num_read - begin)]  # read in the aborted exchange
+                        num_read = max(num_read, position)
+                        yield from drained(named)
                         del named  # frees its memory before the next bucket is received
-                    group.acknowledge_all()
-                    is_over = True
+                    group.acknowledge()
+                    return
             except VersionGone as gone:
-                if not number:
+                if not num_read:
                     raise
-                _log.warning("version %d, after %d bucket(s): %s", version, number, gone.found)
-                exchange, group = self._continued(version, group.stream, number)
+                _log.warning("version %d, after %d tensor(s): %s", version, num_read, gone.found)
+                exchange, group = self._enter_again(version, num_read)
 
-    def _continued(self, version: int, stream: str, number: int) -> tuple[Exchange, ExchangeGroup]:
-        """The next exchange of a version of which this explorer has `number` buckets. Raises VersionGone if there is
-        none, because the trainer offers another version, or this one from the start."""
+    def _enter_again(self, version: int, num_read: int) -> tuple[Exchange, ExchangeGroup]:
+        """The next exchange of a version of which this explorer has read tensors. Raises VersionGone if the trainer
+        offers another version."""
         while asyncio.run(self._synchronizer.next_version(self._role, None, newest=True)) == version:
-            exchange = self._enter(version)
-            try:
+            with suppress(VersionGone):
+                exchange = self._enter(version)
                 with self._aborts(exchange, version):
-                    group = self._join(exchange, stream, number)
-                    if group.stream == stream:
-                        group.receive_object()  # the specs of the tensors, which `collect` has read
-                        return exchange, group
-            except VersionGone as gone:
-                _log.warning("version %d, after %d bucket(s): %s", version, number, gone.found)
-                continue
-            break
+                    group = self._join(exchange)
+                    group.receive_object()  # the specs of the tensors, which `collect` has read
+                    return exchange, group
         self._close_group()
         raise VersionGone(
-            f"the rest of version {version}, after {number} bucket(s)",
+            f"the rest of version {version}, after {num_read} tensor(s)",
             "the trainer no longer sends this version",
             "adopt the version that it offers",
         )
 
-    def _join(self, exchange: Exchange, stream: str = "", has: int = 0) -> ExchangeGroup:
+    def _join(self, exchange: Exchange) -> ExchangeGroup:
         rank, store = exchange.members.index(self._role) + 1, join_store(exchange.address)
-        self._group = ExchangeGroup(exchange, rank, store, self._synchronizer, _own_device(), stream=stream, has=has)
+        self._group = ExchangeGroup(exchange, rank, store, self._synchronizer, _own_device())
         return self._group
 
     @contextmanager
@@ -232,24 +228,36 @@ class _Bucket:
     flat: torch.Tensor
 
 
+@dataclass
+class _Offer:
+    """The exchanges of a version."""
+
+    version: int
+    aborted: list[str] = field(default_factory=list[str])
+    """Why each of the aborted ones was aborted."""
+    group: ExchangeGroup | None = None
+    """The group of the last exchange; None before it was formed."""
+    hashes: dict[str, str] = field(default_factory=dict[str, str])
+    """The hashes of the tensors that were sent in it."""
+
+    def delivered(self) -> bool:
+        """Whether an explorer has the whole version."""
+        return self.group is not None and self.group.delivered()
+
+
 class _Stream:
-    """The offered weights, a bucket at a time. Only the current bucket can be sent again."""
+    """The offered weights, a bucket at a time."""
 
     def __init__(self, weights: Weights) -> None:
-        self.name, self.number = uuid.uuid4().hex, 0
-        """The name identifies this offer of a version: buckets of another offer cannot be combined with it. The number
-        is that of the current bucket."""
         self.tensors: Sequence[TensorSpec] | None = getattr(weights, "tensors", None)
         """The specs of the tensors; None if they are not known in advance."""
         self._buckets = _buckets(weights)
-        self.hashes: dict[str, str] = {}
-        """The hashes of the tensors that were sent."""
         self.bucket = next(self._buckets, None)
         self.device = self.bucket.flat.device if self.bucket is not None else torch.device("cpu")
 
     def advance(self) -> None:
-        """Drops the current bucket, which every member has, and fills the next one."""
-        self.bucket, self.number = None, self.number + 1
+        """Drops the current bucket and fills the next one."""
+        self.bucket = None  # before the memory of the next one is allocated
         self.bucket = next(self._buckets, None)
 
 
@@ -274,23 +282,9 @@ def _buckets(weights: Weights) -> Iterator[_Bucket]:
         yield _Bucket(entries, flat[:at])
 
 
-def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]:
-    """Sends the current bucket and all that follow. Returns the problems of members."""
-    group.broadcast_object(stream.tensors)
-    while stream.bucket is not None:
-        stream.hashes |= _send_bucket(group, version, stream.number, stream.bucket)
-        if problems := group.problems(stream.number):
-            return problems
-        stream.advance()
-    group.broadcast_object(None)
-    return group.problems(ALL_BUCKETS)
-
-
-def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucket) -> dict[str, str]:
+def _send_bucket(group: ExchangeGroup, version: int, bucket: _Bucket) -> dict[str, str]:
     """Sends a bucket. Returns the hash of each tensor."""
-    group.broadcast_object(
-        {"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries}
-    )
+    group.broadcast_object({"version": version, "bytes": bucket.flat.nbytes, "tensors": bucket.entries})
     flat = bucket.flat.to(group.device)
     wait = group.broadcast_async(flat)
     hashes = digests(_unpacked(bucket.entries, bucket.flat))  # while it is sent
@@ -314,7 +308,8 @@ def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> 
             "check the network and the memory of both machines",
         )
     except SyncError as error:
-        group.acknowledge(header["number"], error.found)
+        group.acknowledge(error.found)
+        group.close()  # the trainer, which sends the next bucket, must not wait
         raise
     return named
 

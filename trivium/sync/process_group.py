@@ -36,17 +36,11 @@ _CHECK_S = 0.25
 """The interval at which a wait checks the board."""
 _POLL_S = 0.001
 _OK = "well"
-"""The acknowledgement of an intact bucket."""
-ALL_BUCKETS = "whole"
-"""The part that a member acknowledges last, after the buckets: it has all of them."""
+"""The answer of a member that has the whole version."""
 
 
 class ExchangeAborted(Exception):
     """An exchange cannot complete. The text says why."""
-
-
-class NoParticipants(ExchangeAborted):
-    """No member has the buckets that the trainer will not send again."""
 
 
 class ExchangeGroup:
@@ -59,31 +53,17 @@ class ExchangeGroup:
         store: Store,
         synchronizer: Synchronizer,
         device: torch.device,
-        *,
-        stream: str = "",
-        has: int = 0,
     ) -> None:
         """Connects to the other members. `device` is the device of this process's model.
-
-        `has`: for the trainer, the number of buckets of `stream` that it will not send again; for a member, the number
-        that it has. A member with fewer buckets than the trainer's number takes no part.
 
         Raises ExchangeAborted, or RuntimeError from torch, if the connection fails.
         """
         self._exchange, self._rank, self._synchronizer = exchange, rank, synchronizer
         self._deadline = timedelta(seconds=synchronizer.deadline_s)
         self._store = PrefixStore(f"exchange-{exchange.number}", store)
-        present = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device), "stream": stream, "has": has})
-        self.stream: str = present[0]["stream"]
-        """The name of the trainer's offer (`_Stream.name` in `sync.collective`)."""
-        taking_part = [number for number, each in enumerate(present) if _follows(each, present[0])]
-        if rank not in taking_part or taking_part == [0]:
-            raise (NoParticipants if rank == 0 else ExchangeAborted)(
-                f"it continues with bucket {present[0]['has']}, and this process lacks an earlier one"
-            )
-        self._members = {number: exchange.members[number - 1] for number in taking_part[1:]}
-        everyone, names = [present[number] for number in taking_part], [TRAINER, *self._members.values()]
-        self._place, self._size = taking_part.index(rank), len(taking_part)
+        everyone = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device)})
+        self._members = dict(enumerate(exchange.members, start=1))
+        names = [TRAINER, *exchange.members]
         self.backend, self.by_host = backend_of({name: each["gpu"] for name, each in zip(names, everyone, strict=True)})
         """The backend, and why GPUs send weights through the host if they do."""
         self.device = device if self.backend == "nccl" else torch.device("cpu")
@@ -125,35 +105,35 @@ class ExchangeGroup:
         self.broadcast(data)
         return json.loads(data.cpu().numpy().tobytes())
 
-    def acknowledge(self, part: int | str, problem: str = "") -> None:
-        """A member tells the trainer that it has a bucket (or `ALL_BUCKETS`), or why it rejects it."""
-        self._store.set(f"answer-{self._rank}-{part}", problem or _OK)
+    def acknowledge(self, problem: str = "") -> None:
+        """A member tells the trainer that it has the whole version, or why it rejects it."""
+        self._store.set(f"answer-{self._rank}", problem or _OK)
 
-    def acknowledge_all(self) -> None:
-        """A member tells the trainer that it has every bucket."""
-        self.acknowledge(ALL_BUCKETS)
-
-    def problems(self, part: int | str) -> dict[str, str]:
-        """Waits until all live members have acknowledged a bucket. Returns the others, and why they lack it."""
+    def problems(self) -> dict[str, str]:
+        """Waits until all live members have answered. Returns those without the whole version, and why they lack it."""
         problems: dict[str, str] = {}
         for rank, name in self._members.items():
             try:
-                self._wait(lambda rank=rank: self._acknowledgement(rank, part) != "", [name])
-                problems[name] = self._acknowledgement(rank, part)
+                self._wait(lambda rank=rank: self._answer(rank) != "", [name])
             except ExchangeAborted as error:
                 problems[name] = str(error)
-        return {name: problem for name, problem in problems.items() if problem != _OK}
+        return problems | self.rejections()
+
+    def rejections(self) -> dict[str, str]:
+        """The members that have rejected the version, and why."""
+        answers = {name: self._answer(rank) for rank, name in self._members.items()}
+        return {name: answer for name, answer in answers.items() if answer not in ("", _OK)}
 
     def delivered(self) -> bool:
-        """Whether a member has acknowledged every bucket."""
-        return any(self._acknowledgement(rank, ALL_BUCKETS) == _OK for rank in self._members)
+        """Whether a member has the whole version."""
+        return any(self._answer(rank) == _OK for rank in self._members)
 
     def close(self) -> None:
         """Drops the connections, which ends the waits of other members at once."""
         self._backend = None
 
-    def _acknowledgement(self, rank: int, part: int | str) -> str:
-        key = f"answer-{rank}-{part}"
+    def _answer(self, rank: int) -> str:
+        key = f"answer-{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     # ------------------------------------------------------------------ connecting
@@ -176,12 +156,12 @@ class ExchangeGroup:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=CONNECT_S)
-        return dist.ProcessGroupGloo(store, self._place, self._size, options)
+        return dist.ProcessGroupGloo(store, self._rank, len(self._members) + 1, options)
 
     def _nccl(self, store: Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
-        group: Any = dist.ProcessGroupNCCL(store, self._place, self._size, options)
+        group: Any = dist.ProcessGroupNCCL(store, self._rank, len(self._members) + 1, options)
         # The first operation connects, which may take long.
         group.broadcast([torch.zeros(1, device=self.device)], dist.BroadcastOptions())
         return group
@@ -232,11 +212,6 @@ class ExchangeGroup:
         timeout, and dropping the group would wait for that."""
         self._backend.abort()
         threading.Thread(target=_hold, args=(work, self._backend), name="abandoned-exchange", daemon=True).start()
-
-
-def _follows(member: dict[str, Any], trainer: dict[str, Any]) -> bool:
-    """Whether a member has all buckets that the trainer will not send again."""
-    return (member["has"] if member["stream"] == trainer["stream"] else 0) >= trainer["has"]
 
 
 def _hold(work: dist.Work, backend: object) -> None:

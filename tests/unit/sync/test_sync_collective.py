@@ -9,9 +9,9 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ from sync_parts import Reading
 from trivium.board import MemoryBoard
 from trivium.errors import RoleFailed, SyncError, VersionGone
 from trivium.models.weights.stream import Described
-from trivium.protocols import DescribedWeights, TensorSpec
+from trivium.protocols import DescribedWeights, TensorSpec, WeightOffer
+from trivium.publisher import Publisher
 from trivium.sync import collective, process_group
 from trivium.sync.collective import CollectiveChannel
 from trivium.synchronizer import Synchronizer
@@ -49,8 +50,18 @@ class Run:
         await end[0].join(name)
         return end
 
-    def offer(self, version: int) -> asyncio.Task[bool]:
-        return asyncio.create_task(asyncio.to_thread(self.trainer.offer, version, WEIGHTS))
+    def offer(self, version: int, make: Callable[[], Any] = lambda: WEIGHTS) -> asyncio.Task[bool]:
+        """Offers a version as a trainer does: again after an aborted exchange, with weights that are read anew."""
+        engine = Offering(lambda: WeightOffer(self.trainer.offer(version, make())))
+        nobody: Any = None  # neither rollouts nor the schedule take part
+        publisher = Publisher(engine, nobody, self.trainer, self.synchronizer, nobody)  # type: ignore[arg-type]
+        return asyncio.create_task(asyncio.to_thread(publisher.offer, version))
+
+
+class Offering(NamedTuple):
+    """What a publisher uses of an engine."""
+
+    offer_weights: Callable[[], WeightOffer]
 
 
 async def collected(channel: CollectiveChannel, version: int) -> dict[str, torch.Tensor]:
@@ -225,18 +236,19 @@ async def test_weights_are_read_a_tensor_at_a_time_and_buckets_let_go_of(monkeyp
 def kill_at_bucket(
     number: int, run: Run, bob: Synchronizer, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[threading.Event, threading.Event]:
-    """Bob dies of a bucket instead of answering for it: the first event says he is at it, the second lets him."""
-    original, there, go_on = process_group.ExchangeGroup.acknowledge, threading.Event(), threading.Event()
+    """Bob dies before he receives a bucket: the first event says he is at it, the second lets him."""
+    original, there, go_on = process_group.ExchangeGroup.receive_object, threading.Event(), threading.Event()
+    calls = iter(range(-1, 1000))  # the specs come first, and with each bucket its entries and its hashes
 
-    def answer(self: Any, part: int | str, trouble: str = "") -> None:
-        if self._synchronizer is bob and part == number:
+    def receive(self: Any) -> Any:
+        if self._synchronizer is bob and next(calls) == 2 * number:
             there.set()
             assert go_on.wait(120)
             run.synchronizer.mark_dead("bob", "killed")
             raise process_group.ExchangeAborted("killed")
-        original(self, part, trouble)
+        return original(self)
 
-    monkeypatch.setattr(process_group.ExchangeGroup, "acknowledge", answer)
+    monkeypatch.setattr(process_group.ExchangeGroup, "receive_object", receive)
     return there, go_on
 
 
@@ -245,7 +257,7 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     run = Run()
     bob, channel = await run.explorer("bob")
     there, go_on = kill_at_bucket(1, run, bob, monkeypatch)
-    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
+    offering = run.offer(0, lambda: Reading(9))
     await bob.next_version("bob", None, newest=True)
     entering = asyncio.create_task(collected(channel, 0))
     assert await asyncio.to_thread(there.wait, 60)
@@ -253,53 +265,43 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     go_on.set()
     with refused(SyncError, "dead: killed"):
         await entering
-    for delivered in (False, True):
-        await late.next_version("cy", None, newest=True)
-        if delivered:
-            assert len(await collected(late_channel, 0)) == 9
-        else:
-            with refused(VersionGone, "bucket 1"):
-                await collected(late_channel, 0)
-        assert await offering is delivered
-        offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
+    await late.next_version("cy", None, newest=True)
+    assert len(await collected(late_channel, 0)) == 9
+    assert await offering is True
     late.adopted("cy", 0)
-    assert await offering is False
+    assert await run.offer(0) is True
 
 
-async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are read once; an explorer that was there before gets the rest, one that came meanwhile gets them
-    anew."""
+async def test_an_exchange_that_breaks_off_in_the_middle_is_repeated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explorer that was there before yields the rest, in order; one that came meanwhile everything."""
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
     sent: list[int] = []
     original = process_group.ExchangeGroup.broadcast_object
 
     def tell(self: Any, message: Any) -> None:
-        if isinstance(message, dict) and "number" in message:
-            sent.append(message["number"])
+        if isinstance(message, dict) and "tensors" in message:
+            sent.append(int(message["tensors"][0]["name"].removeprefix("layer.")))
         original(self, message)
 
     monkeypatch.setattr(process_group.ExchangeGroup, "broadcast_object", tell)
-    run, made = Run(), iter(Reading(9))
+    run = Run()
     (ann, channel), (bob, other) = await run.explorer("ann"), await run.explorer("bob")
-    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, made))
+    offering = run.offer(0, lambda: Reading(9))
     await ann.next_version("ann", None, newest=True)
     there, go_on = kill_at_bucket(2, run, bob, monkeypatch)
-    first, lost = (asyncio.create_task(collected(each, 0)) for each in (channel, other))
+    first = asyncio.create_task(asyncio.to_thread(lambda: [(key, float(t[0])) for key, t in channel.collect(0)]))
+    lost = asyncio.create_task(collected(other, 0))
     assert await asyncio.to_thread(there.wait, 60)
     late, late_channel = await run.explorer("cy")
     go_on.set()
     with refused(SyncError, "dead: killed"):
         await lost
-    with refused(VersionGone, "bucket 2"):
-        await collected(late_channel, 0)
-    assert {key: float(tensor[0]) for key, tensor in (await first).items()} == {f"layer.{i}": i for i in range(9)}
-    assert await offering is True
-    assert sent == [0, 1, 2, 2, 3, 4]
-    ann.adopted("ann", 0)
-    again = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
     await late.next_version("cy", None, newest=True)
     assert len(await collected(late_channel, 0)) == 9
-    assert await again is True
+    assert await first == [(f"layer.{number}", number) for number in range(9)]
+    assert await offering is True
+    assert sent[-5:] == [0, 2, 4, 6, 8]
+    assert sent[:-5] == [0, 2, 4, 6][: len(sent) - 5]
 
 
 async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +370,7 @@ async def test_a_trainer_that_offers_another_version_says_what_became_of_the_res
     with pytest.raises(FloatingPointError):
         await offering
     again = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 1, Reading(5)))
-    with refused(VersionGone, "version 0", "bucket(s)"):
+    with refused(VersionGone, "version 0", "4 tensor(s)"):
         await entering
     assert len(await collected(channel, 1)) == 5
     assert await again is True
