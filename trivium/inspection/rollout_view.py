@@ -13,7 +13,6 @@ from trivium.config.saved import config_file, from_yaml
 from trivium.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
-from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.tool_formats import FORMATS, REASONING_TAIL, ToolCall
 from trivium.types import EXPERT_VERSION, Fork, IntArray, Media, Turn, forks_of
 
@@ -52,7 +51,12 @@ def decoder(run_dir: Path) -> Decode:
             f"none in {source} and none in a checkpoint",
             "put the model back at the path in config.yaml",
         )
-    tokenizer: Any = saved_tokenizer(path) or hf_tokenizer(path, correct_pad_token=False)
+    if (file := path / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer  # transformers takes seconds to import, and decodes with it
+
+        backend = Tokenizer.from_file(str(file))
+        return lambda tokens: backend.decode(np.asarray(tokens, np.int64).tolist(), skip_special_tokens=False)
+    tokenizer: Any = hf_tokenizer(path, correct_pad_token=False)
     return lambda tokens: tokenizer.decode(np.asarray(tokens, np.int64).tolist(), clean_up_tokenization_spaces=False)
 
 

@@ -23,7 +23,6 @@ from trivium.schedule import Assignment, Schedule
 from trivium.tasks.concatenation import Sources
 from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
-from trivium.text.fast_tokenizer import saved_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
@@ -194,8 +193,8 @@ def texts_of(task: Task) -> list[Message]:
 
 
 def tokenizer_in(directory: Path) -> Any:
-    """Returns the tokenizer of a model directory. Imports transformers only if `saved_tokenizer` cannot read it."""
-    return saved_tokenizer(directory) or hf_tokenizer(directory, correct_pad_token=False)  # packs need no padding
+    """Returns the tokenizer of a model directory."""
+    return hf_tokenizer(directory, correct_pad_token=False)  # packs need no padding
 
 
 def renderer_here(config: RunConfig) -> ChatRenderer | None:
@@ -204,7 +203,7 @@ def renderer_here(config: RunConfig) -> ChatRenderer | None:
     if isinstance(model, TinyVisionModel.Config):
         return ChatRenderer(model.tokenizer(), images=TinyVisionModel.images(model, max_pixels))
     if isinstance(model, TinyModel.Config):
-        return ChatRenderer(model.fast_tokenizer() or model.tokenizer())
+        return ChatRenderer(model.tokenizer())
     if not isinstance(model, HuggingFaceModel.Config):
         return None
     try:

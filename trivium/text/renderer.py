@@ -25,18 +25,20 @@ from datetime import date
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from trivium.errors import DataError, TemplateRefusal
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
-from trivium.text.fast_tokenizer import FastTokenizer
-from trivium.text.templates import AnyTokenizer, ChatTemplate, parts_of
+from trivium.text.templates import ChatTemplate, parts_of
 from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tool_formats import UnknownFormat
 from trivium.text.tools import TOOLS, ToolCall
 from trivium.types import BoolArray, IntArray, Media, Message, Prompt, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SHORT, _LONG = 512, 16_384
 """Limits of a conversation in characters, for the cache of prompts. 16,384 prompts of short conversations are cached,
@@ -68,7 +70,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None = None,
         images: Images | None = None,
@@ -549,26 +551,24 @@ def _divergence(seen: str, now: str) -> tuple[str, str, str]:
     )
 
 
-def _eos(tokenizer: AnyTokenizer) -> int | None:
+def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     token = tokenizer.eos_token_id
     assert token is None or isinstance(token, int)
     return token
 
 
-def _decode_of(tokenizer: AnyTokenizer) -> Callable[..., object]:
+def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
     """Returns a function that decodes one sequence. Skips `decode` of the base class, which first checks every token to
     see whether it got a batch: that takes longer than decoding."""
-    if isinstance(tokenizer, FastTokenizer):
-        return tokenizer.decode
     from transformers import PreTrainedTokenizerBase
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
     return getattr(tokenizer, "_decode", tokenizer.decode) if plain else tokenizer.decode
 
 
-def _backend_of(tokenizer: AnyTokenizer) -> Any:
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The tokenizer of the `tokenizers` library, which knows the place of each token in a text; None without one."""
-    return tokenizer.backend if isinstance(tokenizer, FastTokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def _is_set(backend: Any) -> bool:
@@ -576,11 +576,9 @@ def _is_set(backend: Any) -> bool:
     return bool(backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
-def _encode_of(tokenizer: AnyTokenizer) -> Callable[[str], Sequence[int]]:
+def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
     """Returns a function that encodes one text without adding special tokens. Skips `__call__` of the base class, which
     prepares batches and takes five times as long for a short prompt."""
-    if isinstance(tokenizer, FastTokenizer):
-        return tokenizer.encode
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     def called(text: str) -> Sequence[int]:

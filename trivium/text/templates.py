@@ -13,20 +13,17 @@ from dataclasses import replace
 from datetime import date
 from functools import cached_property, lru_cache
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trivium.errors import DataError, TemplateRefusal
-from trivium.text.fast_tokenizer import FastTokenizer
 from trivium.text.tool_formats import REFUSALS, ToolFormat, format_of, rendered_by
 from trivium.text.tools import described, split_tools
 from trivium.types import IMAGE, BoolArray, Media, Message, ToolCall, openai_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-AnyTokenizer = Union["PreTrainedTokenizerBase", FastTokenizer]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -82,7 +79,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         source: str | None = None,
         *,
         takes_images: bool = False,
@@ -196,8 +193,6 @@ class ChatTemplate:
         """Whether the template has the tag `generation`, without which transformers logs a warning."""
         from jinja2 import Environment
 
-        if isinstance(self._tokenizer, FastTokenizer):  # it serves commands that learn from no row
-            return False
         kinds = [(kind, text) for _, kind, text in Environment().lex(self._source_for(False)) if kind != "whitespace"]
         return any(one[0] == "block_begin" and two == ("name", "generation") for one, two in pairwise(kinds))
 

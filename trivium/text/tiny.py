@@ -20,7 +20,6 @@ from trivium.config.model_shape import ModelShape
 from trivium.errors import DataError
 from trivium.models.backbone.shape import shape_of
 from trivium.randomness import stream
-from trivium.text.fast_tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,11 +94,6 @@ class TinyModel:
             """Its tokenizer, without building it."""
             # With random weights, a policy writes roles in the midst of a sum.
             return tiny_tokenizer(self.alphabet, self.max_position, strips=True)
-
-        def fast_tokenizer(self) -> FastTokenizer | None:
-            """Its tokenizer, without transformers; None if a derived class has another one."""
-            own = type(self).tokenizer is TinyModel.Config.tokenizer
-            return fast_tiny_tokenizer(self.alphabet, strips=True) if own else None
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
@@ -179,20 +173,6 @@ def tiny_tokenizer(
         clean_up_tokenization_spaces=False,
         strip_special_tokens=strips,
         **_named(alphabet),
-    )
-
-
-def fast_tiny_tokenizer(
-    alphabet: str = "ascii", *, more: Sequence[str] = (), template: str = TEMPLATE, strips: bool = False
-) -> FastTokenizer:
-    """`tiny_tokenizer` without transformers."""
-    more_special = [*_specials(alphabet)[: len(ROLES)], *more]
-    return FastTokenizer(
-        _backend(alphabet, more),
-        _named(alphabet),
-        chat_template=template,
-        more_special=more_special,
-        init_kwargs={"strip_special_tokens": strips},
     )
 
 

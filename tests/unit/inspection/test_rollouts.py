@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import episodes
 import numpy as np
 import pytest
 from failing import refused
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trivium.buffers.journal import write_groups
 from trivium.buffers.step_log import StepLog
@@ -100,6 +103,34 @@ def test_as_json_and_as_text_it_says_the_same(run_dir: Path) -> None:
     text = text_of(rollout, decode, tokens=True)
     assert f"step 2  task {values['task_id']} (train)" in text
     assert len(text.splitlines()) == 6 + len(sequence["tokens"])
+
+
+def byte_level_bpe(directory: Path, *, in_one_file: bool) -> Any:
+    """Saves a byte-level BPE as a run's model, and returns what transformers loads from it."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    backend.add_special_tokens([AddedToken("<|end|>", normalized=False)])
+    backend.add_tokens(["<think>"])
+    model = directory / "model"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(model)
+    if not in_one_file:
+        (model / "tokenizer.json").unlink()
+        (model / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|end|>"}')
+        backend.model.save(str(model))
+    (directory / "config.yaml").write_text("model: {kind: tiny}\n")
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_tokens_are_decoded_as_transformers_decodes_them(in_one_file: bool, tmp_path: Path) -> None:
+    full, chance = byte_level_bpe(tmp_path, in_one_file=in_one_file), random.Random(0)
+    decode = decoder(tmp_path)
+    assert decode(full("a <|end|>", add_special_tokens=False)["input_ids"]) == "a <|end|>"
+    for tokens in [chance.choices(range(len(full)), k=length) for length in range(40)]:
+        assert decode(np.array(tokens)) == full.decode(tokens, clean_up_tokenization_spaces=False)
 
 
 def test_a_database_keeps_rollouts_elsewhere() -> None:

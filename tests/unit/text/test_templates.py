@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trivium.errors import DataError, TemplateRefusal
 from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import fast_tiny_tokenizer, tiny_tokenizer
+from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Message, Prompt, StopReason, ToolCall
 
 OPENING = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -264,12 +264,11 @@ def test_tools_that_the_template_leaves_out_of_some_conversations_are_an_error_t
         chat.render([TOOLS, Message("system", "Add."), USER])
 
 
-@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, fast_tiny_tokenizer])
-def test_the_date_is_that_of_the_run(tokenizer: Any) -> None:
-    chat = ChatRenderer(tokenizer("bytes"), chat_template=DATED, today=date(2026, 2, 3))
+def test_the_date_is_that_of_the_run() -> None:
+    chat = ChatRenderer(tiny_tokenizer("bytes"), chat_template=DATED, today=date(2026, 2, 3))
     assert written(chat.render([USER])).startswith("<|system|>Today: 03 Feb 2026<|end|><|user|>")
     says = "{% macro today() %}{{ 'on ' + strftime_now('%A, %-d.%m.%y %H:%M') }}{% endmacro %}{{ today() }}"
-    chat = ChatRenderer(tokenizer("bytes"), chat_template="\n" + says + EACH, today=date(2026, 2, 3))
+    chat = ChatRenderer(tiny_tokenizer("bytes"), chat_template="\n" + says + EACH, today=date(2026, 2, 3))
     assert written(chat.render([USER])) == "\non Tuesday, 3.02.26 00:00<|user|>1+1=<|end|><|assistant|>"
 
 
