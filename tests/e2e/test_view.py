@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Generator
-from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.processes import Forked, commands
 from tests.waiting import eventually
 from trivium.buffers.journal import write_groups
 from trivium.config import load_config
+from trivium.inspection.report import write_report
 from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
 from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
@@ -274,14 +274,12 @@ def nearest_two(colours: list[str]) -> float:
 def test_colours_of_curves_differ_for_the_colour_blind_as_well(url: str, page: Page) -> None:
     assert nearest_two(["#c2410c", "#b45309"]) < 2  # two kinds of orange are one
     source = httpx.get(f"{url}pages/lib.js", timeout=60).text
-    report = (files("trivium.inspection") / "report.css").read_text()
     palettes = re.findall(r'(?:light|dark): \["(#[^\]]+)"\]', source)
     assert len(palettes) == 2
-    for number, palette in enumerate(palettes):
+    for palette in palettes:
         colours = palette.split('", "')
         assert nearest_two(colours[:5]) > 30
         assert nearest_two(colours) > 20
-        assert re.findall(r"--c\d: (#\w+);", report)[6 * number : 6 * number + 6] == colours[:6]
 
 
 @pytest.fixture(scope="module")
@@ -432,6 +430,25 @@ def test_what_a_model_wrote_is_text(url: str, page: Page) -> None:
     page.open(f"{url}#/compare?run=1&other=1")
     page.wait("document.querySelectorAll('.compare .member').length === 2")
     assert page.evaluate("window.stolen === undefined")
+    assert page.problems == []
+
+
+def test_a_report_is_drawn_from_its_file_alone(hostile: Path, page: Page, tmp_path: Path) -> None:
+    report = write_report(hostile, tmp_path / "report.html")
+    page.open("about:blank")
+    page.open(report.as_uri())
+    page.wait("document.querySelectorAll('figure canvas').length > 5")
+    assert page.evaluate("document.querySelectorAll('.member').length") == 2
+    page.wait("document.querySelector('.verdict')?.textContent.includes('bound by')")
+    assert page.evaluate("document.body.textContent").count(HOSTILE) >= 3  # two tasks and a failure
+    assert page.evaluate("window.stolen === undefined")
+    token = "document.querySelector('.own .t')"
+    page.evaluate(f"{token}.scrollIntoView({{ block: 'center' }})")
+    page.wait("[...document.images].some((image) => image.naturalWidth === 1)")
+    x, y = page.evaluate(f"(({{x, y}}) => [x + 3, y + 3])({token}.getBoundingClientRect())")
+    page.move(x, y)
+    page.wait("!document.getElementById('tip').hidden")
+    assert page.evaluate("document.querySelector('#tip [data-value=log_prob] td').textContent") == "0"
     assert page.problems == []
 
 

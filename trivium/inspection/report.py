@@ -1,17 +1,21 @@
 """`trivium report`: a run as one self-contained HTML file: curves, verdict, rollouts token by token, config, machine.
 
-The file contains everything that it shows and uses no network. Its content policy allows only its own script, so text
+It consists of pages of `trivium view`, with the values that they would ask a server for.
+
+The file contains everything that it shows and uses no network. Its content policy allows only its own scripts, so text
 that a model wrote cannot run. It holds at most `_EXAMPLES` rollouts of each kind and `_TOKENS` tokens of each, for a
 run of any size.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import json
 import logging
+import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from itertools import islice
@@ -19,19 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.atomic import atomic_write, refuse_existing
-from trivium.errors import Problem, RunDirError, TriviumError
-from trivium.inspection.charts import CHARTS, curves, keys_of, line_chart, marks, matching, shown
-from trivium.inspection.doctor import Report, diagnose
-from trivium.inspection.rollout_values import TITLES, rollout_values
+from trivium.errors import RunDirError, TriviumError
+from trivium.inspection.charts import curves, thinned
+from trivium.inspection.rollout_values import member_row, rollout_values
 from trivium.inspection.rollout_view import decoder, piecewise
 from trivium.inspection.rollouts import Place
 from trivium.inspection.run import RecordedRun
+from trivium.inspection.viewer.watched_run import WatchedRun, curve_values
 from trivium.metrics import graded_accuracies
 from trivium.monitors.fanout import file_monitors
-from trivium.monitors.identity import settings_of
 from trivium.protocols import Monitor
-from trivium.runtime.build import explain
-from trivium.types import Group, Trajectory
+from trivium.types import Trajectory
 
 _log = logging.getLogger("trivium")
 _EXAMPLES = 3
@@ -42,8 +44,14 @@ _KEYS = 6
 """Curves of one chart."""
 _FAILED_STEPS = 5
 """Number of newest steps that are searched for failed rollouts."""
+_FAILURE = 500
+"""Characters of the error of a failed rollout."""
 _IMAGE_BYTES = 200_000
 _TITLE = "<p>Trivium report</p>"
+_MODULES = ("lib", "tokens", "overview", "report")
+"""The modules of the page; each after those that it imports."""
+_IMPORT = re.compile(r'^import \{ (.*) \} from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 _MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
@@ -73,48 +81,89 @@ def send_report(monitor: Monitor, run_dir: Path) -> None:
 
 def report_of(run_dir: Path) -> str:
     """Returns the HTML of the report."""
-    run = RecordedRun.open(run_dir)
-    parts = files("trivium.inspection")
-    style, script = ((parts / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
-    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
-    title = escape(run_dir.resolve().name)
-    parts_of_page = (_summary, _verdict, _curves, _examples, _objective, _setup)
-    sections = [part(run) for part in parts_of_page]
+    RecordedRun.open(run_dir)
+    watched = WatchedRun(run_dir, run_dir.resolve().name)
+    scripts = (_page("uPlot.iife.min.js"), _script(_MODULES))
+    style, title = _page("uPlot.min.css") + _page("style.css"), escape(watched.name)
+    allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
+    # No text of the run can end the element.
+    values = json.dumps(_values(watched), allow_nan=False).replace("<", "\\u003c")
     return "".join(
         (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<!doctype html><html lang="en" class="report" data-theme="light"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" ',
-            f'content="light dark"><title>{title}: report</title><style>{style}</style></head>',
-            f"<body><header>{_TITLE}<h1>{title}</h1></header><main>{''.join(sections)}</main>",
-            f"<script>{script}</script></body></html>\n",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}: report</title><style>{style}</style></head>",
+            f'<body><header>{_TITLE}<strong class="brand">{title}</strong></header><main id="main"></main>',
+            f'<div id="tip" role="tooltip" hidden></div><script id="values" type="application/json">{values}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
         )
     )
+
+
+def _page(name: str) -> str:
+    """Returns a file of the pages of `trivium view`."""
+    return (files("trivium.inspection.viewer") / "pages" / name).read_text("utf-8")
+
+
+def _script(modules: Sequence[str]) -> str:
+    """Returns modules as one script, each as a function that returns its exports: a file has no addresses from which
+    they could import one another. Each module follows those that it imports."""
+    parts = list[str]()
+    for name in modules:
+        source = _page(f"{name}.js")
+        exports = ", ".join(_EXPORT.findall(source))
+        body = _IMPORT.sub(r"const { \1 } = of_\2;", source).replace("\nexport ", "\n")
+        parts.append(f'const of_{name} = (() => {{\n"use strict";\n{body}return {{ {exports} }};\n}})();\n')
+    return "".join(parts)
+
+
+def _values(watched: WatchedRun) -> dict[str, Any]:
+    """Returns the values that the page shows."""
+    run, about = watched.run, watched.about()
+    settings = {key: str(value) for key, value in about.pop("settings").items() if value not in (None, "")}
+    machine = next((record.machine for record in reversed([*run.steps.values()]) if record.machine), {})
+    charts = [{**chart, "keys": chart["keys"][:_KEYS]} for chart in about["charts"]]
+    drawn = curves(run.rows(), {key for chart in charts for key in chart["keys"]})
+    about |= {"path": "", "config": "", "charts": charts, "keys": [*drawn]}
+    chosen, of = _chosen(run)
+    examples, media = list[dict[str, Any]](), dict[str, str]()
+    pieces = _pieces(run.path)
+    for kind, each in chosen:
+        examples.append(_example(kind, each, run, pieces))
+        media |= _images(examples[-1], run)
+    return {
+        "runs": [about],
+        "curves": {**watched.state(), "curves": {key: curve_values(thinned(each)) for key, each in drawn.items()}},
+        "verdict": watched.verdict(),
+        "facts": _facts(run),
+        "examples": examples,
+        "of": of,
+        "media": media,
+        "machine": {key: str(value) for key, value in machine.items()},
+        "settings": settings,
+    }
 
 
 # --------------------------------------------------------------------------- the run as a whole
 
 
-def _summary(run: RecordedRun) -> str:
-    """Returns the results of the run as a row of figures."""
+def _facts(run: RecordedRun) -> dict[str, str]:
+    """Returns the results of the run."""
     summary, rows = run.summary, run.rows()
     stages = run.config.stage_configs()
     facts = {"model": _model(run), "algorithm": " → ".join(stage.algorithm.kind for stage in stages)}
     for name in ("accuracy", "reward", "held_out"):
         before, after = (summary.get(f"{name}_{end}", value) for end, value in _ends(rows, name).items())
         if before is not None and after is not None:
-            both = [f"{value:.1%}" if name == "accuracy" else shown(value) for value in (before, after)]
+            both = [f"{value:.1%}" if name == "accuracy" else f"{value:.4g}" for value in (before, after)]
             facts[{"held_out": "held-out loss"}.get(name, name)] = " → ".join(both)
     facts["steps"] = f"{run.last_step} of {run.stage_bounds[-1]}"
     measured = sum(row.get("time/step", 0.0) + row.get("time/evaluate", 0.0) for row in rows)
     facts["time"] = _duration(summary.get("seconds", measured))
-    facts["seed"] = str(run.config.run.seed)
-    return (
-        '<dl class="facts">'
-        + "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
-        + "</dl>"
-    )
+    return {**facts, "seed": str(run.config.run.seed)}
 
 
 def _ends(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, float | None]:
@@ -134,53 +183,6 @@ def _duration(seconds: float) -> str:
     return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.1f} min" if minutes >= 2 else f"{seconds:.0f} s"
 
 
-def _verdict(run: RecordedRun) -> str:
-    diagnosis = diagnose(run.path) if run.rows() else Report([], [], "no step was logged")
-    fine = f'<li class="fine">doctor: {escape(diagnosis.no_findings)}</li>'
-    items = "".join(map(_finding, diagnosis.findings)) or fine
-    return f'<section><h2>Verdict</h2><p>{escape(run.verdict)}</p><ul class="findings">{items}</ul></section>'
-
-
-def _finding(finding: Problem) -> str:
-    return f"<li><b>{escape(finding.where)}</b> {escape(finding.found)}<br><em>do:</em> {escape(finding.do)}</li>"
-
-
-def _curves(run: RecordedRun) -> str:
-    rows = run.rows()
-    keys, where = keys_of(rows), marks(run)
-    charts = list[str]()
-    for chart in CHARTS:
-        chosen = curves(rows, matching(keys, chart)[:_KEYS])
-        if chosen:
-            charts.append(line_chart(chart.title, list(chosen.values()), where))
-    listed = ", ".join(f"step {mark.step}: {escape(mark.text)}" for mark in where)
-    note = f'<p class="dim">Dashed lines: {listed}.</p>' if listed else ""
-    return f'<section><h2>Curves</h2>{note}<div class="charts">{"".join(charts) or "no metrics"}</div></section>'
-
-
-def _objective(run: RecordedRun) -> str:
-    try:
-        text = explain(run.config)
-    except TriviumError as error:  # the run's own code is not on this machine
-        text = f"cannot be shown here: {error}"
-    return f"<section><h2>Objective</h2><pre>{escape(text)}</pre></section>"
-
-
-def _setup(run: RecordedRun) -> str:
-    """Shows config and machine."""
-    machine = next((record.machine for record in reversed([*run.steps.values()]) if record.machine), {})
-    config = "".join(_table_row(key, value) for key, value in settings_of(run.path).items() if value not in (None, ""))
-    return (
-        f"<section><h2>Environment</h2><table>{''.join(_table_row(*item) for item in machine.items()) or 'not noted'}"
-        f"</table></section><section><h2>Config</h2><details><summary>{config.count('<tr>')} values, secrets left out"
-        f"</summary><table>{config}</table></details></section>"
-    )
-
-
-def _table_row(key: str, value: object) -> str:
-    return f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>"
-
-
 # --------------------------------------------------------------------------- examples
 
 
@@ -198,10 +200,11 @@ class _Example:
     """The magnitude of its mean advantage; 0 if it was not kept."""
 
 
-def _examples(run: RecordedRun) -> str:
+def _chosen(run: RecordedRun) -> tuple[list[tuple[str, _Example]], str]:
+    """Returns (the rollouts of the report, each with its kind, those from which the best and the worst are chosen)."""
     steps = run.groups.steps()
     if not steps:
-        return '<section><h2>Rollouts</h2><p class="dim">None are recorded.</p></section>'
+        return [], ""
     alive = [each for each, rollout in _members(run, steps[-1]) if rollout.failure is None]
     # At equal rewards, prefer the rollouts that the step learned most from.
     alive.sort(key=lambda each: (-each.reward, -each.weight))
@@ -216,15 +219,8 @@ def _examples(run: RecordedRun) -> str:
         if rollout.failure is not None
     )
     kinds = (("best", best), ("worst", worst), ("failed", list(islice(failed, _EXAMPLES))))
-    pieces = _pieces(run.path)
-    articles = [_example(kind, each, run, pieces) for kind, examples in kinds for each in examples]
-    number = f"{len(alive)} rollouts of step {steps[-1]}"
-    return (
-        f'<section><h2>Rollouts</h2><p class="dim">Of the {number}: the best, the worst, and those that failed lately. '
-        'Tokens are shaded by <i class="p" style="--a:.6">advantage above</i> or <i class="n" style="--a:.6">below 0'
-        "</i>, or by how improbable they were if the run has no advantages (run.keep: tokens).</p>"
-        f"{''.join(articles)}</section>"
-    )
+    chosen = [(kind, each) for kind, examples in kinds for each in examples]
+    return chosen, f"{len(alive)} rollouts of step {steps[-1]}"
 
 
 def _members(run: RecordedRun, step: int) -> Iterator[tuple[_Example, Trajectory]]:
@@ -253,60 +249,51 @@ def _pieces(run_dir: Path) -> Callable[[Sequence[int]], list[str]]:
         return lambda tokens: [f"[{token}]" for token in tokens]
 
 
-def _example(kind: str, example: _Example, run: RecordedRun, pieces: Callable[[Sequence[int]], list[str]]) -> str:
+def _example(
+    kind: str, example: _Example, run: RecordedRun, pieces: Callable[[Sequence[int]], list[str]]
+) -> dict[str, Any]:
+    """Returns a rollout token by token, with at most `_TOKENS` tokens."""
     group = run.groups.group(example.place)
     rollout = group.rollouts[example.index]
     values = rollout_values(run.rollout(example.place, group, rollout, example.step), pieces)
-    body = "".join(_sequence(each, run) for each in values["sequences"])
-    if not values["sequences"]:
-        body = f'<p class="tokens">{escape(chr(10).join(each["content"] for each in values["messages"]))}</p>'
-    return f'<article class="{kind}"><h3>{_heading(kind, example, group, rollout)}</h3>{body}</article>'
+    sequences, left = list[dict[str, Any]](), _TOKENS
+    for sequence in values["sequences"]:
+        if left:
+            sequences.append(_cut(sequence, left))
+            left -= len(sequences[-1]["tokens"])
+    row = member_row(group, rollout, {})
+    return {
+        **row,
+        "kind": kind,
+        "step": example.step,
+        "task": example.task,
+        "failure": row["failure"] and row["failure"][:_FAILURE],
+        "messages": [] if sequences else values["messages"],
+        "sequences": sequences,
+        "omitted": sum(len(sequence["tokens"]) for sequence in values["sequences"]) - (_TOKENS - left),
+    }
 
 
-def _heading(kind: str, example: _Example, group: Group, rollout: Trajectory) -> str:
-    parts = [f"step {example.step}", f"task {group.task.task_id}"]
-    if (failure := rollout.failure) is not None:
-        parts.append(f"{failure.side}: {failure.kind}: {failure.message[:500]}")
-    else:
-        components = ", ".join(f"{name} {shown(value)}" for name, value in rollout.rewards.items())
-        parts.append(f"reward {shown(rollout.reward)}" + (f" ({components})" if len(rollout.rewards) > 1 else ""))
-        parts += [f"{rollout.num_tokens} tokens", rollout.stop_reason.value]
-    return f"<b>{kind}</b> {escape(' · '.join(parts))}"
-
-
-def _sequence(sequence: Mapping[str, Any], run: RecordedRun) -> str:
-    """Formats the tokens of a sequence: those of the policy are shaded and have their numbers as a tooltip."""
-    values: dict[str, list[float | None]] = sequence["values"]
-    name = "advantages" if "advantages" in values else "log_prob"
-    largest = max((abs(value) for value in values[name] if value is not None), default=0.0) or 1.0
-    images = [_image(media, run) for turn in sequence["turns"] for media in turn["media"]]
-    spans = [
-        _token(text, {each: numbers[t] for each, numbers in values.items()}, name, largest)
-        for t, text in enumerate(sequence["text"][:_TOKENS])
+def _cut(sequence: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Returns the first tokens of a sequence."""
+    parts = {name: sequence[name][:length] for name in ("tokens", "text")}
+    values = {name: numbers[:length] for name, numbers in sequence["values"].items()}
+    turns = [
+        {**turn, "stop": min(turn["stop"], length), "text": turn["text"] if turn["stop"] <= length else ""}
+        for turn in sequence["turns"]
+        if turn["start"] < length
     ]
-    more = len(sequence["text"]) - _TOKENS
-    rest = f'<span class="dim"> … {more} more tokens</span>' if more > 0 else ""
-    return f'{"".join(images)}<p class="tokens">{"".join(spans)}{rest}</p>'
+    if not turns and sequence["turns"]:  # the prompt alone is longer
+        first = sequence["turns"][0]
+        turns = [{**first, "start": length, "stop": length, "text": ""}]
+    return {**sequence, **parts, "values": values, "turns": turns}
 
 
-def _token(text: str, numbers: Mapping[str, float | None], name: str, largest: float) -> str:
-    text = escape(text.replace("\n", "↵\n")) or "​"
-    value = numbers[name]
-    if value is None:
-        return text
-    title = ", ".join(
-        f"{TITLES.get(key, key)} {shown(number)}"
-        for key, number in numbers.items()
-        if number is not None and key != "response_mask"
-    )
-    kind = "p" if value > 0 else "n" if name == "advantages" else "u"
-    return f'<i class="{kind}" style="--a:{0.7 * abs(value) / largest:.2f}" title="{escape(title)}">{text}</i>'
-
-
-def _image(media: Mapping[str, Any], run: RecordedRun) -> str:
-    """Embeds an image of the prompt if it is small enough."""
-    path = run.path / "rollouts" / "media" / str(media["sha256"])
-    if media["mime"] not in _MIMES or not path.is_file() or path.stat().st_size > _IMAGE_BYTES:
-        return f'<p class="dim">{escape(str(media["mime"]))} {escape(str(media["sha256"])[:12])}</p>'
-    content = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="" src="data:{media["mime"]};base64,{content}">'
+def _images(example: Mapping[str, Any], run: RecordedRun) -> dict[str, str]:
+    """Returns the images of an example that are small enough, by their hashes, as data URLs."""
+    images = dict[str, str]()
+    for media in (item for sequence in example["sequences"] for turn in sequence["turns"] for item in turn["media"]):
+        path = run.path / "rollouts" / "media" / str(media["sha256"])
+        if media["mime"] in _MIMES and path.is_file() and path.stat().st_size <= _IMAGE_BYTES:
+            images[media["sha256"]] = f"data:{media['mime']};base64,{b64encode(path.read_bytes()).decode()}"
+    return images

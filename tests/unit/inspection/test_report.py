@@ -19,7 +19,7 @@ from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
-from trivium.inspection.charts import Curve, Mark, keys_of, line_chart
+from trivium.inspection.charts import Curve, keys_of, thinned
 from trivium.inspection.report import report_of, send_report
 from trivium.inspection.viewer.watched_run import WatchedRun
 from trivium.metrics import graded_accuracies
@@ -86,27 +86,41 @@ class Elements(HTMLParser):
         return (attributes for name, attributes in self.tags if name == tag)
 
 
+def values_of(text: str) -> dict[str, Any]:
+    """The values inside a report."""
+    (values,) = re.findall(r'<script id="values" type="application/json">(.*?)</script>', text, re.S)
+    return json.loads(values)
+
+
 def test_the_file_shows_the_run_and_nothing_of_it_can_run_or_be_fetched(run_dir: Path) -> None:
     text = report_of(run_dir)
-    page = Elements(text)
-    whole = "".join(page.text)
-    assert "run <b>&" in whole
-    for part in ("bound by ", "Reward", "reward/mean", "minimise", "schedule.groups_per_step", "processor", "3 of 3"):
-        assert part in whole, part
-    for kind in ("best", "worst", "failed"):
-        assert any(each["class"] == kind for each in page.named("article")), kind
-    assert f"reward: RewardError: asked: a finite number from reward 'graded' for task '{EVIL}" in whole
-    assert any("advantage" in (each.get("title") or "") for each in page.named("i"))
-    # One script, which the policy names by its hash; no address anywhere.
-    assert len(list(page.named("script"))) == 1
+    page, values = Elements(text), values_of(text)
+    assert "run <b>&" in "".join(page.text)
+    assert values["facts"]["steps"] == "3 of 3"
+    assert values["verdict"]["verdict"].startswith("bound by ")
+    assert "minimise" in values["verdict"]["objective"]
+    assert "schedule.groups_per_step" in values["settings"]
+    assert "processor" in values["machine"]
+    assert values["curves"]["curves"]["reward/mean"]["steps"] == [1, 2, 3]
+    assert {"Reward", "Loss"} <= {chart["title"] for chart in values["runs"][0]["charts"] if chart["keys"]}
+    assert {each["kind"] for each in values["examples"]} == {"best", "worst", "failed"}
+    failures = [each["failure"] for each in values["examples"] if each["failure"]]
+    assert failures[0].startswith(f"reward: RewardError: asked: a finite number from reward 'graded' for task '{EVIL}")
+    best = next(each for each in values["examples"] if each["kind"] == "best")
+    (sequence,) = best["sequences"]
+    assert sequence["values"].keys() > {"advantages", "log_prob"}
+    assert len(sequence["text"]) == len(sequence["values"]["advantages"]) == len(sequence["tokens"])
+    # The values and two scripts, which the policy names by their hashes; no address anywhere.
+    assert len(list(page.named("script"))) == 3
     assert not list(page.named("img"))
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert not [each for _, each in page.tags if {"src", "href"} & each.keys()]
-    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = next(each["content"] or "" for each in page.named("meta") if "http-equiv" in each)
     assert policy.startswith("default-src 'none'")
-    assert f"script-src 'sha256-{digest}'" in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert policy.endswith("script-src " + " ".join(f"'sha256-{digest}'" for digest in digests))
+    assert not re.findall(r"^(import|export) ", scripts[1], re.M)
 
 
 def test_the_command_writes_it_and_refuses_what_is_no_run(run_dir: Path, tmp_path: Path) -> None:
@@ -130,29 +144,25 @@ def test_its_size_does_not_grow_with_the_rollouts(run_dir: Path) -> None:
         assert len(report_of(run_dir)) < before + 20_000
     finally:
         path.write_bytes(content)
-    long = Curve("reward/mean", "", "", list(range(100_000)), [0.5] * 100_000)
-    assert len(line_chart("Reward", [long], [])) < 40_000
+    long = thinned(Curve("reward/mean", "", "", list(range(100_000)), [0.5] * 100_000))
+    assert len(long.steps) == len(long.values) <= 300
+    assert (long.steps[-1], {*long.values}) == (99_999, {0.5})
 
 
-def test_curves_are_broken_where_steps_are_missing() -> None:
-    steps = [*range(10), *range(400, 410)]
-    drawn = line_chart("Loss", [Curve("a", "", "", steps, [1.0] * 20)], [Mark(400, "stage", "<stage>")])
-    assert drawn.count("<polyline") == 2
-    assert "&lt;stage&gt;" in drawn
-    assert line_chart("one", [Curve("a", "", "", [5], [2.0])], []).count("<circle") == 1
+def test_a_long_rollout_is_cut_with_all_its_numbers(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(values: dict[str, Any]) -> list[int]:
+        return [sum(len(sequence["tokens"]) for sequence in each["sequences"]) for each in values["examples"]]
 
-
-def test_rounding_errors_are_drawn_as_zero_and_a_constant_has_its_surroundings() -> None:
-    def labels(*values: float, unit: str = "") -> list[str]:
-        drawn = line_chart("a", [Curve("a", "", unit, [*range(len(values))], list(values))], [])
-        return re.findall(r'text-anchor="end">([^<]*)<', drawn)
-
-    assert labels(0.0, 0.0)[-1] == labels(3e-13, -1e-13)[-1] == "1"
-    assert [float(label) for label in labels(0.25, 0.25)][-1] < 1
-    assert float(labels(1e-7, 2e-7)[-1]) < 1e-6  # a learning rate
-    assert labels(1e-7, 2e-7, unit="nats")[-1] == "1"  # the same as a divergence is a rounding error
-    assert float(labels(1e-5, 2e-5, unit="nats")[-1]) < 1e-4
-    assert float(labels(2.0, 2.0 + 1e-9, unit="s")[-1]) >= 3
+    whole = tokens(values_of(report_of(run_dir)))
+    for most in (50, 3):  # within a completion, and within a prompt
+        most = min(most, min(whole) - 1)
+        monkeypatch.setattr("trivium.inspection.report._TOKENS", most)
+        values = values_of(report_of(run_dir))
+        assert tokens(values) == [most] * len(whole)
+        assert [each["omitted"] for each in values["examples"]] == [number - most for number in whole]
+        for sequence in (sequence for each in values["examples"] for sequence in each["sequences"]):
+            assert {len(sequence["text"]), *map(len, sequence["values"].values())} == {most}
+            assert max(turn["stop"] for turn in sequence["turns"]) == most
 
 
 def test_accuracies_of_graded_rewards_are_in_no_chart() -> None:
@@ -171,9 +181,9 @@ def test_report_and_page_of_a_run_with_graded_rewards_have_no_accuracy(tmp_path:
     path, config = tmp_path / "graded", config_of(tmp_path / "graded")
     config |= {"evaluation": {"taskset": "train", "every": 1}, "rewards": [{"kind": f"{__file__}:partly"}]}
     run(config_from_mapping(config))
-    facts = Elements(report_of(path).partition("<section>")[0])
-    assert "accuracy" not in "".join(facts.text)
-    assert "reward0." in "".join(facts.text)  # the held-out reward, before and after
+    facts = values_of(report_of(path))["facts"]
+    assert "accuracy" not in facts
+    assert facts["reward"].startswith("0.")  # the held-out reward, before and after
     charts = {chart["title"]: chart["keys"] for chart in WatchedRun(path, "graded").about()["charts"]}
     assert (charts["Accuracy"], charts["Held-out reward"]) == ([], ["eval/train/reward"])
 
@@ -191,7 +201,7 @@ def test_wandb_and_mlflow_get_the_rollouts_of_each_step_and_the_report(
     path = tmp_path / "run"
     run(config_from_mapping({**config_of(path), "monitors": monitors}), report=send_report)
     report = (path / "report.html").read_text(encoding="utf-8")
-    assert "3 of 3" in report
+    assert values_of(report)["facts"]["steps"] == "3 of 3"
     (kept,) = path.glob("wandb/**/*.html")
     assert kept.read_text(encoding="utf-8") == report
     (kept,) = path.glob("mlflow-artifacts/**/*.html")

@@ -11,7 +11,7 @@ from typing import Any
 
 from trivium.buffers.media import MediaFiles
 from trivium.errors import TriviumError
-from trivium.inspection.charts import CHARTS, curves, keys_of, marks, matching
+from trivium.inspection.charts import CHARTS, Curve, curves, keys_of, marks, matching
 from trivium.inspection.doctor import diagnose
 from trivium.inspection.rollout_values import member_row, rollout_values
 from trivium.inspection.rollout_view import decoder, piecewise
@@ -68,7 +68,7 @@ class WatchedRun:
         """Returns the points of these keys in the rows after the first `after` ones."""
         state = self.state()
         rows = self.run.rows()[after : state["rows"]]  # the next request asks for the rows after these
-        return {**state, "curves": {key: _curve(each) for key, each in curves(rows, keys).items()}}
+        return {**state, "curves": {key: curve_values(each) for key, each in curves(rows, keys).items()}}
 
     def verdict(self) -> dict[str, Any]:
         """Returns the bottleneck, the problems and the objective of the run. Reads rollouts and builds the
@@ -108,7 +108,8 @@ class WatchedRun:
             return self._decode(tokens)
 
 
-def _curve(curve: Any) -> dict[str, Any]:
+def curve_values(curve: Curve) -> dict[str, Any]:
+    """Returns a curve as JSON values."""
     return {"help": curve.help, "unit": curve.unit, "floor": curve.floor, "steps": curve.steps, "values": curve.values}
 
 

@@ -1,5 +1,5 @@
 // Curves of all runs against the step, and what each run is: verdict, findings, objective.
-import { address, api, go, h, problem, seriesColour, show, swatch, variable } from "./lib.js";
+import { address, api, go, h, inlined, problem, seriesColour, show, swatch, variable } from "./lib.js";
 
 const HEIGHT = 190;
 const POLL_MS = 2500;
@@ -45,7 +45,7 @@ export function overview(root, runs) {
   const search = h("input", { type: "search", placeholder: "any metric, e.g. mismatch", "aria-label": "Find metrics" });
   search.addEventListener("input", () => go({ metric: search.value }, { replace: true }));
   const bar = h("div", { class: "bar" }, h("label", {}, "smoothing ", slider), search, h("span", { class: "dim" },
-    "point at a curve for its values; click to read the rollouts of that step"));
+    `point at a curve for its values${inlined ? "" : "; click to read the rollouts of that step"}`));
   const grid = h("section", { class: "charts", "aria-label": "Curves" });
   const absent = h("p", { class: "dim absent" });
   root.append(...(several ? [switches, bar, grid, absent, differences(runs), cards] : [cards, bar, grid, absent]));
@@ -88,7 +88,9 @@ export function overview(root, runs) {
       plots.set(each.title, { ...each, figure, area, legend, visible: false });
       return figure;
     }));
-    plots.forEach((plot) => seen.observe(plot.figure));
+    if (!inlined) return plots.forEach((plot) => seen.observe(plot.figure));
+    plots.forEach((plot) => Object.assign(plot, { visible: true })); // a report is printed, too
+    return load([...plots.values()], true);
   }
 
   // Asks for what was added to the keys of these charts, and draws those that changed.
@@ -177,7 +179,7 @@ export function overview(root, runs) {
     plot.chart.over.addEventListener("click", () => {
       const step = plot.chart.data[0][plot.chart.cursor.idx];
       const [dragged] = [plot.chart.select.width];
-      if (step !== undefined && !dragged) go({ view: "rollouts", run: all[0].run.number, step: Math.round(step) });
+      if (step !== undefined && !dragged && !inlined) go({ view: "rollouts", run: all[0].run.number, step: Math.round(step) });
     });
   }
 
@@ -222,7 +224,7 @@ export function overview(root, runs) {
         search.value = pattern;
         charts(pattern);
       }
-      timer ??= setInterval(poll, POLL_MS);
+      if (!inlined) timer ??= setInterval(poll, POLL_MS);
     },
     repaint() {
       plots.forEach(draw);
@@ -330,7 +332,7 @@ function card(run, folded) {
     run.facts,
     notes.length ? h("ul", { class: "notes" }, notes) : null,
     details,
-    h("details", {}, h("summary", {}, "config.yaml"), h("pre", {}, run.config)));
+    inlined ? null : h("details", {}, h("summary", {}, "config.yaml"), h("pre", {}, run.config)));
 }
 
 function verdictOf(run) {

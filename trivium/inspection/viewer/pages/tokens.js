@@ -1,5 +1,5 @@
 // A rollout's tokens as text, shaded by one of their values.
-import { h, hideTip, show, showTip, theme, variable } from "./lib.js";
+import { h, hideTip, inlined, show, showTip, theme, variable } from "./lib.js";
 
 // Every value that may be known of a token: the same names and order as the server's.
 export const VALUES = [
@@ -171,7 +171,8 @@ function toolCall(text) {
 
 export function image(run, item) {
   const picture = item.mime.startsWith("image/");
-  const source = `media/${run}/${item.sha256}`;
+  const source = inlined ? inlined.media[item.sha256] : `media/${run}/${item.sha256}`;
+  if (!source) return h("span", { class: "dim" }, `${item.mime} ${item.sha256.slice(0, 12)}`);
   return picture ? h("img", { src: source, alt: `${item.mime}, ${item.sha256.slice(0, 12)}`, loading: "lazy" })
     : h("a", { href: source }, item.mime);
 }
