@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_scheduler
 
 from trivium.api import DrawnTasks, TinyVisionModel
@@ -27,7 +28,7 @@ Row = tuple[str, bytes, str, str]
 
 
 def options() -> argparse.Namespace:
-    """The flags of LightRFT that matter here, with `--dir` for all that is written."""
+    """The attributes of `args` that matter here, with `--dir` for all that is written."""
     parser = argparse.ArgumentParser(description="PPO of a tiny vision-language model")
     parser.add_argument("--dir", type=Path, default=Path("runs/ppo_vl"))
     parser.add_argument("--num_episodes", type=int, default=1)
@@ -79,6 +80,18 @@ def pictures(count: int, part: str) -> list[Row]:
 def columns(rows: Sequence[Row]) -> tuple[list[Any], ...]:
     """A batch: prompts, images, references, labels."""
     return tuple(list(column) for column in zip(*rows, strict=True))
+
+
+def loader(strategy: Strategy, rows: Sequence[Row], batch_size: int, *, shuffle: bool) -> DataLoader[Any]:
+    """This rank's share of the rows. A loader that shuffles drops what is less than a batch."""
+    sampler = DistributedSampler(
+        rows,  # pyright: ignore[reportArgumentType]
+        num_replicas=strategy.world_size,
+        rank=strategy.get_rank(),
+        shuffle=shuffle,
+        drop_last=shuffle,
+    )
+    return DataLoader(rows, batch_size, sampler=sampler, collate_fn=columns, drop_last=shuffle)  # pyright: ignore
 
 
 def reward_fn(
@@ -151,10 +164,8 @@ def main() -> None:
         consumed = states["consumed_samples"]
         strategy.print(f"continuing from {path.name}, behind {consumed} prompts")
     share = args.rollout_batch_size // strategy.world_size
-    train = strategy.setup_dataloader(pictures(args.prompts, "train"), share, collate_fn=columns)
-    held_out = strategy.setup_dataloader(
-        pictures(args.held_out, "holdout"), 40, shuffle=False, collate_fn=columns, drop_last=False
-    )
+    train = loader(strategy, pictures(args.prompts, "train"), share, shuffle=True)
+    held_out = loader(strategy, pictures(args.held_out, "holdout"), 40, shuffle=False)
     trainer.fit(args, train, None, held_out, consumed, num_update_steps_per_episodes=len(train))
     result = trainer.evaluate(held_out, 0)
     strategy.print(f"held out: right {result['accuracy_reward_mean']:.2f} of {result['num_samples']:.0f}")

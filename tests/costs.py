@@ -36,7 +36,7 @@ CHOSEN = frozenset(
         "e2e/test_first_hour.py::test_the_example_of_the_readme_learns_and_says_so",
         "e2e/test_kill.py::test_killed_at_random_times",
         "e2e/test_rl_loop.py::test_the_policy_learns_within_a_few_steps",
-        "doors/e2e/test_lightrft_launcher.py::test_the_launcher_trains_and_continues",
+        "doors/e2e/test_lightrft_scripts.py::test_the_script_trains_on_supervised_text_and_continues",
         "doors/e2e/test_trinity_door.py::test_the_run_of_a_trainer_is_that_of_trivium_run",
         "doors/e2e/test_verl_door.py::test_the_script_runs",
     }

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from trivium.config.model_memory import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
-from trivium.frontdoors.lightrft.config.config_table import TABLE as LIGHTRFT
+from trivium.frontdoors.lightrft.arguments import OPTIONAL
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
@@ -107,8 +107,9 @@ def _doctor() -> str:
 
 
 def _lightrft() -> str:
-    """How every flag of LightRFT's launchers is translated; flags with equal entries share a row."""
-    return _rows_of(LIGHTRFT.rows())
+    """The optional attributes of `args` of LightRFT's trainer."""
+    rows = [f"| `{name}` | `{option.default!r}` | {option.what} |" for name, option in OPTIONAL.items()]
+    return "\n".join(["| attribute | default | meaning |", "|---|---|---|", *rows, ""])
 
 
 def _chat_templates() -> str:

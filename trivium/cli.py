@@ -220,7 +220,7 @@ def evaluate(
 @app.command(context_settings=_CONFIGURED)
 def translate(
     origin: Annotated[
-        Literal["verl", "trinity", "lightrft", "trl"],
+        Literal["verl", "trinity", "trl"],
         typer.Option("--from", help="What the config is for."),
     ],
     file: Annotated[
@@ -228,7 +228,7 @@ def translate(
         typer.Argument(
             metavar="FILE",
             help="Its YAML file or its script: for trl a Python script, or YAML with the key `trainer`; for verl a "
-            "shell script; for lightrft a shell script, JSON, or `--` and the flags. No script is run.",
+            "shell script. No script is run.",
             show_default=False,
         ),
     ],

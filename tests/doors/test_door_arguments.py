@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import ast
-import logging
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import trivium.frontdoors
-from trivium.frontdoors.lightrft.objects.data.data import PromptDatasetVL, SFTDatasetVL
 
 DOORS = Path(trivium.frontdoors.__file__).parent
 CHANGES_NOTHING = {
     "lightrft/objects/models/actor.py __init__": "use_flash_attention_2: attention is exact in any form",
     "lightrft/objects/models/critic.py __init__": "use_flash_attention_2: attention is exact in any form",
     "lightrft/objects/models/opening.py train": "mode: documented, gradients do not depend on it",
-    "lightrft/objects/data/data.py blending_datasets": "strategy: every process reads the rows alike",
     "lightrft/objects/models/rollout_engine.py score": "the engine that a script calls judges nothing",
     "lightrft/objects/models/rollout_engine.py compare": "the engine that a script calls judges nothing",
-    "lightrft/objects/script_calls.py setup_inference_engine": "args, actor: the trainer opens its engine; logged",
     "lightrft/objects/strategy.py prepare": "is_rlhf: models are prepared alike",
     "trinity/objects/started_calls.py throw": "tb: the error has its traceback",
     "trinity/config/registries.py register_module": "lazy: modules of plugins are imported with their folder",
@@ -101,18 +94,3 @@ def test_every_parameter_of_a_door_is_read_or_has_its_reason() -> None:
 def test_the_search_sees_a_parameter_that_is_only_deleted(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def f(a, b, *, c=1, **d):\n    del b\n    return a\n\ndef g(x):\n    'Hook.'\n")
     assert [*unread_parameters(tmp_path / "a.py")] == [("f", "b"), ("f", "c"), ("f", "d")]
-
-
-def test_lightrft_announces_what_its_datasets_do_not_use(caplog: pytest.LogCaptureFixture) -> None:
-    args = Namespace(prompt_max_len=64)
-    with caplog.at_level(logging.WARNING, logger="trivium"):
-        PromptDatasetVL([], None, None, 64, Namespace(args=args))
-        SFTDatasetVL([], None)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING, logger="trivium"):
-        PromptDatasetVL([], None, None, 32, Namespace(args=args))
-        SFTDatasetVL([], None, Namespace(image_processor=object()))
-    assert [record.getMessage().partition("\n  ")[2] for record in caplog.records] == [
-        "max_length=32 of PromptDatasetVL: the trainer's prompt_max_len limits prompts",
-        "processor of SFTDatasetVL: supervised rows are text here, images are not read",
-    ]

@@ -14,7 +14,6 @@ import pytest
 
 from trivium.config import config_from_mapping, merged
 from trivium.errors import Problem
-from trivium.frontdoors.lightrft.config.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Ignored, Mapped, Moved, Restricted, Table, is_off
 from trivium.frontdoors.trinity.config.config_table import TABLE as TRINITY
@@ -32,7 +31,6 @@ TABLES: dict[str, Table] = {
     "trinity-taskset": TASKSET,
     "trinity-experience-buffer": EXPERIENCE_BUFFER,
     "trinity-trainer-config": TRAINER_CONFIG,
-    "lightrft": LIGHTRFT,
     **{f"trl-{name}": table(name) for name in TRAINERS},
 }
 

@@ -304,10 +304,10 @@ def test_two_trainers_in_a_script_are_chosen_from(tmp_path: Path) -> None:
 def test_the_words_of_a_shell_script(tmp_path: Path) -> None:
     text = """
 A='it'"'"'s $A' B="two words"; C=$B   # "unclosed
-N=$(( (2 + 3) * 4 / 6 )) D=${UNSET_X:-"${B} more"} T=$(date)
+N=$(( (2 + 3) * 4 / 6 )) D=${UNSET_X:-"${B} more"} T=$(date) U=`date`
 L=(x "y z"); L+=($N)
-run $B "$B" '$B' "\\$B" "${L[@]}" "$D" $UNSET_X "$T" "${@:2}" $@ > log 2>&1
+run $B "$B" '$B' "\\$B" "${L[@]}" "$D" $UNSET_X "$T" $U "${@:2}" $@ > log 2>&1
 """
     words = next(words for words in commands(text, tmp_path) if words[:1] == ["run"])
     expected = ["two", "words", "two words", "$B", "$B", "x", "y z", "3", "two words more", "$UNSET_X"]
-    assert words == ["run", *expected, "${command_output}"]
+    assert words == ["run", *expected, "${command_output}", "${command_output}"]

@@ -895,7 +895,7 @@ def test_the_commands_of_the_documents_exist() -> None:
             continue
         if command == "translate":
             assert words[0] == "--from", line
-            assert words[1] in ("verl", "trinity", "lightrft", "trl"), line
+            assert words[1] in ("verl", "trinity", "trl"), line
             continue  # what follows are another trainer's keys and flags
         options = {name for option in commands.commands[command].params for name in option.opts}
         assert {word for word in words if word.startswith("-")} <= options, line

@@ -12,7 +12,7 @@ from trivium.errors import ConfigError
 
 OUTPUT = "${command_output}"
 """An unset variable that stands for the output of a command, because commands are not run."""
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
 _ARGUMENTS = re.compile(r'"?\$(?:\{[@*][^}]*\}|[@*])"?')
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
@@ -34,7 +34,7 @@ def commands(text: str, path: Path) -> Iterator[list[str]]:
         words = [word for raw in statement if raw not in _KEYWORDS for word in _words(raw, variables)]
         if words and words[0].endswith("=") and words[-1] == ")":
             words = [words[0] + "".join(word + _ITEM for word in words[1:-1])]
-        while words and (match := ASSIGNMENT.fullmatch(words[0])):
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             name, adds, value = match.groups()
             variables[name] = variables.get(name, "") + value if adds else value
             words.pop(0)

@@ -13,7 +13,6 @@ from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Translation
 
 _READERS = {
-    "lightrft": "trivium.frontdoors.lightrft.config.launch_args",
     "trl": "trivium.frontdoors.trl.scripts",
     "verl": "trivium.frontdoors.verl.launch_script",
 }

@@ -1,18 +1,18 @@
-"""A script of a LightRFT user with the calls of LightRFT's `train_colocate.py`. Only its import lines are changed."""
+"""A script of a LightRFT user with the objects of LightRFT's `train_colocate.py`, and with data loaders of its own."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import json
 import math
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
-# from lightrft.utils import add_arguments, ensure_video_input_available
-# from lightrft.utils import blending_datasets, get_tokenizer_processor_vl
-# from lightrft.datasets import PromptDatasetVL, SFTDatasetVL
 # from lightrft.models.actor_language import ActorLanguage
 # from lightrft.models.actor_vl import ActorVL
 # from lightrft.models import get_vlm_for_sequence_regression
@@ -21,19 +21,13 @@ import torch
 from trivium.frontdoors.lightrft import (
     ActorLanguage,
     ActorVL,
-    PromptDatasetVL,
-    SFTDatasetVL,
     SPMDPPOTrainerVL,
-    add_arguments,
-    blending_datasets,
-    ensure_video_input_available,
     get_strategy,
-    get_tokenizer_processor_vl,
     get_vlm_for_sequence_regression,
 )
+from trivium.text import hf_processor, hf_tokenizer
 
-ensure_video_input_available()
-
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 RECIPE = {"gsm8k_rule": [("gsm8k_rule", None, 1.0)], "geo3k_rule": [("geo3k_rule", None, 1.0)]}
 NUMBERS: dict[str, float | int] = {
     "save_steps": -1,
@@ -79,6 +73,8 @@ NUMBERS: dict[str, float | int] = {
     "overlong_buffer_len": 1024,
     "overlong_buffer_penalty_factor": 1.0,
     "high_entropy_token_ratio": 0.0,
+    "engine_tp_size": 1,
+    "engine_mem_util": 0.5,
 }
 SWITCHES = (
     *("text_only", "save_hf_ckpt", "disable_ds_ckpt", "save_trajectories", "print_replay_buffer_stats", "bf16"),
@@ -86,7 +82,8 @@ SWITCHES = (
     *("normalize_reward_for_critic", "save_value_network", "reward_running_norm", "advantages_norm", "adam_offload"),
     *("gradient_checkpointing", "gradient_checkpointing_use_reentrant", "actor_init_on_gpu", "flash_attn"),
     *("disable_fast_tokenizer", "disable_logprobs_flashattn", "meta_init", "use_kl_loss", "load_in_4bit"),
-    *("apply_chat_template", "use_cpg_loss", "use_ms"),
+    *("apply_chat_template", "use_cpg_loss", "use_ms", "packing_samples", "fsdp", "use_mp_opt", "fsdp_cpu_offload"),
+    *("rm_use_engine", "mixed_mm_data", "fused_linear_logprob", "enable_engine_sleep"),
 )
 TEXTS: dict[str, str | None] = {
     "engine_type": "vllm",
@@ -122,8 +119,6 @@ TEXTS: dict[str, str | None] = {
 
 def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
     strategy = get_strategy(args)
-    ds_train_cfg = strategy.get_ds_train_config(is_actor=True) if not args.fsdp else None
-    ds_eval_cfg = strategy.get_ds_eval_config(offload=False) if not args.fsdp else None
     lora = {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "target_modules", "lora_dropout")}
     opened: dict[str, Any] = {
         "use_flash_attention_2": args.flash_attn,
@@ -134,18 +129,15 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
         "packing_samples": args.packing_samples,
         "fused_linear_logprob": args.fused_linear_logprob,
     }
-    with strategy.init_model_context(meta_init=args.meta_init):
-        strategy.print(f"Initializing models with meta_init={args.meta_init}")
-        kind = ActorLanguage if args.text_only else ActorVL
-        actor = kind(
-            args.pretrain,
-            **opened,
-            **lora,
-            **kernels,
-            ds_config=ds_train_cfg,
-            disable_logprobs_flashattn=args.disable_logprobs_flashattn,
-            high_entropy_token_ratio=args.high_entropy_token_ratio,
-        )
+    kind = ActorLanguage if args.text_only else ActorVL
+    actor = kind(
+        args.pretrain,
+        **opened,
+        **lora,
+        **kernels,
+        disable_logprobs_flashattn=args.disable_logprobs_flashattn,
+        high_entropy_token_ratio=args.high_entropy_token_ratio,
+    )
     if args.fsdp:
         actor.is_actor = True  # pyright: ignore[reportAttributeAccessIssue]
         actor = strategy.prepare_model(actor, is_training=True)
@@ -161,77 +153,30 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
             normalize_reward=args.normalize_reward_for_critic,
             **opened,
             **lora,
-            ds_config=ds_train_cfg,
             value_head_prefix=args.value_head_prefix,
             init_value_head=strategy.args.pretrain == strategy.args.critic_pretrain,
         )
-    strategy.report_memory("before loaded reward models in main entry")
     reward_models, reward_tokenizers, label_map = [], [], {}
-    strategy.print(actor)
     initial_model = None
     if args.init_kl_coef != 0:
-        initial_model = kind(args.pretrain, **opened, **kernels, ds_config=ds_eval_cfg)
+        initial_model = kind(args.pretrain, **opened, **kernels)
         if args.fsdp:
             initial_model = strategy.prepare_model(initial_model, is_training=False, shard_size=8)
-            strategy.offload_model(initial_model)
-    ema_model = kind(args.pretrain, **opened, ds_config=ds_eval_cfg) if args.enable_ema else None
-    tokenizer, processor = get_tokenizer_processor_vl(
-        args.pretrain, actor.model, "left", strategy, use_fast=not strategy.args.disable_fast_tokenizer
-    )
-    assert processor is not None, "processor is None"
+    ema_model = kind(args.pretrain, **opened) if args.enable_ema else None
+    tokenizer = hf_tokenizer(args.pretrain)
+    processor = tokenizer if args.text_only else hf_processor(args.pretrain)
 
-    prompts_data = blending_datasets(
-        args.prompt_data,
-        args.prompt_data_probs,
-        strategy,
-        args.seed,
-        return_eval=False,
-        train_split=args.prompt_split,
-    )
-    prompts_data = prompts_data.select(range(min(args.max_samples, len(prompts_data))))
-    about = (tokenizer, processor, args.prompt_max_len, strategy)
-    prompts_dataset = PromptDatasetVL(prompts_data, *about, input_template=args.input_template)
-    eval_dataloader = pretrain_dataloader = None
-    if args.eval_data or args.eval_split:
-        eval_data = blending_datasets(
-            args.eval_data or args.prompt_data,
-            "1.0",
-            strategy,
-            args.seed,
-            return_eval=False,
-            train_split=args.eval_split,
-        )
-        eval_data = eval_data.select(range(min(args.max_eval_samples, len(eval_data))))
-        eval_dataset = PromptDatasetVL(eval_data, *about, input_template=args.input_template)
-        eval_dataloader = strategy.setup_dataloader(
-            eval_dataset,
-            args.rollout_batch_size // strategy.world_size,
-            False,
-            False,
-            collate_fn=eval_dataset.collate_fn,
-        )
+    prompts_data = prompts_of(args, args.prompt_split, args.max_samples, tokenizer)
+    share = args.rollout_batch_size // strategy.world_size
+    prompts_dataloader = loader_of(strategy, prompts_data, share, columns, shuffle=True)
+    eval_data = prompts_of(args, args.eval_split, args.max_eval_samples, tokenizer)
+    eval_dataloader = loader_of(strategy, eval_data, share, columns)
+    pretrain_dataloader = None
     if args.pretrain_data:
-        rows = blending_datasets(
-            args.pretrain_data,
-            args.pretrain_data_probs,
-            strategy,
-            args.seed,
-            return_eval=False,
-            train_split=args.pretrain_split,
-        )
-        texts = SFTDatasetVL(rows, tokenizer, args.prompt_max_len + args.generate_max_len, strategy, pretrain_mode=True)
-        pretrain_dataloader = itertools.cycle(
-            iter(strategy.setup_dataloader(texts, args.micro_train_batch_size, True, True, texts.collate_fn))
-        )
-    prompts_dataloader = strategy.setup_dataloader(
-        prompts_dataset,
-        args.rollout_batch_size // strategy.world_size,
-        True,
-        True,
-        collate_fn=prompts_dataset.collate_fn,
-    )
+        texts = [tokenizer(row["prompt"] + row["output"])["input_ids"] for row in rows_of(args.pretrain_data)]
+        pretrain_dataloader = loader_of(strategy, texts, args.micro_train_batch_size, padded, shuffle=True)
     num_update_steps_per_episodes = (
-        len(prompts_dataset) * args.n_samples_per_prompt // args.train_batch_size * args.max_epochs
+        len(prompts_data) * args.n_samples_per_prompt // args.train_batch_size * args.max_epochs
     )
     max_steps = math.ceil(args.num_episodes * num_update_steps_per_episodes)
     if args.gradient_checkpointing:
@@ -246,7 +191,6 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
         initial_model,
     ) = strategy.prepare_models_and_optimizers(actor, critic, reward_models, initial_model, args, max_steps)
     if ema_model:
-        ema_model._offload = True  # pyright: ignore[reportAttributeAccessIssue]
         ema_model = strategy.prepare(ema_model, is_rlhf=True)
     if args.load_checkpoint and os.path.exists(os.path.join(args.ckpt_path, "_actor")):
         _, states = strategy.load_ckpt(
@@ -259,7 +203,6 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
             strategy.load_ckpt(critic, os.path.join(args.ckpt_path, "_critic"))
         strategy.print(f"Loaded the checkpoint: {args.ckpt_path}, consumed_samples: {states['consumed_samples']}")
     os.makedirs(args.save_path, exist_ok=True)
-    strategy.setup_inference_engine(args, engine_type=args.engine_type, actor=actor)
 
     trainer = SPMDPPOTrainerVL(
         strategy,
@@ -324,10 +267,44 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
     return trainer
 
 
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def prompts_of(args: argparse.Namespace, split: str, most: int, tokenizer: Any) -> list[tuple[Any, ...]]:
+    """(prompt, images, reference, label) of each row."""
+    prompts: list[tuple[Any, ...]] = []
+    for row in rows_of(f"{args.prompt_data}/{split}.jsonl")[: int(most)]:
+        text = tokenizer.apply_chat_template(row[args.input_key], tokenize=False, add_generation_prompt=True)
+        images = None if args.text_only else row.get(args.images_key)
+        label = row.get(args.label_key)
+        prompts.append((text.replace("<image>", PICTURE), images, row["reward_model"]["ground_truth"], label))
+    return prompts
+
+
+def columns(rows: Sequence[tuple[Any, ...]]) -> tuple[list[Any], ...]:
+    return tuple(list(column) for column in zip(*rows, strict=True))
+
+
+def padded(texts: Sequence[list[int]]) -> tuple[Any, ...]:
+    """(lengths, ids, mask) of supervised text."""
+    rows = [torch.tensor(ids) for ids in texts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return [len(row) for row in rows], ids, mask
+
+
+def loader_of(strategy: Any, rows: Any, batch: int, collate: Any, *, shuffle: bool = False) -> DataLoader[Any]:
+    """This rank's share of the rows."""
+    ranks = {"num_replicas": strategy.world_size, "rank": strategy.get_rank()}
+    sampler = DistributedSampler(rows, **ranks, shuffle=shuffle, drop_last=shuffle)
+    return DataLoader(rows, batch, sampler=sampler, collate_fn=collate, drop_last=shuffle)
+
+
 def reward_fn(
     model_reward_list: list[torch.Tensor], labels: Any, queries: Any, refs: Any, label_map: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The share of a completion's characters that are digits of the answer."""
+    """The share of a completion's characters that are digits of the answer, and a number that differs for each."""
     assert not model_reward_list
     assert label_map == {}
     assert set(labels) <= RECIPE.keys()
@@ -335,7 +312,8 @@ def reward_fn(
     right = torch.tensor(
         [sum(c in str(ref) for c in end) / max(1, len(end)) for end, ref in zip(ends, refs, strict=True)]
     )
-    return right, {"accuracy_reward": right, "format_reward": torch.zeros_like(right)}
+    other = torch.tensor([float(sum(map(ord, end)) % 7) for end in ends])
+    return right + other, {"accuracy_reward": right, "format_reward": torch.zeros_like(right)}
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -349,7 +327,6 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--kl_target", type=float, default=None)
     parser.add_argument("--target_modules", type=str, nargs="*", default="all-linear")
     parser.add_argument("--adam_betas", type=float, nargs=2, default=(0.9, 0.95))
-    add_arguments(parser)
     args = parser.parse_args(words)
     if args.advantage_estimator != "gae":
         args.critic_pretrain = None

@@ -1,5 +1,4 @@
-"""Scripts and argument files of LightRFT's users, cut to tiny models: a training script whose import lines are changed,
-and argument sets of its examples, through the script and through the launcher."""
+"""A training script of a LightRFT user with the arguments of LightRFT's examples, cut to tiny models."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.doors.e2e import lightrft_user
 from tests.doors.e2e.lightrft_folder import examples_in
 from tests.peers import peer_file
-from trivium.frontdoors.lightrft.launcher import train
+from tests.rank_processes import run_ranks
 
 EXAMPLES = ("run_grpo_geo3k_qwen2.5_vl_7b", "run_grpo_gsm8k_qwen2.5_0.5b", "run_ppo_geo3k_qwen2.5_vl_7b")
 VARIATIONS: dict[str, tuple[str, ...]] = {
@@ -48,10 +47,6 @@ SMALL = (
     *("--prompt_max_len", "900", "--generate_max_len", "4", "--max_eval_samples", "2", "--eval_steps", "2"),
     *("--save_steps", "2", "--actor_learning_rate", "1e-3", "--save_path", "out", "--ckpt_path", "ckpt"),
 )
-REWARD = """
-def reward_func(queries, prompts, **columns):
-    return [float(sum(map(ord, query)) % 7) for query in queries]
-"""
 
 
 @pytest.fixture
@@ -87,10 +82,14 @@ def test_a_script_with_other_import_lines_takes_two_steps(folder: Path, name: st
     _check(folder, lightrft_user.train(lightrft_user.arguments(words)), words)
 
 
-def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> None:
-    words = [*words_of(folder, EXAMPLES[1]), "--pretrain_data", "supervised.jsonl", "--input_key", "prompt"]
+def _supervised(folder: Path) -> list[str]:
     rows = [json.dumps({"prompt": "1+1?", "output": "2"}) + "\n"] * 8
     (folder / "supervised.jsonl").write_text("".join(rows))
+    return ["--pretrain_data", "supervised.jsonl"]
+
+
+def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> None:
+    words = [*words_of(folder, EXAMPLES[1]), *_supervised(folder)]
     trainer = lightrft_user.train(lightrft_user.arguments(words))
     assert trainer.pretrain_dataloader is not None
     assert trainer.pretrain_dataloader.given == 2  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,8 +99,19 @@ def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> Non
 
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_variations_of_the_examples_take_two_steps(folder: Path, name: str) -> None:
-    (folder / "reward.py").write_text(REWARD)
-    words = [*words_of(folder, EXAMPLES[1]), "--remote_rm_url", "reward.py", *VARIATIONS[name]]
+    words = [*words_of(folder, EXAMPLES[1]), *VARIATIONS[name]]
     if name in ("reinforce", "cpgd", "rloo"):
         words.remove("--use_kl_loss")
-    _check(folder, train(words), words)
+    _check(folder, lightrft_user.train(lightrft_user.arguments(words)), words)
+
+
+def _on_rank(rank: int, size: int, words: list[str]) -> None:
+    del rank, size
+    lightrft_user.train(lightrft_user.arguments(words))
+
+
+def test_two_ranks_train_actor_critic_and_average_beside_supervised_text(folder: Path) -> None:
+    further = ["--fsdp", "--enable_ema", "--freeze_prefix", "--ptx_coef", "0.1", *_supervised(folder)]
+    run_ranks([2], _on_rank, folder / "ranks", [*words_of(folder, EXAMPLES[2]), *further])
+    assert (folder / "ckpt" / "_critic" / "global_step2").is_dir()
+    AutoModelForImageTextToText.from_pretrained(folder / "out")

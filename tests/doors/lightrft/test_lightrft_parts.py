@@ -20,7 +20,6 @@ from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain
 from tests.failing import refused
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
-from trivium.frontdoors.lightrft.objects.data.sharded_sampler import ShardedSampler
 from trivium.models.vision.processor import hf_processor
 from trivium.types import Batch
 
@@ -488,34 +487,6 @@ def test_losses_of_ones_own_take_steps_through_the_strategy(text_dir: Path) -> N
         strategy.learner("policy", actor, other, max_response_length=8)
 
 
-def test_a_data_loader_continues_where_the_samples_were_consumed() -> None:
-    strategy = Strategy(seed=7)
-    data = list(range(22))
-    loader = strategy.setup_dataloader(data, 4)
-    first = [sample for each in loader for sample in each.tolist()]
-    assert len(set(first)) == len(first) == 20
-    loader.sampler.set_epoch(1)
-    second = [each.tolist() for each in loader]
-    assert [sample for each in second for sample in each] != first
-    resumed = strategy.setup_dataloader(data, 4)
-    resumed.sampler.set_epoch(1, 8)
-    assert [each.tolist() for each in resumed] == second[2:]
-    assert [each.tolist() for each in strategy.setup_dataloader(data, 8, shuffle=False, drop_last=False)][-1] == [
-        *range(16, 22)
-    ]
-    whole = [ShardedSampler(data, rank=rank, size=4, seed=7, consumed_samples=2) for rank in range(4)]
-    dealt = [sample for four in zip(*whole, strict=True) for sample in four]
-    assert dealt == list(ShardedSampler(data, seed=7, consumed_samples=2))
-    padded = [list(ShardedSampler(data, rank=rank, size=4, shuffle=False, drop_last=False)) for rank in range(4)]
-    assert {len(each) for each in padded} == {6}
-    assert {sample for each in padded for sample in each} == {*data}
-    for size, wrong in ((0, data), (4, data[:3]), (1, [])):
-        with refused(ConfigError, "batches"):
-            strategy.setup_dataloader(wrong, size)
-    with refused(ConfigError, "epoch 2", 23):
-        loader.sampler.set_epoch(2, 23)
-
-
 def test_two_ranks_train_save_and_resume_as_one(tmp_path: Path) -> None:
     """Sharded parameters, shares of unequal work, an optimizer built before; a run of two ranks goes on alone."""
     path, batch = write_model(tmp_path / "model"), make_batch(advantages=1.0, returns=1.0)
@@ -534,8 +505,6 @@ def test_two_ranks_train_save_and_resume_as_one(tmp_path: Path) -> None:
     assert [(result["sum"]["a"], result["mean"], result["max"]) for result in two] == [(3, 0.5, 1)] * 2
     assert two[0]["gathered"].tolist() == [0, 1]
     assert all("shares its trunk, on 2 ranks" in result["refused"] for result in two)
-    dealt = [sample for result in two for each in result["samples"] for sample in each]
-    assert len(set(dealt)) == len(dealt) == 8
     for folder in ("one", "two"):
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "hf", dtype=torch.float64).state_dict()
         torch.testing.assert_close(saved["model.norm.weight"], one["weights"]["model.norm.weight"])
@@ -550,5 +519,3 @@ def test_what_args_say_is_what_a_strategy_does() -> None:
     assert (Strategy().seed, Strategy(5).seed, Strategy(Namespace(seed=6)).seed) == (42, 5, 6)
     with refused(ConfigError, "all_reduce"):
         strategy.all_reduce(1, "product")
-    with strategy.init_model_context(meta_init=True):
-        pass

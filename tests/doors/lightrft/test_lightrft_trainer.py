@@ -28,6 +28,7 @@ from lightrft_trainer_parts import (
     weights,
 )
 from PIL import Image
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForTokenClassification
 
 from tests.failing import refused
@@ -41,6 +42,7 @@ from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.ppo_objective import high_entropy_mask, policy_objective, with_kl
+from trivium.frontdoors.lightrft.objects.prompt_order import in_order
 from trivium.frontdoors.lightrft.objects.strategy import get_strategy
 from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
 from trivium.loops import train_step
@@ -520,15 +522,14 @@ def test_a_processor_that_reads_images_otherwise_than_the_model_is_refused(visio
         make_trainer(vision_model, args, processor=processor)
 
 
-def test_attributes_of_args_without_effect_are_announced_and_unsupported_ones_refused(
+def test_keywords_without_effect_are_announced_and_unsupported_attributes_of_args_refused(
     model: Path, args: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "trivium"):
-        make_trainer(model, Namespace(**vars(args), bucket_cap_mb=3, mine=object()))
-    assert "bucket_cap_mb: no effect: DeepSpeed is not supported" in caplog.text
-    assert "mine" not in caplog.text
-    with refused(ConfigError, "use_fire"):
-        make_trainer(model, Namespace(**vars(args), use_fire=True))
+        make_trainer(model, Namespace(**vars(args), mine=object(), use_fire=False), packing_samples=True)
+    assert "packing_samples: no effect: sequences are always packed" in caplog.text
+    with refused(ConfigError, "use_fire", "aux_loss_coef"):
+        make_trainer(model, Namespace(**vars(args), use_fire=True, aux_loss_coef=0.1))
 
 
 def test_pretraining_reads_images(vision_model: Path, args: Namespace) -> None:
@@ -869,6 +870,22 @@ def test_resume_is_exact(model: Path, args: Namespace, tmp_path: Path) -> None:
         one, other = (getattr(trainer, name).state_dict() for trainer in (whole, second))
         assert distance(one, other) == 0
     assert second.kl_ctl.value == whole.kl_ctl.value
+
+
+def test_a_pass_continues_in_the_order_of_its_sampler() -> None:
+    """Each rank reads its share of a pass, in another order than that of the pass before."""
+    passes: list[list[int]] = []
+    for number in range(2):
+        ranks: list[list[Any]] = []
+        for rank in range(2):
+            sampler = DistributedSampler(range(16), num_replicas=2, rank=rank, seed=3)  # pyright: ignore
+            data = DataLoader(range(16), 2, sampler=sampler)  # pyright: ignore
+            ranks.append([batch.tolist() for batch in in_order(data, 0, "prompts", number)])
+            continued = in_order(data, 0, "prompts", number, consumed=8, batch_size=4)
+            assert [batch.tolist() for batch in continued] == ranks[-1][2:]
+        passes.append([sample for batches in ranks for batch in batches for sample in batch])
+        assert sorted(passes[-1]) == [*range(16)]
+    assert passes[0] != passes[1]
 
 
 def test_a_data_position_that_fit_is_not_told_is_found(model: Path, args: Namespace) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.errors import ConfigError, Problem
-from trivium.frontdoors.lightrft.config.config_table import TABLE
-from trivium.frontdoors.tables import Restricted, announce, refuse
+from trivium.frontdoors.tables import announce, refuse
 from trivium.registry import suggest
 
 REQUIRED: Mapping[str, str] = {
@@ -22,23 +21,69 @@ REQUIRED: Mapping[str, str] = {
     "ckpt_path": "the folder of the checkpoints",
 }
 """Attributes of `args` that `fit` requires, with descriptions."""
-_OPTIONAL = (
-    *("seed", "freezing_actor_steps", "use_kl_loss", "kl_estimator", "use_cpg_loss", "use_gspo", "loss_agg_mode"),
-    *("high_entropy_token_ratio", "aux_loss_coef", "advantages_norm", "no_advantage_std_norm", "advantage_clip"),
-    *("reward_running_norm", "reward_running_norm_minus_mean", "reward_clip", "overlong_buffer", "gamma", "lambd"),
-    *("overlong_buffer_len", "overlong_buffer_penalty_factor", "dynamic_sampling", "dynamic_sampling_refills"),
-    *(
-        "eval_temperature",
-        "eval_n_samples",
-        "rollout_deadline_s",
-        "max_failed_fraction",
-        "max_ckpt_num",
-        "max_ckpt_mem",
-    ),
-    *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name", "use_tensorboard"),
-)
-OPTIONAL: Mapping[str, Any] = {name: TABLE.default_of(name) for name in _OPTIONAL}
-"""Optional attributes of `args`, with their defaults: those of the flags of the same names."""
+
+
+class Option(NamedTuple):
+    """An optional attribute of `args`."""
+
+    default: Any
+    what: str
+
+
+OPTIONAL: Mapping[str, Option] = {
+    "seed": Option(42, "seed of the rollouts, and of the order of the prompts"),
+    "freezing_actor_steps": Option(-1, "steps at the start in which the critic trains alone"),
+    "use_kl_loss": Option(False, "adds the KL penalty to the loss, otherwise it is in the rewards"),
+    "kl_estimator": Option("k1", "k1, k2 or k3"),
+    "use_cpg_loss": Option(False, "the policy loss of CPGD"),
+    "use_gspo": Option(False, "the policy loss of GSPO"),
+    "loss_agg_mode": Option("seq-mean-token-mean", "the average of the losses, also that of the critic"),
+    "high_entropy_token_ratio": Option(0.0, "fraction of a sequence's tokens to train, by entropy; 0: all tokens"),
+    "advantages_norm": Option(False, "normalises the advantages of rloo; gae and reinforce always do"),
+    "no_advantage_std_norm": Option(False, "normalising subtracts the mean only"),
+    "advantage_clip": Option(0.0, "largest absolute advantage; 0: no clipping"),
+    "reward_running_norm": Option(False, "divides rewards by their running standard deviation"),
+    "reward_running_norm_minus_mean": Option(False, "subtracts their running mean too"),
+    "reward_clip": Option(0.0, "largest absolute reward; 0: no clipping"),
+    "overlong_buffer": Option(False, "subtracts a penalty from the rewards of long completions"),
+    "overlong_buffer_len": Option(1024, "last tokens of max_new_tokens, over which the penalty grows linearly"),
+    "overlong_buffer_penalty_factor": Option(1.0, "the penalty at max_new_tokens, the largest one"),
+    "gamma": Option(1.0, "discount of gae and reinforce"),
+    "lambd": Option(0.95, "lambda of gae"),
+    "dynamic_sampling": Option(False, "replaces prompts whose completions all have the same reward"),
+    "dynamic_sampling_refills": Option(5, "further batches of prompts in a step for that"),
+    "eval_temperature": Option(None, "temperature of evaluations; unset: as in training"),
+    "eval_n_samples": Option(1, "completions of each prompt in an evaluation"),
+    "rollout_deadline_s": Option(3600.0, "longest time of a completion"),
+    "max_failed_fraction": Option(0.5, "fraction of completions that may fail"),
+    "load_checkpoint": Option(False, "continues after the newest checkpoint in ckpt_path"),
+    "max_ckpt_num": Option(3, "checkpoints of a role to keep"),
+    "max_ckpt_mem": Option(1e8, "largest size of all checkpoints of a role, in GiB"),
+    "use_wandb": Option(None, "logs to Weights & Biases; text is the API key"),
+    "wandb_org": Option(None, "entity of the W&B run"),
+    "wandb_group": Option(None, "group of the W&B run"),
+    "wandb_project": Option("trivium", "project of the W&B run"),
+    "wandb_run_name": Option("", "name of the W&B run"),
+    "use_tensorboard": Option(None, "logs to TensorBoard in this folder; True: in ckpt_path"),
+}
+"""Optional attributes of `args`."""
+_UNSUPPORTED: Mapping[str, str] = {
+    "aux_loss_coef": "an auxiliary load-balancing loss is not supported: leave it out",
+    "lora_dropout": "adapters are trained without dropout: leave it out",
+    "max_len": "set prompt_max_len and max_new_tokens of PPOTrainerVL",
+    "max_pixels": "set it in preprocessor_config.json of the model, which engine and trainer read",
+    "normalize_reward_for_critic": "leave it out: the critic is trained on unnormalised returns",
+    "use_fire": "FIRE sampling is not supported: leave it out",
+}
+"""Attributes of `args` that must be off -> what to do instead."""
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "normalize_advantages": "LightRFT does not read it either; see advantages_norm",
+    "use_sequence_rewards": "LightRFT does not read it either; a completion has one reward",
+    "packing_samples": "sequences are always packed",
+    "print_replay_buffer_stats": "the metrics of every step contain lengths and rewards",
+    "reward_tokenizers": "reward models get the tokens of the rollouts, and texts",
+}
+"""Keyword arguments of the constructor in the original's scripts that change nothing -> why."""
 GENERATE = frozenset(
     (
         *("do_sample", "max_new_tokens", "min_new_tokens", "max_length", "temperature", "top_p", "top_k", "stop"),
@@ -46,20 +91,15 @@ GENERATE = frozenset(
     )
 )
 """Keyword arguments of the constructor for sampling and discounting."""
-_AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem"}
+_AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem", "load_checkpoint"}
 """Options that the original's scripts also pass to the constructor. They override `args`."""
-_OF_SCRIPTS = (
-    *("normalize_advantages", "use_sequence_rewards", "packing_samples", "print_replay_buffer_stats"),
-    "reward_tokenizers",
-)
-"""Arguments without effect that the original's scripts pass to the constructor."""
 MAX_NEW_TOKENS = 1024
 
 
 def option(args: object, name: str) -> Any:
-    """Returns an attribute of `args`, or the default of the flag of this name if it is missing or None."""
+    """Returns an optional attribute of `args`, or its default if it is missing or None."""
     value = getattr(args, name, None)
-    return TABLE.default_of(name) if value is None else value
+    return OPTIONAL[name].default if value is None else value
 
 
 def check_args(args: object) -> None:
@@ -84,10 +124,9 @@ def check_args(args: object) -> None:
 
 
 def check_values(args: object) -> None:
-    """Logs attributes of `args` without effect. Raises ConfigError for unsupported values."""
-    given = TABLE.read({name: value for name, value in vars(args).items() if name in TABLE.entries})
-    refuse(p for p in given.problems if isinstance(TABLE.entries[p.where], Restricted))
-    announce(given.notes())
+    """Raises a ConfigError that lists all attributes of `args` whose values are not supported."""
+    given = ((name, getattr(args, name, None), do) for name, do in _UNSUPPORTED.items())
+    refuse(Problem(name, repr(value), "this value is not supported", do) for name, value, do in given if value)
 
 
 def check_numbers(**given: float | None) -> None:
@@ -115,7 +154,7 @@ def sorted_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     Raises a ConfigError that lists all unknown keywords with suggestions.
     """
     known = GENERATE | _AS_ARGS
-    unknown = sorted(set(given) - known - {*_OF_SCRIPTS})
+    unknown = sorted(set(given) - known - {*_WITHOUT_EFFECT})
     if unknown:
         problems = [Problem(name, "a keyword argument", "no such argument", suggest(name, known)) for name in unknown]
         raise ConfigError(
@@ -124,9 +163,7 @@ def sorted_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
             "correct them, or leave them out",
             problems,
         )
-    announce(TABLE.read({name: given[name] for name in _OF_SCRIPTS if name in given and name in TABLE.entries}).notes())
-    if given.get("reward_tokenizers"):
-        announce(["reward_tokenizers: no effect: reward models get the tokens of the rollouts, and texts"])
+    announce(f"{name}: no effect: {why}" for name, why in _WITHOUT_EFFECT.items() if given.get(name))
     sampling, overrides = (
         {name: value for name, value in given.items() if name in names} for names in (GENERATE, _AS_ARGS)
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trivium.algorithms import GroupAlgorithm
-from trivium.frontdoors.lightrft.objects.data.loaded_prompts import PromptBatch, read_batch
+from trivium.frontdoors.lightrft.objects.loaded_prompts import PromptBatch, read_batch
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts
 from trivium.frontdoors.lightrft.objects.ppo_objective import approximate_kl

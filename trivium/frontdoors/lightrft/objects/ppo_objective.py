@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,8 @@ from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
 from trivium.algorithms.token_weights import top_entropy
 from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.algorithm_section import conflicts, section_of
 from trivium.frontdoors.lightrft.arguments import option
-from trivium.frontdoors.lightrft.config.algorithm_section import conflicts, shaped
-from trivium.frontdoors.lightrft.config.config_table import TABLE
-from trivium.frontdoors.tables import Settings as Flags
 from trivium.frontdoors.tables import refuse
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.types import AnyArray, Batch
@@ -50,13 +49,12 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
     Its KL coefficients are 1; the trainer sets the controller's coefficient later (`with_kl`, `policy_objective`).
     Raises ConfigError for invalid or contradicting settings.
     """
-    flags = _flags(args, settings)
-    if flags["advantage_estimator"] == "gae" and not settings.has_critic:
+    values = _values(args, settings)
+    if values["advantage_estimator"] == "gae" and not settings.has_critic:
         raise ConfigError("the estimator 'gae'", "no critic", "give the trainer a critic, or use another estimator")
-    refuse(conflicts(flags), "arguments whose values fit together")
-    section = {"kind": "grpo", **flags.mapped()["algorithm"], **shaped(flags)}
+    refuse(conflicts(values), "arguments whose values fit together")
     try:
-        config = PolicyGradientConfig.model_validate(section)
+        config = PolicyGradientConfig.model_validate(section_of(values))
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError("the objective that the arguments describe", reasons, "correct them") from error
@@ -65,7 +63,7 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
     critic = ValueObjective(settings.value_clip, config.aggregate)
     objectives = (critic, policy) if settings.has_critic else (policy,)
     return replace(
-        algorithm, name=flags["advantage_estimator"], objectives=objectives, max_new_tokens=settings.max_new_tokens
+        algorithm, name=values["advantage_estimator"], objectives=objectives, max_new_tokens=settings.max_new_tokens
     )
 
 
@@ -73,27 +71,24 @@ _OF_THE_ALGORITHM = (
     *("kl_estimator", "use_kl_loss", "use_cpg_loss", "use_gspo", "loss_agg_mode", "advantages_norm", "advantage_clip"),
     *("no_advantage_std_norm", "reward_running_norm", "reward_running_norm_minus_mean", "reward_clip"),
     *("overlong_buffer", "overlong_buffer_len", "overlong_buffer_penalty_factor", "dynamic_sampling"),
+    "dynamic_sampling_refills",
 )
-"""Flags that `args` may have, and that the algorithm's section follows from."""
+"""Attributes of `args` that the algorithm's section follows from."""
 
 
-def _flags(args: object, settings: Settings) -> Flags:
-    """Returns the flags that describe the algorithm."""
+def _values(args: object, settings: Settings) -> dict[str, Any]:
+    """Returns the arguments that describe the algorithm."""
     estimator = getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm")
-    values = {flag: option(args, flag) for flag in _OF_THE_ALGORITHM}
-    return Flags(
-        TABLE,
-        values
-        | {
-            "advantage_estimator": str(estimator),
-            "n_samples_per_prompt": int(getattr(args, "n_samples_per_prompt", 2)),
-            "init_kl_coef": float(settings.has_reference),
-            "eps_clip": settings.eps_clip,
-            "gamma": settings.gamma,
-            "lambd": settings.lambd,
-            "generate_max_len": settings.max_new_tokens,
-        },
-    )
+    return {
+        **{name: option(args, name) for name in _OF_THE_ALGORITHM},
+        "advantage_estimator": str(estimator),
+        "n_samples_per_prompt": int(getattr(args, "n_samples_per_prompt", 2)),
+        "has_reference": settings.has_reference,
+        "eps_clip": settings.eps_clip,
+        "gamma": settings.gamma,
+        "lambd": settings.lambd,
+        "max_new_tokens": settings.max_new_tokens,
+    }
 
 
 def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:

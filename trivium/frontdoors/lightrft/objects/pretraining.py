@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trivium.errors import DataError
-from trivium.frontdoors.lightrft.objects.data.prompt_order import in_order
 from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows, pieces_of
+from trivium.frontdoors.lightrft.objects.prompt_order import in_order
 from trivium.models.vision.encoder import Vision
 from trivium.types import EXPERT_VERSION, Batch, Experience, Media
 

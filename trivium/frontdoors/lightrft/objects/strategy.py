@@ -10,7 +10,7 @@ import random
 import shutil
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,16 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.objects import checkpoints
 from trivium.frontdoors.lightrft.objects.checkpoints import Role, network_of
-from trivium.frontdoors.lightrft.objects.data.sharded_sampler import ShardedSampler
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
-from trivium.frontdoors.lightrft.objects.script_calls import ScriptCalls
 from trivium.frontdoors.tables import announce
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
@@ -52,7 +49,7 @@ _METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
 Wrapped = ActorVL | CriticVL
 
 
-class Strategy(ScriptCalls):
+class Strategy:
     """Trains in a single process."""
 
     sharded = False
@@ -97,7 +94,7 @@ class Strategy(ScriptCalls):
         deadline = COLLECTIVE_S if timeout is None else timeout.total_seconds()
         if not self.sharded and launched_ranks() > 1:
             raise ConfigError(
-                "a Strategy of one process", f"{launched_ranks()} ranks were started", "use FSDPV2Strategy (--fsdp)"
+                "a Strategy of one process", f"{launched_ranks()} ranks were started", "use FSDPV2Strategy"
             )
         if self.ranks.size == 1:
             self.ranks = join_ranks(device="cuda" if torch.cuda.is_available() else "cpu", deadline_s=deadline)
@@ -356,51 +353,6 @@ class Strategy(ScriptCalls):
             elif not isinstance(value, DTensor):
                 value = shard_like(value, own)
             own.lerp_(value.to(own.dtype), 1 - beta)
-
-    # ------------------------------------------------------------------ data
-
-    def setup_dataloader(
-        self,
-        dataset: Any,
-        batch_size: int,
-        pin_memory: bool = False,
-        shuffle: bool = True,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        drop_last: bool = True,
-        sampler: Any = None,
-        consumed_samples: int = 0,
-    ) -> DataLoader[Any]:
-        """Returns a loader of this rank's share of a dataset, with `batch_size` samples per batch and rank.
-
-        `loader.sampler.set_epoch(epoch, consumed_samples)` resumes within an epoch. Raises ConfigError if the loader
-        would have no batch.
-        """
-        if sampler is None:
-            sampler = ShardedSampler(
-                dataset,
-                rank=self.ranks.rank,
-                size=self.world_size,
-                shuffle=shuffle,
-                seed=self.seed,
-                drop_last=drop_last,
-                consumed_samples=consumed_samples,
-            )
-        per_rank = len(dataset) // self.world_size
-        if batch_size < 1 or not len(dataset) or (drop_last and per_rank < batch_size):
-            raise ConfigError(
-                f"batches of {batch_size} on each of {self.world_size} ranks",
-                f"the dataset has {len(dataset)} samples",
-                "give a batch at least one sample of each rank, and the dataset at least one batch",
-            )
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(self.seed),  # seeds its workers without the global generator
-        )
 
     # ------------------------------------------------------------------ checkpoints
 

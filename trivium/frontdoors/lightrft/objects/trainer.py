@@ -21,7 +21,6 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
-from trivium.frontdoors.lightrft.objects.data.prompt_order import PromptOrder
 from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker, Models
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, linear_head
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
@@ -36,6 +35,7 @@ from trivium.frontdoors.lightrft.objects.ppo_objective import (
     with_kl,
 )
 from trivium.frontdoors.lightrft.objects.pretraining import PretrainingBatches, joined, supervised_batch
+from trivium.frontdoors.lightrft.objects.prompt_order import PromptOrder
 from trivium.frontdoors.lightrft.objects.replay_buffer import ReplayBuffer
 from trivium.frontdoors.lightrft.objects.saving import latest_position, resume, save
 from trivium.frontdoors.lightrft.objects.strategy import core_of
@@ -332,7 +332,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _continue(self, args: Any, consumed_samples: int, order: PromptOrder) -> None:
         """Moves to the start position. Restores the algorithm, the KL coefficient and the moving average."""
-        if consumed_samples == 0 and getattr(args, "load_checkpoint", False):
+        if consumed_samples == 0 and option(args, "load_checkpoint"):
             consumed_samples = latest_position(args)
             self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
         states = resume(self, args, consumed_samples) if consumed_samples else {}

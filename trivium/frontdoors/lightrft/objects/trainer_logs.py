@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trivium.frontdoors.lightrft.arguments import option
-from trivium.frontdoors.lightrft.config.keys_of_training import WANDB
 from trivium.monitors.tensorboard import TensorBoardMonitor
 from trivium.monitors.wandb import WandbMonitor
 from trivium.protocols import Monitor
 
+_WANDB = {"project": "wandb_project", "name": "wandb_run_name", "group": "wandb_group", "entity": "wandb_org"}
+"""Option of the W&B monitor -> the attribute of `args`."""
 _UNLOGGED = ("reward", "response_length", "total_length", "num_actions", "return")
 """Entries of a status that are already logged under `rollout/`."""
 
@@ -57,7 +58,7 @@ def _wandb(args: Any, key: Any, step: int) -> Monitor:
     """Opens the W&B run. If `key` is text other than `true` or `1`, it is the API key, as in the original."""
     if isinstance(key, str) and key.lower() not in ("true", "1"):
         os.environ.setdefault("WANDB_API_KEY", key)
-    config = WandbMonitor.Config(**{name: option(args, flag) for name, flag in WANDB.items()})
+    config = WandbMonitor.Config(**{name: option(args, flag) for name, flag in _WANDB.items()})
     folder = Path(args.ckpt_path)
     folder.mkdir(parents=True, exist_ok=True)
     return WandbMonitor(config, run_dir=folder, resume_step=step)

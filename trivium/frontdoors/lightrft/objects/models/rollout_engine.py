@@ -20,7 +20,7 @@ from trivium.engines.torch.engine import TorchEngine
 from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
-from trivium.frontdoors.lightrft.objects.data.loaded_prompts import PromptBatch, PromptRenderer, task_of
+from trivium.frontdoors.lightrft.objects.loaded_prompts import PromptBatch, PromptRenderer, task_of
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.placement import narrowed
 from trivium.models.vision.images import Images, images_of

@@ -82,10 +82,7 @@ class PromptOrder:
 
 
 def _length(loader: Any) -> int:
-    """Returns the number of batches in a whole pass; 0 for a loader without a length."""
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None and _takes_consumed(set_epoch):
-        set_epoch(0, 0)  # else its length would be that of the remaining pass
+    """Returns the number of batches in a pass; 0 for a loader without a length."""
     try:
         return len(loader)
     except TypeError:
@@ -97,19 +94,12 @@ def in_order(
 ) -> Iterator[Any]:
     """Yields the batches of pass `number` over a loader, without the first `consumed` samples (`batch_size` per batch).
 
-    Calls the sampler's `set_epoch` with the pass, and with `consumed` if it takes a second argument. Generators of the
-    loader and sampler are seeded for the pass. Unless `set_epoch` skips consumed samples, their batches are read and
-    dropped.
+    Calls the sampler's `set_epoch` with the pass. Generators of the loader and sampler are seeded for the pass. Batches
+    of consumed samples are read and dropped.
     """
-    skip = consumed // batch_size
     sampler = getattr(loader, "sampler", None)
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if set_epoch is not None:
-        if _takes_consumed(set_epoch):
-            set_epoch(number, consumed)
-            skip = 0
-        else:
-            set_epoch(number)
+    if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
+        set_epoch(number)
     own = stream(seed, purpose, number) % 2**63
     for generator in (getattr(loader, "generator", None), getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
@@ -118,10 +108,4 @@ def in_order(
         torch.manual_seed(own)
         batches = iter(loader)
         first = list(islice(batches, 1))
-    yield from islice(chain(first, batches), skip, None)
-
-
-def _takes_consumed(set_epoch: Any) -> bool:
-    """Whether a sampler's `set_epoch` accepts the number of consumed samples."""
-    code = getattr(set_epoch, "__code__", None)
-    return code is not None and code.co_argcount > 2
+    yield from islice(chain(first, batches), consumed // batch_size, None)

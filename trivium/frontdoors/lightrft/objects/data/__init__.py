@@ -1,1 +1,0 @@
-"""LightRFT's data sets, and the order of their samples."""
