@@ -45,7 +45,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max_ckpt_num", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.ckpt_path = str(args.dir / "checkpoints")
+    args.ckpt_path, args.load_checkpoint = str(args.dir / "checkpoints"), True
     return args
 
 
@@ -119,7 +119,7 @@ class Trainer(PPOTrainerVL):
 
 
 def build(args: argparse.Namespace, strategy: Strategy, model: Path, tokenizer: Any) -> Trainer:
-    """The trainer and everything it is made of; with the last checkpoint in it, where there is one."""
+    """The trainer and everything it is made of."""
     actor, critic, reference = ActorVL(model), CriticVL(model), ActorVL(model)
     actor_optim = strategy.create_optimizer(actor, lr=3e-3, betas=(0.9, 0.98))
     critic_optim = strategy.create_optimizer(critic, lr=3e-3, betas=(0.9, 0.98))
@@ -157,16 +157,10 @@ def main() -> None:
     model = tiny_model(args.dir / "model")
     strategy = get_strategy(args)
     trainer = build(args, strategy, model, hf_tokenizer(model))
-    consumed = 0
-    if (Path(args.ckpt_path) / "_actor").is_dir():
-        path, states = strategy.load_ckpt(trainer.actor.model, Path(args.ckpt_path) / "_actor")
-        strategy.load_ckpt(trainer.critic, Path(args.ckpt_path) / "_critic", path.name)
-        consumed = states["consumed_samples"]
-        strategy.print(f"continuing from {path.name}, behind {consumed} prompts")
     share = args.rollout_batch_size // strategy.world_size
     train = loader(strategy, pictures(args.prompts, "train"), share, shuffle=True)
     held_out = loader(strategy, pictures(args.held_out, "holdout"), 40, shuffle=False)
-    trainer.fit(args, train, None, held_out, consumed, num_update_steps_per_episodes=len(train))
+    trainer.fit(args, train, None, held_out, num_update_steps_per_episodes=len(train))
     result = trainer.evaluate(held_out, 0)
     strategy.print(f"held out: right {result['accuracy_reward_mean']:.2f} of {result['num_samples']:.0f}")
     trainer.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,15 +22,20 @@ from trivium.models.backbone.load import max_positions
 from trivium.models.cpu.worker_threads import one_thread
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
+from trivium.models.weights.lora import has_adapter
 from trivium.phases import progress
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, count, stretched, units
-from trivium.training.distributed.fsdp import reshard
+from trivium.training.distributed.fsdp import reshard, shard_like
 from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching, Part, Passes, work_done
+from trivium.training.snapshot import full_weights
 from trivium.training.tally import Tally
 from trivium.types import CANDIDATES, AnyArray, Batch, Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TrainableObjective(Objective, Protocol):
@@ -162,10 +167,7 @@ class Learner:
 
     def follow(self, policy: Learner) -> None:
         """Moves the weights towards those of the policy, by the role's rate."""
-        pairs = zip(self.model.module.parameters(), policy.model.module.parameters(), strict=True)
-        with torch.no_grad():
-            for own, current in pairs:
-                own.mul_(1 - self.role.rate).add_(current.detach(), alpha=self.role.rate)
+        follow(self.model.module, policy.model, self.role.rate)
 
     def measure(
         self,
@@ -265,6 +267,20 @@ class Learner:
         finally:
             optimizer.zero_grad()
             self.work = work
+
+
+@torch.no_grad()
+def follow(average: PreTrainedModel, policy: LanguageModel | ValueModel, rate: float) -> None:
+    """Moves the weights of `average` towards those of the policy: by 1, they are the same. An adapter of the policy
+    that `average` lacks is merged. All ranks must call it."""
+    own = dict(average.named_parameters())
+    if isinstance(policy, LanguageModel) and has_adapter(policy.module) and not has_adapter(average):
+        merged = ((name, tensor) for name, tensor in full_weights(policy) if name in own)
+        pairs = ((own[name], shard_like(tensor, own[name])) for name, tensor in merged)
+    else:
+        pairs = zip(own.values(), policy.module.parameters(), strict=True)
+    for parameter, current in pairs:
+        parameter.mul_(1 - rate).add_(current.detach(), alpha=rate)
 
 
 def token_scores(model: LanguageModel | ValueModel, micro: MicroBatch, what: str, top_k: int) -> torch.Tensor:

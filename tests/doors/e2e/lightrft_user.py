@@ -192,16 +192,6 @@ def train(args: argparse.Namespace) -> SPMDPPOTrainerVL:
     ) = strategy.prepare_models_and_optimizers(actor, critic, reward_models, initial_model, args, max_steps)
     if ema_model:
         ema_model = strategy.prepare(ema_model, is_rlhf=True)
-    if args.load_checkpoint and os.path.exists(os.path.join(args.ckpt_path, "_actor")):
-        _, states = strategy.load_ckpt(
-            actor.model,
-            os.path.join(args.ckpt_path, "_actor"),
-            optimizer=actor_optim,
-            scheduler=actor_scheduler,
-        )
-        if args.critic_pretrain:
-            strategy.load_ckpt(critic, os.path.join(args.ckpt_path, "_critic"))
-        strategy.print(f"Loaded the checkpoint: {args.ckpt_path}, consumed_samples: {states['consumed_samples']}")
     os.makedirs(args.save_path, exist_ok=True)
 
     trainer = SPMDPPOTrainerVL(

@@ -70,8 +70,8 @@ def words_of(folder: Path, name: str) -> list[str]:
 
 def _check(folder: Path, trainer: Any, words: Sequence[str]) -> None:
     assert trainer.policy_version >= 3, "a start and at least two steps"
-    assert (folder / "ckpt" / "_actor" / "global_step2" / "manifest.json").is_file()
-    assert (folder / "ckpt" / "_critic").is_dir() == ("gae" in words)
+    assert (folder / "ckpt" / "step-000002" / "manifest.json").is_file()
+    assert (folder / "ckpt" / "step-000002" / "critic.safetensors").is_file() == ("gae" in words)
     sees = str(folder / "seeing") in words
     (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(folder / "out")
 
@@ -113,5 +113,6 @@ def _on_rank(rank: int, size: int, words: list[str]) -> None:
 def test_two_ranks_train_actor_critic_and_average_beside_supervised_text(folder: Path) -> None:
     further = ["--fsdp", "--enable_ema", "--freeze_prefix", "--ptx_coef", "0.1", *_supervised(folder)]
     run_ranks([2], _on_rank, folder / "ranks", [*words_of(folder, EXAMPLES[2]), *further])
-    assert (folder / "ckpt" / "_critic" / "global_step2").is_dir()
+    saved = {path.stem for path in (folder / "ckpt" / "step-000002").glob("*.safetensors")}
+    assert {"policy", "critic", "average"} < saved
     AutoModelForImageTextToText.from_pretrained(folder / "out")

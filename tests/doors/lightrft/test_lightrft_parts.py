@@ -20,6 +20,8 @@ from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain
 from tests.failing import refused
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
+from trivium.frontdoors.lightrft.objects.checkpoints import load, save
+from trivium.frontdoors.lightrft.objects.trainer_engine import Trained, TrainerEngine
 from trivium.models.vision.processor import hf_processor
 from trivium.types import Batch
 
@@ -266,9 +268,10 @@ def test_a_critic_with_an_adapter_trains_it_and_its_head_and_saves_both(text_dir
     assert values.tolist() != before
     strategy.save_model(critic, None, tmp_path / "merged")
     torch.testing.assert_close(CriticVL(tmp_path / "merged")(SEQUENCES, 4, MASK).detach(), values)
-    strategy.save_ckpt(critic, tmp_path / "_critic", optimizer=optimizer)
+    engine = engine_of(strategy, {"critic": Trained(critic, optimizer)})
+    engine.save(tmp_path / "saved")
     update(learner, make_batch(returns=1.0), SquaredError())
-    strategy.load_ckpt(critic, tmp_path / "_critic", optimizer=optimizer)
+    engine.load(tmp_path / "saved")
     assert critic(SEQUENCES, 4, MASK).tolist() == values.tolist()
 
 
@@ -361,6 +364,11 @@ def test_experiences_that_do_not_fit_are_errors() -> None:
 # --------------------------------------------------------------------------- Strategy
 
 
+def engine_of(strategy: Strategy, trained: dict[str, Trained], average: ActorVL | None = None) -> TrainerEngine:
+    limits = {"max_response_length": 32, "train_sequences": 8, "score_sequences": 8}
+    return TrainerEngine(strategy, trained, average=average, max_norm=1.0, **limits)
+
+
 def update(learner, batch: Batch, objective=None, step: int = 0, norm: float = 1.0) -> dict[str, float]:
     return learner.update(batch, objective or Reinforce(), None, norm, step=step, who="a test")
 
@@ -395,15 +403,14 @@ def trained(path: Path, folder: Path, steps: range, *, resume: bool = False, **o
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9) if options else torch.optim.AdamW(params, lr=0.01)
     scheduler = get_scheduler("cosine_with_min_lr", optimizer, 1, 6, scheduler_specific_kwargs={"min_lr": 0.001})
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
-    learner = strategy.learner("policy", actor, optimizer, scheduler, max_response_length=32)
+    engine = engine_of(strategy, {"policy": Trained(actor, optimizer, scheduler)}, average)
     if resume:
-        path, state = strategy.load_ckpt(actor.model, folder, ema_model=average)
-        assert (path.name, state) == (f"global_step{steps.start}", {"consumed_samples": 8 * steps.start})
+        assert load(engine, folder, 0, ranks=strategy.ranks) == {"consumed_samples": 8 * steps.start}
     for step in steps:
-        update(learner, make_batch(seed=step, advantages=1.0))
+        engine.update("policy", make_batch(seed=step, advantages=1.0), Reinforce())
         strategy.moving_average(actor, average, 0.9)
         state = {"consumed_samples": 8 * (step + 1)}
-        strategy.save_ckpt(actor.model, folder, f"global_step{step + 1}", 2, client_state=state, ema_model=average)
+        save(engine, folder, step + 1, state, keep=2, ranks=strategy.ranks)
     return {**dict(actor.export_weights()), **{f"average.{n}": t for n, t in average.export_weights()}}
 
 
@@ -412,34 +419,37 @@ def test_a_run_that_was_stopped_continues_bit_for_bit(options, text_dir: Path, t
     """Weights, optimizer, scheduler, average and client state; only the newest checkpoints are kept."""
     whole = trained(text_dir, tmp_path / "whole", range(4), **options)
     trained(text_dir, tmp_path / "parts", range(2), **options)
-    (tmp_path / "parts" / ".global_step3.writing").mkdir()  # of a process that was killed in a save
+    (tmp_path / "parts" / ".step-000003.0123abcd.writing").mkdir()  # of a process that was killed in a save
     parts = trained(text_dir, tmp_path / "parts", range(2, 4), resume=True, **options)
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, parts[name]), name
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["global_step3", "global_step4"]
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["step-000003", "step-000004"]
 
 
 def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(text_dir: Path, tmp_path: Path) -> None:
     strategy, actor = Strategy(), ActorVL(text_dir)
-    with refused(RunDirError, "none"):
-        strategy.load_ckpt(actor, tmp_path)
+    ranks = strategy.ranks
+    engine = engine_of(strategy, {"policy": Trained(actor, strategy.create_optimizer(actor))})
+    assert load(engine, tmp_path, 0, ranks=ranks) == {}
     with refused(DataError, "JSON"):
-        strategy.save_ckpt(actor, tmp_path, "a", client_state={"x": torch.zeros(1)})
+        save(engine, tmp_path, 1, {"x": torch.zeros(1)}, keep=3, ranks=ranks)
     assert not list(tmp_path.glob("*/"))
-    for tag in ("a", "b", "c"):
-        strategy.save_ckpt(actor, tmp_path, tag, max_num=None, max_mem=None, client_state={"tag": tag})
-    assert strategy.load_ckpt(actor, tmp_path, "b")[1] == {"tag": "b"}
-    assert strategy.load_ckpt(actor, tmp_path)[1] == {"tag": "c"}
-    with refused(RunDirError, "optimizer"):
-        strategy.load_ckpt(actor, tmp_path, optimizer=strategy.create_optimizer(actor))
-    with refused(RunDirError, "weights"):
-        strategy.load_ckpt(CriticVL(text_dir), tmp_path)
-    (tmp_path / "c" / "state.json").write_text("{}")
+    for step in (1, 2, 3):
+        save(engine, tmp_path, step, {"consumed_samples": 4 * step}, keep=3, ranks=ranks)
+    assert load(engine, tmp_path, 8, ranks=ranks) == {"consumed_samples": 8}
+    assert load(engine, tmp_path, 0, ranks=ranks) == {"consumed_samples": 12}
+    assert load(engine, tmp_path, 7, ranks=ranks) == {}
+    plain = torch.optim.SGD(actor.parameters(), lr=0.1)
+    critic = CriticVL(text_dir)
+    for other in (Trained(actor, plain), Trained(critic, strategy.create_optimizer(critic))):
+        with refused(RunDirError, "step-000003"):
+            load(engine_of(strategy, {"policy": other}), tmp_path, 0, ranks=ranks)
+    (tmp_path / "step-000003" / "state.json").write_text('{"client_state": {}}')
     with refused(RunDirError, "state.json"):
-        strategy.load_ckpt(actor, tmp_path)
-    strategy.save_ckpt(actor, tmp_path, "d", max_num=None, max_mem=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+        load(engine, tmp_path, 0, ranks=ranks)
+    save(engine, tmp_path, 4, {}, keep=1, ranks=ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
 
 
 def test_a_saved_model_is_one_that_transformers_loads_with_the_adapter_added(text_dir: Path, tmp_path: Path) -> None:
@@ -460,15 +470,14 @@ def test_a_saved_model_is_one_that_transformers_loads_with_the_adapter_added(tex
 
 def test_the_average_moves_by_one_minus_beta_each_step(text_dir: Path) -> None:
     strategy = Strategy()
-    for kind in (ActorVL, CriticVL):
-        model, average = kind(text_dir), kind(text_dir)
-        before = {name: tensor.clone() for name, tensor in average.named_parameters()}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)
-        strategy.moving_average(model, average, beta=0.75)
-        for name, parameter in average.named_parameters():
-            torch.testing.assert_close(parameter.detach(), before[name] + 0.25)
+    model, average = ActorVL(text_dir), ActorVL(text_dir)
+    before = {name: tensor.clone() for name, tensor in average.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    strategy.moving_average(model, average, beta=0.75)
+    for name, parameter in average.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] + 0.25)
 
 
 def test_losses_of_ones_own_take_steps_through_the_strategy(text_dir: Path) -> None:
@@ -512,8 +521,8 @@ def test_two_ranks_train_save_and_resume_as_one(tmp_path: Path) -> None:
 
 
 def test_what_args_say_is_what_a_strategy_does() -> None:
-    strategy = get_strategy(Namespace(seed=9, max_norm=0.0, train_batch_size=8, micro_train_batch_size=2, bf16=True))
-    assert (strategy.seed, strategy.max_norm, strategy.accumulated_gradient, strategy.bf16) == (9, 0.0, 4, True)
+    strategy = get_strategy(Namespace(seed=9, max_norm=0.0))
+    assert (strategy.seed, strategy.max_norm) == (9, 0.0)
     assert (strategy.world_size, strategy.get_rank(), strategy.is_rank_0()) == (1, 0, True)
     assert isinstance(get_strategy(Namespace(fsdp=True)), FSDPV2Strategy)
     assert (Strategy().seed, Strategy(5).seed, Strategy(Namespace(seed=6)).seed) == (42, 5, 6)

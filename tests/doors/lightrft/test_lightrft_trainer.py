@@ -17,6 +17,7 @@ from lightrft_trainer_parts import (
     PROMPTS,
     SAMPLES,
     distance,
+    experiences_of,
     fill,
     filled,
     load_double,
@@ -204,6 +205,22 @@ def test_a_critic_of_transformers_is_trained_with_its_own_head(model: Path, args
     moved = {name for name, tensor in classifier.state_dict().items() if not torch.equal(tensor, before[name])}
     assert {"score.weight", "score.bias"} & before.keys() <= moved
     assert len(moved) == len(before)
+
+
+def test_a_step_of_fit_is_the_train_step_of_the_loops(model: Path, args: Namespace) -> None:
+    """With its metrics, one version for each step, and `ppo_train` as its update."""
+    seen: list[tuple[int, bool, int]] = []
+
+    class Seen(PPOTrainerVL):
+        def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
+            seen.append((self.engine.version, self.engine.holds_version, len(self.replay_buffer)))
+            return super().ppo_train(global_steps)
+
+    trainer = make_trainer(model, args, cls=Seen)
+    trainer.fit(args, loader(8), None)
+    assert seen == [(0, False, 16), (1, False, 16)]
+    assert (trainer.engine.version, trainer.engine.holds_version, trainer.metrics["train/version"]) == (2, True, 2)
+    assert "time/update/rollout" in trainer.metrics
 
 
 def test_without_the_learners_update_nothing_is_trained(
@@ -618,7 +635,7 @@ def test_rollouts_follow_weights_that_are_loaded_after_an_evaluation(
     trainer = make_trainer(model, args, cls=_NoTraining)
     trainer.evaluate(loader(4), 0)
     evaluated = sampled_with[-1]
-    _shift(trainer)  # as `strategy.load_ckpt` changes the weights in place
+    _shift(trainer)  # as a checkpoint changes the weights in place
     trainer.fit(args, loader(4), None)
     assert sampled_with[-1] == pytest.approx(evaluated + 0.1, abs=1e-4)
 
@@ -717,7 +734,7 @@ def test_what_tokens_were_sampled_among_is_replayed(model: Path, args: Namespace
     trainer = make_trainer(model, args, reference=True, **options)
     sampling: dict[str, Any] = {"samples": SAMPLES, "sampling": trainer.sampling}
     groups = trainer.experience_maker.generate(next(iter(loader())), 0, purpose="train", version=0, **sampling)
-    experiences = trainer.experience_maker.make_experience_list(groups, 3)
+    experiences = experiences_of(trainer, groups, 3)
     joined = ExperienceVL.join([row for each in experiences for row in each.split()])
     for experience in (*experiences, joined):
         batch = experience.to_batch()
@@ -730,7 +747,7 @@ def test_what_tokens_were_sampled_among_is_replayed(model: Path, args: Namespace
         assert experience.kl is not None
         assert float(experience.kl.abs().max()) < 1e-6, "the reference is the same model, over the same tokens"
         bare = Batch(tuple(replace(e, extra={}) for e in batch.experiences))
-        scored = trainer.experience_maker.models.score(bare, "old")
+        scored = trainer.engine.score(bare, "old")
         rows = zip(bare.experiences, rolled_out, scored, strict=True)
         assert max(np.abs(a - b)[e.response_mask].max() for e, a, b in rows) > 1e-3
     trainer.replay_buffer.append(joined)
@@ -859,12 +876,9 @@ def test_resume_is_exact(model: Path, args: Namespace, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.fit(args, loader(8), supervised())
     second = make_trainer(model, args, **further)
-    for role, module in (("_actor", second.actor), ("_critic", second.critic)):
-        path, states = second.strategy.load_ckpt(module, Path(args.ckpt_path) / role)
-        assert path.name == "global_step2"
-    assert states["consumed_samples"] == 8
+    assert [path.name for path in Path(args.ckpt_path).iterdir()] == ["step-000002"]
     args.save_steps = -1
-    second.fit(args, loader(8), supervised(), consumed_samples=states["consumed_samples"])
+    second.fit(args, loader(8), supervised(), consumed_samples=8)
     assert distance(weights(whole), weights(second)) == 0
     for name in ("critic", "ema_model"):
         one, other = (getattr(trainer, name).state_dict() for trainer in (whole, second))
@@ -906,13 +920,14 @@ def test_a_data_position_that_fit_is_not_told_is_found(model: Path, args: Namesp
         make_trainer(model, args).fit(args, loader(8), None, consumed_samples=3)
 
 
-def test_checkpoints_have_the_names_of_the_original(model: Path, args: Namespace) -> None:
+def test_checkpoints_are_of_all_roles_and_directories_of_the_actor(model: Path, args: Namespace) -> None:
     args.advantage_estimator, args.save_steps, args.max_ckpt_num = "gae", 1, 2
     trainer = make_trainer(model, args, critic=True, save_hf_ckpt=True)
     trainer.fit(args, loader(12), None)
     folder = Path(args.ckpt_path)
-    for role in ("_actor", "_critic"):
-        assert sorted(path.name for path in (folder / role).iterdir()) == ["global_step2", "global_step3"]
+    saved = sorted(folder.glob("step-*"))
+    assert [path.name for path in saved] == ["step-000002", "step-000003"]
+    assert {f"{role}.safetensors" for role in ("policy", "critic")} < {path.name for path in saved[0].iterdir()}
     assert distance(weights(make_trainer(folder / "global_step3_hf", make_args(folder))), weights(trainer)) == 0
     other = Namespace(**{**vars(args), "ckpt_path": str(folder / "other")})
     make_trainer(model, other, critic=True, disable_ds_ckpt=True).fit(other, loader(4), None)
@@ -944,6 +959,17 @@ def test_batches_of_five_columns_and_videos(model: Path, args: Namespace) -> Non
 # --------------------------------------------------------------------------- ranks
 
 
+def _trained_alone(rank: int, size: int, directory: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The actor after a step of `fit` whose groups the first rank has, and no other one."""
+    args = make_args(folder, train_batch_size=8 * size, reward_running_norm=True)
+    trainer = make_trainer(load_double(directory), args, directory=directory)
+    status = trainer._trained(recorded() if rank == 0 else [], 1)
+    moments = trainer.algorithm.state()["moments"][0]
+    numbers = {"samples": status["rollout_samples"], "reward": status["rollout_reward"], "count": moments["count"]}
+    assert numbers["samples"] == numbers["count"] == 16
+    return {**weights(trainer), **{name: torch.tensor(number) for name, number in numbers.items()}}
+
+
 def _trained_on_ranks(rank: int, size: int, directory: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The actor and the critic after one `ppo_train`, on this rank's share of the groups."""
     args = make_args(folder, advantage_estimator="gae", train_batch_size=8, micro_train_batch_size=2)
@@ -968,8 +994,9 @@ def _trained_on_ranks(rank: int, size: int, directory: Path, folder: Path) -> di
     return {**weights(trainer), **critic, **numbers}
 
 
-def test_two_ranks_equal_one_process(model: Path, tmp_path: Path) -> None:
-    results = run_ranks([1, 2], _trained_on_ranks, tmp_path / "ranks", model, tmp_path / "checkpoints")
+@pytest.mark.parametrize("train", [_trained_on_ranks, _trained_alone])
+def test_two_ranks_equal_one_process(model: Path, tmp_path: Path, train: Any) -> None:
+    results = run_ranks([1, 2], train, tmp_path / "ranks", model, tmp_path / "checkpoints")
     (alone,) = results[1]
     for of_rank in results[2]:
         assert distance(alone, of_rank) < 1e-9

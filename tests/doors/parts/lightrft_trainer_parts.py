@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
+from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.strategy import Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.trainer import PPOTrainerVL
+from trivium.loops import train_step
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -141,9 +143,19 @@ def recorded(seed: int = 0, members: int = SAMPLES) -> list[Group]:
     return groups
 
 
+def experiences_of(trainer: PPOTrainerVL, groups: Sequence[Group], size: int) -> list[ExperienceVL]:
+    """The experiences that a step of `fit` makes of these groups."""
+    made: list[ExperienceVL] = []
+    algorithm = trainer.step_algorithm(
+        lambda batch: made.extend(trainer.experience_maker.experiences(batch, groups, size))
+    )
+    train_step(trainer.engine, groups, algorithm)
+    return made
+
+
 def fill(trainer: PPOTrainerVL, groups: Sequence[Group]) -> None:
     """The replay buffer gets these groups, as `fit` fills it."""
-    for experience in trainer.experience_maker.make_experience_list(groups, trainer.micro_rollout_batch_size):
+    for experience in experiences_of(trainer, groups, trainer.micro_rollout_batch_size):
         trainer.replay_buffer.append(experience)
 
 

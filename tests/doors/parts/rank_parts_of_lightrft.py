@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, get_strategy
+from trivium.frontdoors.lightrft.objects.checkpoints import load, save
+from trivium.frontdoors.lightrft.objects.trainer_engine import Trained, TrainerEngine
 from trivium.types import Batch
 
 PROMPT = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -25,7 +27,7 @@ def whole(actor: ActorVL) -> dict[str, torch.Tensor]:
 def on_ranks(rank: int, size: int, path: Path, folder: Path, batch: Batch, first: int = 0) -> dict[str, Any]:
     """Trains policy and critic for some steps of a share of the batch each, with checkpoints of both, from the
     checkpoint of step `first` where that is not 0. What is told is whole, or of all ranks."""
-    strategy = get_strategy(Namespace(seed=3, max_norm=1.0, train_batch_size=4, micro_train_batch_size=2))
+    strategy = get_strategy(Namespace(seed=3, max_norm=1.0))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     actor, average, critic = ActorVL(model), ActorVL(path), CriticVL(path, seed=4)
     average.model.double()
@@ -42,25 +44,18 @@ def on_ranks(rank: int, size: int, path: Path, folder: Path, batch: Batch, first
     actor.gradient_checkpointing_enable()
     after = strategy.create_optimizer(critic, lr=0.01)
     average = strategy.prepare(average)
-    how: dict[str, Any] = {"max_response_length": 32, "max_sequences": 1 + rank}
-    policy = strategy.learner("policy", actor, before, scheduler, **how)
-    values = strategy.learner("critic", critic, after, **how)
-    parts: dict[str, Any] = {"ema_model": average}
+    how = {"max_norm": 1.0, "max_response_length": 32, "train_sequences": 1 + rank, "score_sequences": 8}
+    trained = {"policy": Trained(actor, before, scheduler), "critic": Trained(critic, after)}
+    engine = TrainerEngine(strategy, trained, average=average, **how)
     if first:
-        tag = strategy.load_ckpt(actor.model, folder / "_actor", f"step{first}", **parts)[0].name
-        _, state = strategy.load_ckpt(critic, folder / "_critic", tag, optimizer=after)
-        assert state == {"consumed_samples": first}
+        assert load(engine, folder, first, ranks=strategy.ranks) == {"consumed_samples": first}
     share = batch if size == 1 else batch.select([row for row in range(len(batch)) if row % size == rank])
     metrics: list[dict[str, float]] = []
     for step in range(first + 1, STEPS + 1):
-        totals = strategy.totals(share, 32)
-        update: dict[str, Any] = {"lr": None, "max_grad_norm": 1.0, "step": step, "who": "a test", "totals": totals}
-        metrics.append(policy.update(share, Reinforce(), **update))
-        metrics[-1] |= values.update(share, SquaredError(), **update)
+        metrics.append(engine.update("policy", share, Reinforce()))
+        metrics[-1] |= engine.update("critic", share, SquaredError())
         strategy.moving_average(actor, average, 0.9)
-        client: dict[str, Any] = {"client_state": {"consumed_samples": step}, "max_num": 2}
-        strategy.save_ckpt(critic, folder / "_critic", f"step{step}", **client, optimizer=after)
-        strategy.save_ckpt(actor.model, folder / "_actor", f"step{step}", **client, **parts)
+        save(engine, folder, step, {"consumed_samples": step}, keep=2, ranks=strategy.ranks)
     strategy.save_model(actor, None, folder / "hf")
     strategy.save_model(critic, None, folder / "hf_critic")
     sequences, attention, _ = actor.generate(PROMPT, do_sample=False, max_new_tokens=4, eos_token_id=2)

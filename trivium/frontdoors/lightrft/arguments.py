@@ -57,8 +57,7 @@ OPTIONAL: Mapping[str, Option] = {
     "rollout_deadline_s": Option(3600.0, "longest time of a completion"),
     "max_failed_fraction": Option(0.5, "fraction of completions that may fail"),
     "load_checkpoint": Option(False, "continues after the newest checkpoint in ckpt_path"),
-    "max_ckpt_num": Option(3, "checkpoints of a role to keep"),
-    "max_ckpt_mem": Option(1e8, "largest size of all checkpoints of a role, in GiB"),
+    "max_ckpt_num": Option(3, "checkpoints to keep"),
     "use_wandb": Option(None, "logs to Weights & Biases; text is the API key"),
     "wandb_org": Option(None, "entity of the W&B run"),
     "wandb_group": Option(None, "group of the W&B run"),
@@ -91,7 +90,7 @@ GENERATE = frozenset(
     )
 )
 """Keyword arguments of the constructor for sampling and discounting."""
-_AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem", "load_checkpoint"}
+_AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "load_checkpoint"}
 """Options that the original's scripts also pass to the constructor. They override `args`."""
 MAX_NEW_TOKENS = 1024
 

@@ -20,12 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft.objects import checkpoints
-from trivium.frontdoors.lightrft.objects.checkpoints import Role, network_of
+from trivium.frontdoors.lightrft.objects.checkpoints import network_of, save_model
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
 from trivium.frontdoors.tables import announce
@@ -34,10 +32,10 @@ from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.weights.lora import has_adapter
 from trivium.models.weights.quantized import original
 from trivium.training.batching import count
-from trivium.training.distributed.fsdp import full_tensor, shard, shard_like
+from trivium.training.distributed.fsdp import shard
 from trivium.training.distributed.ranks import COLLECTIVE_S, Ranks, join_ranks
 from trivium.training.launched import launched_ranks
-from trivium.training.learner import Learner, RoleModel
+from trivium.training.learner import Learner, RoleModel, follow
 from trivium.training.optim import Optimizer, Scheduler, adamw
 from trivium.training.passes import MicroBatching
 from trivium.training.section import OptimizerConfig
@@ -59,15 +57,12 @@ class Strategy:
         self,
         seed: int | Namespace | None = None,
         max_norm: float | None = None,
-        micro_train_batch_size: int | None = None,
-        train_batch_size: int | None = None,
-        bf16: bool | None = None,
         args: Namespace | None = None,
     ) -> None:
         """Joins the ranks and seeds torch, numpy and random.
 
-        Arguments that are None come from `args`, else default to 42, 1.0, 1, 1 and False. `max_norm` 0 disables
-        gradient clipping. `Strategy(args)` is the same as `Strategy(args=args)`.
+        Arguments that are None come from `args`, else default to 42 and 1.0. `max_norm` 0 disables gradient clipping.
+        `Strategy(args)` is the same as `Strategy(args=args)`.
         """
         if isinstance(seed, Namespace):
             seed, args = None, seed
@@ -78,11 +73,6 @@ class Strategy:
 
         self.seed = int(chosen("seed", seed, 42))
         self.max_norm = float(chosen("max_norm", max_norm, 1.0))
-        self.micro_train_batch_size = int(chosen("micro_train_batch_size", micro_train_batch_size, 1))
-        self.train_batch_size = int(chosen("train_batch_size", train_batch_size, 1))
-        self.bf16 = bool(chosen("bf16", bf16, False))
-        self._roles: list[tuple[Wrapped, Role]] = []
-        """The models that were prepared with an optimizer."""
         self._replaced: list[weakref.ReferenceType[Any]] = []
         """Parameters that sharding has replaced. A further model must not contain one."""
         self.ranks = Ranks()
@@ -112,11 +102,6 @@ class Strategy:
     @property
     def world_size(self) -> int:
         return self.ranks.size
-
-    @property
-    def accumulated_gradient(self) -> int:
-        """Micro-batches of one optimizer step on this rank."""
-        return max(1, self.train_batch_size // self.micro_train_batch_size // self.world_size)
 
     def get_rank(self) -> int:
         return self.ranks.rank
@@ -192,9 +177,7 @@ class Strategy:
             model, optimizer, *more = cast("tuple[Any, ...]", entry)
             if model is None:
                 return entry
-            ready = self.prepare_model(model, is_training=True, optimizer=optimizer)
-            self._remember(ready, optimizer, more[0] if more else None)
-            return (ready, optimizer, *more)
+            return (self.prepare_model(model, is_training=True, optimizer=optimizer), optimizer, *more)
         if isinstance(entry, list):
             return [self._prepared(each) for each in cast("list[Any]", entry)]
         return self.prepare_model(entry)
@@ -280,7 +263,6 @@ class Strategy:
                 num_training_steps=max_steps,
                 scheduler_specific_kwargs={"min_lr": 0.1 * lr},
             )
-            self._remember(ready, optimizer, scheduler)
             trained.append((ready, optimizer, scheduler))
         return trained[0], trained[1], self._prepared(reward_models), self._prepared(initial_model)
 
@@ -328,33 +310,12 @@ class Strategy:
         stepper.zero_grad()
         return norm
 
-    @torch.no_grad()
-    def moving_average(self, model: Wrapped, ema_model: Wrapped, beta: float = 0.992, device: str = "cpu") -> None:
-        """Updates `ema_model` to `beta` times itself plus `1 - beta` times the trainable parameters of `model`.
+    def moving_average(self, model: ActorVL, ema_model: ActorVL, beta: float = 0.992) -> None:
+        """Updates `ema_model` to `beta` times itself plus `1 - beta` times the parameters of `model`.
 
         All ranks must call it once after each optimizer step.
         """
-        if device != "cpu":
-            announce([f"device={device!r} of moving_average: the average stays where ema_model is"])
-        average, current = dict(ema_model.model.named_parameters()), dict(model.model.named_parameters())
-        for wrapped, parameters in ((ema_model, average), (model, current)):
-            if isinstance(wrapped, CriticVL) and wrapped.value_head is not None:
-                parameters |= wrapped.value_head.named_parameters(prefix="value_head")
-        if isinstance(model, ActorVL) and average.keys() != current.keys():  # the model has an adapter
-            current = {name: tensor for name, tensor in model.export_weights() if name in average}
-        elif average.keys() != current.keys():
-            raise ConfigError("an average of a model", "the two are not alike", "build both from the same directory")
-        else:
-            current = {name: parameter for name, parameter in current.items() if parameter.requires_grad}
-        for name, value in current.items():
-            own = average[name]
-            if not isinstance(own, DTensor):
-                value = full_tensor(value)
-            elif not isinstance(value, DTensor):
-                value = shard_like(value, own)
-            own.lerp_(value.to(own.dtype), 1 - beta)
-
-    # ------------------------------------------------------------------ checkpoints
+        follow(core_of(ema_model).module, core_of(model), 1 - beta)
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str | Path) -> None:
         """Writes a directory that transformers can load, with the tokenizer or processor.
@@ -362,98 +323,17 @@ class Strategy:
         The weights are unsharded, with the adapter merged. A critic's head goes into a separate file. Other files in
         the directory stay.
         """
-        owner = self._owner(model)
+        core = core_of(model)
 
         def companions(directory: Path) -> None:
-            source = owner.model_dir
+            source = model.model_dir
             for file in sorted(source.iterdir()) if source is not None else ():
                 if file.is_file() and file.suffix in _COMPANIONS and file.name not in _WRITTEN:
                     shutil.copyfile(file, directory / file.name)
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
 
-        checkpoints.save_model(core_of(owner), Path(output_dir), self.ranks, companions)
-
-    def save_ckpt(
-        self,
-        model: Any,
-        save_dir: str | Path,
-        tag: str | None = None,
-        max_num: int | None = 3,
-        max_mem: float | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Any = None,
-        ema_model: Wrapped | None = None,
-    ) -> Path:
-        """Writes `<save_dir>/<tag>`: weights, optimizer, scheduler, moving average and `client_state` (JSON values).
-
-        Then removes all but the newest `max_num` checkpoints, and the oldest beyond a total of `max_mem` GiB (None: no
-        limit). The write is atomic. The newest checkpoint is the latest; `save_latest` has no effect.
-
-        The optimizer and scheduler default to those that were prepared with the model. All ranks must call it. Save the
-        actor last, so that the other roles have a checkpoint for each tag of the actor.
-        """
-        if not save_latest:
-            announce(["save_latest=False: the newest checkpoint is the latest"])
-        role = self._role(model, optimizer, scheduler, ema_model)
-        role.client_state = dict(client_state or {})
-        directory = Path(save_dir)
-        tag = tag or f"global_step{1 + max(checkpoints.checkpoints(directory).values(), default=0)}"
-        return checkpoints.save(role, directory, tag, self.ranks, max_num=max_num, max_mem=max_mem)
-
-    def load_ckpt(
-        self,
-        model: Any,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Any = None,
-        ema_model: Wrapped | None = None,
-    ) -> tuple[Path, dict[str, Any]]:
-        """Loads the checkpoint `tag`, or the newest. Returns its path (`path.name` is the tag) and its `client_state`.
-
-        Raises RunDirError if the checkpoint is missing, damaged, or of a different model.
-        """
-        if not load_module_strict:
-            announce(["load_module_strict=False: a checkpoint must hold every weight of the model"])
-        role = self._role(model, optimizer, scheduler, ema_model)
-        if load_module_only or not load_optimizer_states:
-            role.optimizer = None
-        if load_module_only or not load_lr_scheduler_states:
-            role.scheduler = None
-        return checkpoints.load(role, Path(load_dir), tag, self.ranks)
-
-    def _remember(self, model: Any, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
-        if isinstance(model, Wrapped):
-            self._roles = [(owner, role) for owner, role in self._roles if owner is not model]
-            self._roles.append((model, Role(core_of(model), optimizer, scheduler)))
-
-    def _owner(self, model: Any) -> Wrapped:
-        """Returns the ActorVL or CriticVL that holds this transformers model; a wrapper is returned unchanged."""
-        if isinstance(model, Wrapped):
-            return model
-        for owner, _ in self._roles:
-            if owner.model is model or core_of(owner).module is model:
-                return owner
-        raise ConfigError(
-            f"the weights of a {type(model).__name__}",
-            "it was not prepared with an optimizer by this strategy",
-            "give the ActorVL or CriticVL itself",
-        )
-
-    def _role(self, model: Any, optimizer: Any, scheduler: Any, ema_model: Wrapped | None) -> Role:
-        owner = self._owner(model)
-        known = next((role for other, role in self._roles if other is owner), Role(core_of(owner)))
-        ema = None if ema_model is None else core_of(ema_model)
-        return Role(core_of(owner), optimizer or known.optimizer, scheduler or known.scheduler, ema)
+        save_model(core, Path(output_dir), self.ranks, companions)
 
 
 class FSDPV2Strategy(Strategy):

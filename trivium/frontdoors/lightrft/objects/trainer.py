@@ -1,7 +1,8 @@
-"""PPOTrainerVL: LightRFT's trainer object over the core's learner, algorithms and rollout engine.
+"""PPOTrainerVL: LightRFT's trainer object over the core's train step, algorithms and rollout engine.
 
-`fit` calls `self.ppo_train`, which calls `self.training_step`, which calls `self.training_step_actor` and
-`self.training_step_critic`: a subclass may override any of them.
+Each step of `fit` is a `loops.train_step`. Its algorithm has one update, `self.ppo_train`, which calls
+`self.training_step`, which calls `self.training_step_actor` and `self.training_step_critic`: a subclass may override
+any of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
-from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker, Models
+from trivium.frontdoors.lightrft.objects.checkpoints import load, save
+from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, linear_head
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts, sampling_of
@@ -37,8 +40,9 @@ from trivium.frontdoors.lightrft.objects.ppo_objective import (
 from trivium.frontdoors.lightrft.objects.pretraining import PretrainingBatches, joined, supervised_batch
 from trivium.frontdoors.lightrft.objects.prompt_order import PromptOrder
 from trivium.frontdoors.lightrft.objects.replay_buffer import ReplayBuffer
-from trivium.frontdoors.lightrft.objects.saving import latest_position, resume, save
+from trivium.frontdoors.lightrft.objects.step_algorithm import StepAlgorithm
 from trivium.frontdoors.lightrft.objects.strategy import core_of
+from trivium.frontdoors.lightrft.objects.trainer_engine import Trained, TrainerEngine
 from trivium.frontdoors.lightrft.objects.trainer_logs import Logs, row_of
 from trivium.frontdoors.lightrft.objects.updates import (
     ACTOR_NAMES,
@@ -54,6 +58,7 @@ from trivium.frontdoors.lightrft.objects.updates import (
     rollout_summary,
 )
 from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer
+from trivium.loops import train_step
 from trivium.models.vision.images import Images, check_processor
 from trivium.types import Batch, Group, Metrics
 
@@ -147,6 +152,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             tokenizer=self.tokenizer,
             batch_size=micro_rollout_batch_size,
         )
+        self.metrics: Metrics = {}
+        """Metrics of the last step over all ranks, by the core's names, such as the mismatch of engine and trainer."""
         self.policy_version = 0
         """Grows whenever the actor's weights may have changed: the rollout engine then loads them again."""
         self.pretrain_dataloader: Iterator[Any] | None = None
@@ -154,14 +161,13 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self._rollouts: Rollouts | None = None
         self._logs: Logs | None = None
         self._state: dict[str, Any] = {}
-        self._global_steps = 0
         self._eval_dataloader: Any = None
         self.args = strategy.args
         for model in (actor, critic) if gradient_checkpointing else ():
             if model is not None:
                 model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
         self._set_temperature()
-        self._open_learners()
+        self.engine = self._train_engine()
         self._read_args(strategy.args)
 
     # ------------------------------------------------------------------ parts
@@ -173,19 +179,22 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             if model is not None:
                 model.temperature = temperature
 
-    def _open_learners(self) -> None:
-        """Opens the learners that update, with the micro-batch size of training, and those that score, with that of
-        rollouts."""
-        opened = partial(self.strategy.learner, max_response_length=self.sampling.max_new_tokens)
-        update = partial(opened, max_sequences=self.micro_train_batch_size)
-        score = partial(opened, max_sequences=self.micro_rollout_batch_size)
-        self._learners = {"actor": update("policy", self.actor, self.actor_optim, self.actor_scheduler)}
-        self._scoring = {"actor": score("policy", self.actor)}
-        if self.initial_model is not None:
-            self._scoring["reference"] = score("reference", self.initial_model)
+    def _train_engine(self) -> TrainerEngine:
+        """Opens the models, with the micro-batch size of training in updates and that of rollouts in scores."""
+        trained = {"policy": Trained(self.actor, self.actor_optim, self.actor_scheduler)}
         if self.critic is not None:
-            self._learners["critic"] = update("critic", self.critic, self.critic_optim, self.critic_scheduler)
-            self._scoring["critic"] = score("critic", self.critic)
+            assert self.critic_optim is not None
+            trained["critic"] = Trained(self.critic, self.critic_optim, self.critic_scheduler)
+        return TrainerEngine(
+            self.strategy,
+            trained,
+            self.initial_model,
+            self.ema_model,
+            max_norm=self.max_norm,
+            max_response_length=self.sampling.max_new_tokens,
+            train_sequences=self.micro_train_batch_size,
+            score_sequences=self.micro_rollout_batch_size,
+        )
 
     def _read_args(self, args: Any) -> None:
         """Builds the algorithm and the experience maker from `args`. The constructor's keywords override `args`."""
@@ -210,12 +219,9 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self.algorithm.restore(previous)
         self.experience_maker = ExperienceMaker(
             rollouts=self._engine,
-            models=Models(self._scoring),
             scorer=self.rewards,
             tokenizer=self.tokenizer,
             ranks=self.strategy.ranks,
-            algorithm=lambda: with_kl(self.algorithm, self.kl_ctl.value),
-            with_entropy=0 < self.high_entropy_token_ratio < 1,
         )
 
     def _engine(self) -> Rollouts:
@@ -252,9 +258,10 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         """Runs rollouts and updates for `args.num_episodes` passes over the prompts.
 
         `args` must have the attributes in `arguments.REQUIRED` and may have those in `arguments.OPTIONAL`. Training
-        continues after `consumed_samples` prompts; after `strategy.load_ckpt`, it continues bit for bit. With
-        `args.eval_steps` -1, an evaluation follows every `num_update_steps_per_episodes` optimizer steps; for the
-        default of 1, it follows every pass over the prompts.
+        continues after `consumed_samples` prompts, from the checkpoint of this position if `args.ckpt_path` has it;
+        with `args.load_checkpoint`, from the newest checkpoint. Both are exact. With `args.eval_steps` -1, an
+        evaluation follows every `num_update_steps_per_episodes` optimizer steps; for the default of 1, it follows every
+        pass over the prompts.
         """
         check_args(args)
         self._read_args(args)
@@ -301,18 +308,29 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         return self.algorithm.filter(groups)[0]
 
     def _trained(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Makes experiences of a step's groups, trains on them, and returns the status of the step."""
-        for experience in self.experience_maker.make_experience_list(groups, self.micro_rollout_batch_size):
-            self.replay_buffer.append(experience)
-        status = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
-        version = self.policy_version
-        status |= self.ppo_train(step)
+        """Trains on a step's groups and returns the status of the step."""
+        status, version = dict[str, float](), self.policy_version
+
+        def train(batch: Batch) -> None:
+            for experience in self.experience_maker.experiences(batch, groups, self.micro_rollout_batch_size):
+                self.replay_buffer.append(experience)
+            status.update(rollout_summary(self.strategy.ranks, self.replay_buffer.items))
+            status.update(self.ppo_train(step))
+            self.replay_buffer.clear()
+
+        self.metrics = train_step(self.engine, groups, self.step_algorithm(train))
         if self.policy_version == version:  # an override may update the weights without `training_step_actor`
             self.policy_version += 1
-        self.replay_buffer.clear()
         if "kl" in status:
             self.kl_ctl.update(status["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
         return status
+
+    def step_algorithm(self, train: Callable[[Batch], None]) -> StepAlgorithm:
+        """Returns the algorithm of a step, whose update is `train`, with the current KL coefficient."""
+        algorithm = with_kl(self.algorithm, self.kl_ctl.value)
+        needs = set(algorithm.needs) | ({"entropy"} if 0 < self.high_entropy_token_ratio < 1 else set())
+        needs |= {"ref"} if self.initial_model is not None else set()
+        return StepAlgorithm(algorithm, self.strategy.ranks, frozenset(needs), train)
 
     def _check_sizes(self, args: Any) -> None:
         """Raises ConfigError for batch sizes that do not divide evenly."""
@@ -331,18 +349,20 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             )
 
     def _continue(self, args: Any, consumed_samples: int, order: PromptOrder) -> None:
-        """Moves to the start position. Restores the algorithm, the KL coefficient and the moving average."""
-        if consumed_samples == 0 and option(args, "load_checkpoint"):
-            consumed_samples = latest_position(args)
-            self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
-        states = resume(self, args, consumed_samples) if consumed_samples else {}
-        self.policy_version += 1  # an engine that `evaluate` opened may hold the weights from before `load_ckpt`
+        """Moves to the start position, and loads its checkpoint if there is one."""
+        states: dict[str, Any] = {}
+        if consumed_samples or option(args, "load_checkpoint"):
+            states = load(self.engine, Path(args.ckpt_path), consumed_samples, ranks=self.strategy.ranks)
+            consumed_samples = consumed_samples or int(states.get("consumed_samples", 0))
+            self.strategy.print(f"continuing behind {consumed_samples} prompts")
+        self.policy_version += 1  # an engine that `evaluate` opened may hold the weights of before
         self._state = dict(states)
         if "algorithm" in states:
             self.algorithm.restore(states["algorithm"])
         if isinstance(self.kl_ctl, AdaptiveKLController) and states.get("kl_initial") == self.kl_ctl.initial:
             self.kl_ctl.value = float(states["kl_coef"])
         order.move_to(consumed_samples, states.get("global_step"))
+        self.engine.version = order.step
 
     def _client_states(self, order: PromptOrder) -> dict[str, Any]:
         """Returns the checkpoint state besides weights and optimizers."""
@@ -383,7 +403,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
     ) -> dict[str, float]:
         """Runs one optimizer step of the actor, if `global_steps` exceeds `freezing_actor_steps`, and one of the
         critic, if any. All ranks must call it, each with its share of the sequences."""
-        self._global_steps, status = global_steps, dict[str, float]()
+        status: dict[str, float] = {}
         if global_steps > self.freezing_actor_steps:
             take = self.training_step_actor
             if entropy_mask is not None:  # an override of the user's may not have the parameter
@@ -402,7 +422,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         with `pretrain_dataloader`, the supervised loss. Raises TriviumError for a non-finite gradient, before any
         weight changes.
         """
-        learner = self._learners["actor"]
+        learner = self.engine.learners["policy"]
         objective: Any = policy_objective(self.algorithm, self.kl_ctl.value, masked=entropy_mask is not None)
         batch = bounded(columns_of(experience, learner, objective.needs - {"counted", "token_weight"}))
         if entropy_mask is not None:
@@ -410,7 +430,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if self.pretrain_dataloader is not None:
             objective = WithPretraining(**vars(objective), coef=self.ptx_coef)
             batch = joined(batch, supervised_batch(next(self.pretrain_dataloader), learner.model.backbone.vision))
-        metrics = self._update("actor", batch, objective)
+        metrics = self.engine.update("policy", batch, objective)
         self.policy_version += 1
         if self.ema_model is not None:
             self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
@@ -422,18 +442,9 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
     def training_step_critic(self, experience: ExperienceVL) -> dict[str, float]:
         """Runs one optimizer step of the critic. The loss is half the squared error, with values clipped to within
         `value_clip` of the old values."""
-        learner, objective = self._learners["critic"], critic_objective(self.algorithm)
-        batch = columns_of(experience, learner, objective.needs)
-        metrics = self._update("critic", batch, objective)
-        return renamed(metrics, CRITIC_NAMES)
-
-    def _update(self, role: str, batch: Batch, objective: Any) -> Metrics:
-        """Runs one optimizer step of a role over the shares of all ranks, at the scheduler's learning rate."""
-        learner = self._learners[role]
-        totals = self.strategy.totals(batch, learner.max_response_length)
-        who = f"the {role} in step {self._global_steps}"
-        max_norm = self.max_norm or math.inf
-        return learner.update(batch, objective, None, max_norm, step=self._global_steps, who=who, totals=totals)
+        objective = critic_objective(self.algorithm)
+        batch = columns_of(experience, self.engine.learners["critic"], objective.needs)
+        return renamed(self.engine.update("critic", batch, objective), CRITIC_NAMES)
 
     # ------------------------------------------------------------------ evaluation, logs, checkpoints
 
@@ -470,8 +481,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
     ) -> None:
         """Logs every `args.logging_steps` steps, evaluates every `eval_steps` and saves every `save_steps`.
 
-        A checkpoint is `global_step{N}` in `_actor` and `_critic` of `args.ckpt_path`. `save_hf_ckpt` adds
-        `global_step{N}_hf`.
+        A checkpoint is the folder `step-00000N` of `args.ckpt_path`. `save_hf_ckpt` adds `global_step{N}_hf`.
         """
         if step_bar is not None and hasattr(step_bar, "set_postfix"):
             shown = ("reward", "policy_loss", "kl", "response_length")
@@ -482,7 +492,17 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if self._eval_dataloader is not None and args.eval_steps > 0 and global_step % args.eval_steps == 0:
             self.evaluate(self._eval_dataloader, global_step)
         if args.save_steps > 0 and global_step % args.save_steps == 0:
-            save(self, args, f"global_step{global_step}", dict(client_states))
+            self._save(args, global_step, client_states)
+
+    def _save(self, args: Any, global_step: int, client_states: Mapping[str, Any]) -> None:
+        folder = Path(args.ckpt_path)
+        if not self.disable_ds_ckpt:
+            keep = int(option(args, "max_ckpt_num"))
+            save(self.engine, folder, global_step, client_states, keep=keep, ranks=self.strategy.ranks)
+        if self.save_hf_ckpt:
+            self.strategy.save_model(
+                self.actor, self.processor or self.tokenizer, folder / f"global_step{global_step}_hf"
+            )
 
     def close(self) -> None:
         """Closes the rollout engine and the logs. A further `fit` opens them again."""
