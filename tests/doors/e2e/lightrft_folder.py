@@ -26,7 +26,6 @@ def examples_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             rows = "".join(json.dumps(_row(folder / name, number, images)) + "\n" for number in range(4))
             (folder / name / f"{split}.jsonl").write_text(rows)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
     return folder
 

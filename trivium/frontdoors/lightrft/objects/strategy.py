@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import weakref
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -39,11 +38,14 @@ from trivium.training.learner import Learner, RoleModel, follow
 from trivium.training.optim import Optimizer, Scheduler, adamw
 from trivium.training.passes import MicroBatching
 from trivium.training.section import OptimizerConfig
+from trivium.training.snapshot import copy_companions
 from trivium.types import Batch
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 """A mean is a sum that is then divided, because gloo has no mean."""
 _METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
+_ANY_TOKENS = 1 << 30
+"""The limit of a micro-batch in tokens, which LightRFT counts in sequences."""
 Wrapped = ActorVL | CriticVL
 
 
@@ -278,13 +280,12 @@ class Strategy:
         scheduler: Scheduler | None = None,
         *,
         max_response_length: int,
-        max_tokens: int = 1 << 30,
         max_sequences: int | None = None,
     ) -> Learner:
         """Returns the core's learner of a role (`policy`, `critic`, `reference`), which scores and updates a model.
 
-        The scheduler steps after each optimizer step. A micro-batch has at most `max_sequences` sequences and
-        `max_tokens` tokens; the gradients do not depend on these limits.
+        The scheduler steps after each optimizer step. A micro-batch has at most `max_sequences` sequences; the
+        gradients do not depend on this limit.
         """
         core = core_of(model)
         if role not in _METRIC_NAME:
@@ -292,7 +293,7 @@ class Strategy:
         trained_by = None if optimizer is None else Optimizer(network_of(core), optimizer, scheduler)
         return Learner(
             RoleModel(_METRIC_NAME[role], core, trained_by),
-            MicroBatching(max_tokens, max_sequences, share_prefix=True, model_dir=model.model_dir or Path()),
+            MicroBatching(_ANY_TOKENS, max_sequences, share_prefix=True, model_dir=model.model_dir or Path()),
             max_response_length=max_response_length,
             ranks=self.ranks,
         )
@@ -326,10 +327,8 @@ class Strategy:
         core = core_of(model)
 
         def companions(directory: Path) -> None:
-            source = model.model_dir
-            for file in sorted(source.iterdir()) if source is not None else ():
-                if file.is_file() and file.suffix in _COMPANIONS and file.name not in _WRITTEN:
-                    shutil.copyfile(file, directory / file.name)
+            if model.model_dir is not None:
+                copy_companions(model.model_dir, directory)
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
 
@@ -362,7 +361,3 @@ def _follow(optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor], afte
     names = {id(parameter): name for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [after[names[id(p)]] if id(p) in names else p for p in group["params"]]
-
-
-_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".md")
-_WRITTEN = ("config.json", "model.safetensors.index.json", "manifest.json")

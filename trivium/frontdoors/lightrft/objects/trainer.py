@@ -309,7 +309,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
 
     def _trained(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Trains on a step's groups and returns the status of the step."""
-        status, version = dict[str, float](), self.policy_version
+        status: dict[str, float] = {}
 
         def train(batch: Batch) -> None:
             for experience in self.experience_maker.experiences(batch, groups, self.micro_rollout_batch_size):
@@ -319,8 +319,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             self.replay_buffer.clear()
 
         self.metrics = train_step(self.engine, groups, self.step_algorithm(train))
-        if self.policy_version == version:  # an override may update the weights without `training_step_actor`
-            self.policy_version += 1
+        self.policy_version += 1  # an override may have updated the weights without `training_step_actor`
         if "kl" in status:
             self.kl_ctl.update(status["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
         return status

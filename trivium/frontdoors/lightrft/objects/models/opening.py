@@ -59,7 +59,10 @@ class Options:
                 f"{few_bits and few_bits.reason}: leave it out",
             ),
             "lora_dropout": (self.lora_dropout > 0, "dropout makes two passes over the same tokens disagree: leave it"),
-            "ds_config": (self.ds_config is not None, "there is no DeepSpeed here: leave it out, and use --fsdp"),
+            "ds_config": (
+                self.ds_config is not None,
+                "there is no DeepSpeed here: leave it out, and use FSDPV2Strategy",
+            ),
         }
         problems = {name: do for name, (wanted, do) in refused.items() if wanted}
         unknown = [name for name in further if name not in _SAME_ANYWAY]
