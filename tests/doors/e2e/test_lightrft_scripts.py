@@ -49,6 +49,16 @@ SMALL = (
 )
 
 
+GRPO = (
+    *("--advantage_estimator", "group_norm", "--use_kl_loss", "--kl_estimator", "k3", "--init_kl_coef", "0.01"),
+    *("--text_only", "--input_key", "prompt", "--pretrain", "reading", "--prompt_data", "texts", *SMALL),
+)
+PPO = (
+    *("--advantage_estimator", "gae", "--input_key", "prompt", "--images_key", "images", "--fsdp", "--enable_ema"),
+    *("--freeze_prefix", "--ptx_coef", "0.1", "--pretrain", "seeing", "--prompt_data", "pictures", *SMALL),
+)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.set_num_threads(1)
@@ -89,7 +99,7 @@ def _supervised(folder: Path) -> list[str]:
 
 
 def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> None:
-    words = [*words_of(folder, EXAMPLES[1]), *_supervised(folder)]
+    words = [*GRPO, *_supervised(folder)]
     trainer = lightrft_user.train(lightrft_user.arguments(words))
     assert trainer.pretrain_dataloader is not None
     assert trainer.pretrain_dataloader.given == 2  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,7 +109,7 @@ def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> Non
 
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_variations_of_the_examples_take_two_steps(folder: Path, name: str) -> None:
-    words = [*words_of(folder, EXAMPLES[1]), *VARIATIONS[name]]
+    words = [*GRPO, *VARIATIONS[name]]
     if name in ("reinforce", "cpgd", "rloo"):
         words.remove("--use_kl_loss")
     _check(folder, lightrft_user.train(lightrft_user.arguments(words)), words)
@@ -111,8 +121,7 @@ def _on_rank(rank: int, size: int, words: list[str]) -> None:
 
 
 def test_two_ranks_train_actor_critic_and_average_beside_supervised_text(folder: Path) -> None:
-    further = ["--fsdp", "--enable_ema", "--freeze_prefix", "--ptx_coef", "0.1", *_supervised(folder)]
-    run_ranks([2], _on_rank, folder / "ranks", [*words_of(folder, EXAMPLES[2]), *further])
+    run_ranks([2], _on_rank, folder / "ranks", [*PPO, *_supervised(folder)])
     saved = {path.stem for path in (folder / "ckpt" / "step-000002").glob("*.safetensors")}
     assert {"policy", "critic", "average"} < saved
     AutoModelForImageTextToText.from_pretrained(folder / "out")

@@ -218,13 +218,13 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         )
         self.algorithm.restore(previous)
         self.experience_maker = ExperienceMaker(
-            rollouts=self._engine,
+            rollouts=self._rollout_engine,
             scorer=self.rewards,
             tokenizer=self.tokenizer,
             ranks=self.strategy.ranks,
         )
 
-    def _engine(self) -> Rollouts:
+    def _rollout_engine(self) -> Rollouts:
         """Returns the rollout engine, created on first use."""
         if self.tokenizer is None:
             raise ConfigError("rollouts", "the trainer has no tokenizer", "give it tokenizer, or a processor with one")
