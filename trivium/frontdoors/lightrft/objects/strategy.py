@@ -10,7 +10,6 @@ import random
 import weakref
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +25,9 @@ from trivium.frontdoors.lightrft.objects.checkpoints import network_of, save_mod
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
 from trivium.frontdoors.tables import announce
-from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.weights.lora import has_adapter
 from trivium.models.weights.quantized import original
-from trivium.training.batching import count
 from trivium.training.distributed.fsdp import shard
 from trivium.training.distributed.ranks import COLLECTIVE_S, Ranks, join_ranks
 from trivium.training.launched import launched_ranks
@@ -39,7 +36,6 @@ from trivium.training.optim import Optimizer, Scheduler, adamw
 from trivium.training.passes import MicroBatching
 from trivium.training.section import OptimizerConfig
 from trivium.training.snapshot import copy_companions
-from trivium.types import Batch
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 """A mean is a sum that is then divided, because gloo has no mean."""
@@ -152,15 +148,6 @@ class Strategy:
         parts = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(parts, here)
         return torch.cat(parts).to(tensor.device)
-
-    def totals(self, batch: Batch, max_response_length: int) -> LossDenominators:
-        """Returns the loss denominators of an optimizer step: counts over all ranks. `batch` is this rank's share."""
-        counts = self.ranks.all_gather(count(batch, max_response_length))
-        sums: dict[str, int | None] = {}
-        for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "dp_size"}:
-            known = [number for each in counts if (number := getattr(each, name)) is not None]
-            sums[name] = sum(known) if known else None
-        return replace(counts[0], **sums)
 
     # ------------------------------------------------------------------ models and optimizers
 

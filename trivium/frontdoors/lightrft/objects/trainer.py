@@ -353,7 +353,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if consumed_samples or option(args, "load_checkpoint"):
             states = load(self.engine, Path(args.ckpt_path), consumed_samples, ranks=self.strategy.ranks)
             consumed_samples = consumed_samples or int(states.get("consumed_samples", 0))
-            self.strategy.print(f"continuing behind {consumed_samples} prompts")
+            missing = "" if states else f": {args.ckpt_path} has no checkpoint of this position"
+            self.strategy.print(f"continuing behind {consumed_samples} prompts{missing}")
         self.policy_version += 1  # an engine that `evaluate` opened may hold the weights of before
         self._state = dict(states)
         if "algorithm" in states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,10 @@ from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
 from trivium.frontdoors.lightrft.objects.step_algorithm import RolloutUpdate
 from trivium.frontdoors.lightrft.objects.strategy import Strategy, core_of
+from trivium.models.heads.loss import LossDenominators
 from trivium.protocols import Objective, TrainEngine
+from trivium.training.batching import count
+from trivium.training.distributed.ranks import Ranks
 from trivium.training.learner import Learner
 from trivium.training.optim import Optimizer
 from trivium.training.role_models import SCORED_BY
@@ -58,7 +61,7 @@ class TrainerEngine(TrainEngine):
         A micro-batch has at most `train_sequences` sequences in updates, and `score_sequences` in scores. `max_norm` 0
         disables gradient clipping.
         """
-        self._strategy, self._trained, self._average = strategy, trained, average
+        self._trained, self._average = trained, average
         self._max_norm, self.ranks = max_norm or math.inf, strategy.ranks
         models = {role: each.model for role, each in trained.items()}
         models |= {} if reference is None else {"reference": reference}
@@ -85,7 +88,7 @@ class TrainerEngine(TrainEngine):
             objective.train(batch)
             return {}
         learner: Any = self.learners[role]
-        totals = self._strategy.totals(batch, learner.max_response_length)
+        totals = _totals(self.ranks, batch, learner.max_response_length)
         who = f"the {role} in train step {self.version + 1}"
         return learner.update(batch, objective, None, self._max_norm, step=self.version, who=who, totals=totals)
 
@@ -136,6 +139,16 @@ class TrainerEngine(TrainEngine):
         tensors = {role: trained_tensors(learner.model) for role, learner in self.learners.items()}
         average = {} if self._average is None else {"average": trained_tensors(core_of(self._average))}
         return {**tensors, **average}
+
+
+def _totals(ranks: Ranks, batch: Batch, max_response_length: int) -> LossDenominators:
+    """Returns the loss denominators of an optimizer step: counts over the shares of all ranks."""
+    counts = ranks.all_gather(count(batch, max_response_length))
+    sums: dict[str, int | None] = {}
+    for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "sources", "dp_size"}:
+        known = [number for each in counts if (number := getattr(each, name)) is not None]
+        sums[name] = sum(known) if known else None
+    return replace(counts[0], **sums)
 
 
 def _schedule(trained: Trained) -> dict[str, Any]:
