@@ -32,7 +32,6 @@ CHANGES_NOTHING = {
         "rollout_is_weights: the function computes its own"
     ),
     "verl/data.py __init__": "name, seed: the dataset holds rows of any name, in order",
-    "verl/objects/workers/dispatch.py make_nd_compute_dataproto_dispatch_fn": "mesh_name: a group has one mesh",
     "verl/config/hydra.py main": "version_base: there is one form of configs",
     "verl/config/hydra.py to_container": "options: the container holds plain values already",
     "verl/objects/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
@@ -53,8 +52,6 @@ CHANGES_NOTHING = {
     "verl/objects/tool_classes.py start_interaction": "kwargs: a hook of a base class",
     "verl/objects/trainer.py _balance_batch": "keep_minibatch: only a measurement",
     "verl/objects/trainer.py _maybe_log_val_generations": "a hook",
-    "verl/objects/workers/dispatch.py collect_all_to_all": "worker_group: the outputs are all it needs",
-    "verl/objects/workers/worker_group.py parallel_put": "max_workers: Ray's store puts from one thread as fast",
 }
 
 OF_EVERY_ESTIMATOR = {"epsilon", "alpha", "config", "kwargs"}

@@ -143,11 +143,10 @@ class ActorGroup:
                 calls.append(Call(ref, self.names[rank]))
         return calls
 
-    def results(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[Call]) -> list[Any]:
         """The results of the calls. Raises the most probable first cause as soon as a call fails or a rank dies, and
-        RoleFailed after `timeout_s`."""
-        timeout_s = self._deadline_s if timeout_s is None else timeout_s
-        end = time.monotonic() + timeout_s
+        RoleFailed after `deadline_s`."""
+        end = time.monotonic() + self._deadline_s
         waiting = {call.ref: number for number, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         while waiting:
@@ -164,7 +163,7 @@ class ActorGroup:
                 results[number] = answer.value
             if not done and time.monotonic() >= end:
                 silent = ", ".join(calls[number].actor for number in waiting.values())
-                raise RoleFailed(silent, f"no answer after {timeout_s:.0f} s")
+                raise RoleFailed(silent, f"no answer after {self._deadline_s:.0f} s")
         return results
 
     async def settled(self, calls: Sequence[Call]) -> None:

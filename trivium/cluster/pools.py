@@ -77,7 +77,7 @@ class ResourcePool:
             raise ConfigError(
                 f"one more worker group in the pool {self.name!r}",
                 f"it has {self._guests}, its maximum",
-                "raise max_colocate_count, or create_colocated_worker_cls to put several roles into one process",
+                "raise max_colocate_count",
             )
         self.reserve()
         self._guests += 1

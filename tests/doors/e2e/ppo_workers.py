@@ -8,7 +8,6 @@ from typing import Any
 
 from trivium.engines.torch.engine import TorchEngine
 from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker
-from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, register
 
 
 def note(worker: Any, what: str) -> None:
@@ -29,7 +28,6 @@ class NotingActor(ActorRolloutRefWorker):
         note(self, "compute_ref_log_prob")
         return super().compute_ref_log_prob(data)
 
-    @register(Dispatch.DP_COMPUTE)
     def update_actor(self, data: Any) -> Any:
         note(self, f"update_actor {data.version}")
         return super().update_actor(data)

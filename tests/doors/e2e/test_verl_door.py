@@ -567,7 +567,7 @@ def test_an_engine_over_two_gpus_is_that_of_every_second_worker(example: Any, co
     both = trainer(2)
     both.init_workers()
     try:
-        (context, _), other = both.actor_rollout_wg.rollout_facts()
+        (context, _), other = both.actor_rollout_wg.run("rollout_facts")
         assert context > 3
         assert other is None
         both.fit()

@@ -151,10 +151,7 @@ def test_classes_and_files_by_path(tmp_path: Path) -> None:
         copy_to_local("hdfs://host/x")
 
 
-def test_roles_and_pools_by_verls_names() -> None:
+def test_roles_by_verls_names() -> None:
     assert verl.Role.from_string("actor_rollout") is verl.Role.ActorRollout
     with pytest.raises(UnknownName):
         verl.Role.from_string("director")
-    assert verl.RayResourcePool([2, 2], use_gpu=False).world_size == 4
-    with refused(ConfigError, "detached=True"):
-        verl.RayResourcePool([1], detached=True)

@@ -24,7 +24,6 @@ from trivium.frontdoors.verl import (
     unpad_dataproto,
 )
 from trivium.frontdoors.verl.objects.batches.protocol import RowsError, Tensors, union_numpy_dict, union_tensor_dict
-from trivium.frontdoors.verl.objects.workers.row_splitting import gathered, split
 
 
 def data(rows: int = 6) -> DataProto:
@@ -201,13 +200,6 @@ def test_single_dict_and_moves() -> None:
         rows.batch["y"] = torch.zeros(3)
     assert len(DataProto()) == 0
     assert len(DataProto.from_dict(non_tensors={"name": ["a", "b"]})) == 2
-
-
-def test_workers_receive_shares_of_a_dataproto() -> None:
-    rows = data(5)
-    whole: Any = gathered([piece.made(piece.value) for piece in split(rows, 2)])
-    assert whole.batch["x"].tolist() == rows.batch["x"].tolist()
-    assert whole.non_tensor_batch["name"].tolist() == rows.non_tensor_batch["name"].tolist()
 
 
 # --------------------------------------------------------------------------- metrics

@@ -96,24 +96,14 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.launching import is_cuda_available as is_cuda_available
     from trivium.frontdoors.verl.objects.launching import load_extern_object as load_extern_object
     from trivium.frontdoors.verl.objects.launching import load_extern_type as load_extern_type
-    from trivium.frontdoors.verl.objects.resource_pools import RayResourcePool as RayResourcePool
     from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager as ResourcePoolManager
     from trivium.frontdoors.verl.objects.resource_pools import Role as Role
-    from trivium.frontdoors.verl.objects.resource_pools import SubRayResourcePool as SubRayResourcePool
-    from trivium.frontdoors.verl.objects.resource_pools import merge_resource_pool as merge_resource_pool
-    from trivium.frontdoors.verl.objects.resource_pools import split_resource_pool as split_resource_pool
     from trivium.frontdoors.verl.objects.tool_classes import BaseInteraction as BaseInteraction
     from trivium.frontdoors.verl.objects.tool_classes import BaseTool as BaseTool
     from trivium.frontdoors.verl.objects.tool_classes import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
     from trivium.frontdoors.verl.objects.tool_classes import ToolResponse as ToolResponse
     from trivium.frontdoors.verl.objects.tool_classes import function_tool as function_tool
     from trivium.frontdoors.verl.objects.trainer import RayPPOTrainer as RayPPOTrainer
-    from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch as Dispatch
-    from trivium.frontdoors.verl.objects.workers.dispatch import Execute as Execute
-    from trivium.frontdoors.verl.objects.workers.dispatch import collect_all_to_all as collect_all_to_all
-    from trivium.frontdoors.verl.objects.workers.dispatch import (
-        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
-    )
     from trivium.frontdoors.verl.objects.workers.model_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
     from trivium.frontdoors.verl.objects.workers.model_workers import (
         AsyncActorRolloutRefWorker as AsyncActorRolloutRefWorker,
@@ -121,19 +111,7 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.workers.model_workers import CriticWorker as CriticWorker
     from trivium.frontdoors.verl.objects.workers.model_workers import RewardModelWorker as RewardModelWorker
     from trivium.frontdoors.verl.objects.workers.worker import Worker as Worker
-    from trivium.frontdoors.verl.objects.workers.worker_group import DataProtoFuture as DataProtoFuture
-    from trivium.frontdoors.verl.objects.workers.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
     from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup as RayWorkerGroup
-    from trivium.frontdoors.verl.objects.workers.worker_group import (
-        create_colocated_worker_cls as create_colocated_worker_cls,
-    )
-    from trivium.frontdoors.verl.objects.workers.worker_group import (
-        create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
-    )
-    from trivium.frontdoors.verl.objects.workers.worker_group import (
-        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    )
-    from trivium.frontdoors.verl.objects.workers.worker_group import parallel_put as parallel_put
     from trivium.frontdoors.verl.reward_managers import BatchRewardManager as BatchRewardManager
     from trivium.frontdoors.verl.reward_managers import DAPORewardManager as DAPORewardManager
     from trivium.frontdoors.verl.reward_managers import NaiveRewardManager as NaiveRewardManager

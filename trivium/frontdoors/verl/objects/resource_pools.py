@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
-from itertools import accumulate
 
 import ray
 
@@ -49,65 +46,6 @@ _ROLE_NAMES = {
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.Env: "env",
 }
-
-
-class RayResourcePool(ResourcePool):
-    """A pool of places with verl's arguments. Each place has a GPU with `use_gpu`, else only a CPU."""
-
-    def __init__(
-        self,
-        process_on_nodes: Sequence[int],
-        use_gpu: bool = True,
-        name_prefix: str | None = None,
-        max_colocate_count: int = 10,
-        detached: bool = False,
-        accelerator_type: str | None = None,
-    ) -> None:
-        """Raises ConfigError for a detached pool, and for a type of accelerators."""
-        if detached or accelerator_type is not None:
-            found = f"detached={detached}, accelerator_type={accelerator_type!r}"
-            raise ConfigError("a pool that ends with its script, on any GPU", found, "leave both out")
-        count = max_colocate_count
-        super().__init__(process_on_nodes, name_prefix or "pool", 1.0, float(use_gpu), max_colocate_count=count)
-
-
-class SubRayResourcePool(ResourcePool):
-    """Places of other pools. They stay reserved until those pools are released."""
-
-    def __init__(self, name: str, parts: Sequence[tuple[ResourcePool, int, int]]) -> None:
-        """`parts` are (pool, first rank, the rank after the last one). Reserves the pools. Raises ConfigError for pools
-        whose processes have different resources."""
-        first = parts[0][0]
-        if len({(pool.cpus, pool.gpus, pool.max_colocate_count) for pool, _, _ in parts}) > 1:
-            found = "the resources of their processes, or max_colocate_count, differ"
-            raise ConfigError(f"one pool of {', '.join(pool.name for pool, _, _ in parts)}", found, "make them equal")
-        for pool, _, _ in parts:
-            pool.reserve()
-        places = [place for pool, start, stop in parts for place in pool.placements[start:stop]]
-        counts = Counter(place.address for place in places)
-        super().__init__(list(counts.values()), name, first.cpus, first.gpus, first.max_colocate_count)
-        self.placements = tuple(replace(place, local_size=counts[place.address]) for place in places)
-
-
-def split_resource_pool(resource_pool: ResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
-    """Splits a pool into pools of `split_size` consecutive ranks each, or of the sizes in a list. Raises ConfigError
-    unless the sizes add up to the pool's."""
-    total = resource_pool.world_size
-    sizes = [split_size] * (total // split_size) if isinstance(split_size, int) else list(split_size)
-    if sum(sizes) != total or min(sizes) < 1:
-        raise ConfigError(
-            f"the pool {resource_pool.name!r} in parts of {split_size}", f"it has {total}", "fit the sizes"
-        )
-    ends = list(accumulate(sizes))
-    return [
-        SubRayResourcePool(f"{resource_pool.name}_split_{number}", [(resource_pool, end - size, end)])
-        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-
-
-def merge_resource_pool(rp1: ResourcePool, rp2: ResourcePool) -> SubRayResourcePool:
-    """Returns a pool of the places of both, those of the first one before those of the second."""
-    return SubRayResourcePool(f"{rp1.name}_{rp2.name}", [(rp1, 0, rp1.world_size), (rp2, 0, rp2.world_size)])
 
 
 class ResourcePoolManager:

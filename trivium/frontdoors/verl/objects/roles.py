@@ -9,11 +9,7 @@ from typing import Any
 from trivium.errors import ConfigError
 from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.objects.workers.model_workers import WorkerConfig
-from trivium.frontdoors.verl.objects.workers.worker_group import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup, RoleWorker
 
 ACTORS = (Role.ActorRolloutRef, Role.ActorRollout)
 _ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, *ACTORS)
@@ -97,14 +93,12 @@ def start_groups(
     groups: list[RayWorkerGroup] = []
     try:
         for pool, members in by_pool.values():
-            classes = {
-                role: RayClassWithInitArgs(worker, config=config, role=role_name(role, needs))
-                for role, worker in members.items()
+            workers = {
+                str(role): RoleWorker.of(worker, config, role_name(role, needs)) for role, worker in members.items()
             }
-            group = group_class(pool, create_colocated_worker_cls(classes), **options)
+            group = group_class(pool, workers, **options)
             groups.append(group)
-            spawned = group.spawn([str(role) for role in members])
-            views |= {role: spawned[str(role)] for role in members}
+            views |= {role: group.of_role(str(role)) for role in members}
     except BaseException:
         for group in groups:
             group.shutdown()

@@ -176,7 +176,7 @@ class RayPPOTrainer(Attributes):
                 or getattr(self.run_config.train, "peak_flops", None) is not None,
             )
             if Role.RewardModel in self._views:
-                self._views[Role.RewardModel].init_model()
+                self._views[Role.RewardModel].run("init_model")
             self._engine.prepare()
             self._actor = models["policy"]
             self._rollout = WorkerRolloutEngine(self._actor)
@@ -312,7 +312,7 @@ class RayPPOTrainer(Attributes):
         if self._dashboard is not None:
             self._dashboard.steps_per_epoch = epoch_steps(trainer.schedule)
         if getattr(stage.config.engine, "sleep_level", 0):
-            trainer.before_learning = partial(asyncio.to_thread, self._actor.rest)
+            trainer.before_learning = partial(asyncio.to_thread, self._actor.run, "rest")
         parts = self._build_parts(stage, endpoints, trainer)
         self._load_checkpoint()
         run_in_loop(self._run(parts), stage.config.workflow.deadline_s)

@@ -20,7 +20,6 @@ from trivium.config.choices import MICRO_BATCH_TOKENS
 from trivium.config.memory_estimate import gpus_of
 from trivium.engines.pool import EnginePool, Replica
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
-from trivium.frontdoors.verl.objects.workers.dispatch import Dispatch, register
 from trivium.frontdoors.verl.objects.workers.worker import Worker, takes_gpus_of_ranks
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup
 from trivium.metrics import declare_missing
@@ -108,7 +107,6 @@ class ModelWorker(Worker):
             give(name, function)
         self.config, self.role = config, role
 
-    @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the initial models. All ranks must call it together."""
         stage = self.config.spec.stage()
@@ -117,13 +115,11 @@ class ModelWorker(Worker):
         self.engine.version = stage.first_version
         self.engine.prepare()
 
-    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path, version: int) -> None:
         """Writes models and optimizers of this role. All ranks must call it together."""
         self.engine.version = version
         self.engine.save(directory)
 
-    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> int:
         """Loads a checkpoint that any number of ranks saved, and returns its version."""
         self.engine.load(directory)
@@ -149,7 +145,6 @@ class ActorRolloutRefWorker(ModelWorker):
     _published: Stored | None = None
     """The last published weights; None except on the first rank."""
 
-    @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()
         if "rollout" in self.role and self.rollout is None and self._hosts_engine:
@@ -157,38 +152,31 @@ class ActorRolloutRefWorker(ModelWorker):
             self._hosts_engine = takes_gpus_of_ranks(gpus_of(stage.config.engine))
             self.rollout = build_engine(stage) if self._hosts_engine else None
 
-    @register(Dispatch.DP_COMPUTE)
     def compute_log_prob(self, data: Work) -> list[AnyArray]:
         """Returns a score of the current policy (`data.what`: `old`, `log_prob`, `entropy`, ...) per token."""
         return self.scored(data)
 
-    @register(Dispatch.DP_COMPUTE)
     def compute_ref_log_prob(self, data: Work) -> list[AnyArray]:
         """Returns the reference's log-probabilities per token."""
         return self.scored(data)
 
-    @register(Dispatch.DP_COMPUTE)
     def update_actor(self, data: Work) -> Metrics:
         """Takes one optimizer step with the policy on a mini-batch."""
         return self.updated("policy", data)
 
-    @register(Dispatch.ONE_TO_ALL)
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """Returns the model FLOPs of these phases over the peak of all ranks."""
         return self.engine.utilisation(phases)
 
-    @register(Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:
         """Writes only the policy, as a plain Hugging Face directory. All ranks must call it together."""
         self.engine.save_weights(directory)
 
-    @register(Dispatch.ONE_TO_ALL)
     def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the policy's tensors by name, on the first rank only. All ranks must call it together."""
         exported = [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
         return exported if self.rank == 0 else []
 
-    @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> None:
         """Publishes the policy's weights for the rollout engines. The first rank puts them into Ray's object store in
         parts; each machine holds one copy. All ranks must call it together."""
@@ -200,24 +188,20 @@ class ActorRolloutRefWorker(ModelWorker):
             del gathered
         self.engine.free_cache()
 
-    @register(Dispatch.ONE_TO_ALL)
     def published_weights(self) -> Stored | None:
         """Returns a reference to the weights that `update_weights` published last, on the first rank only."""
         return self._published
 
-    @register(Dispatch.ONE_TO_ALL)
     async def adopt_weights(self, weights: WeightHandle, in_flight: str = "finish") -> None:
         """Loads published weights into this rank's rollout engine, if it has one."""
         if self._hosts_engine:
             await self._engine().load(weights.version, weights, in_flight=in_flight)
 
-    @register(Dispatch.ONE_TO_ALL)
     async def rest(self) -> None:
         """Frees the device of this rank's rollout engine until the next request or weights, if the engine can."""
         if isinstance(self.rollout, RestingEngine):
             await self.rollout.rest()
 
-    @register(Dispatch.DP_COMPUTE)
     async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:
         """Returns a completion or an error for each request. Calls may run concurrently."""
         results: list[Completion | RolloutError] = []
@@ -227,7 +211,6 @@ class ActorRolloutRefWorker(ModelWorker):
             results.append(result)
         return results
 
-    @register(Dispatch.ONE_TO_ALL)
     def rollout_facts(self) -> tuple[int, Capabilities] | None:
         """Returns (longest context, capabilities) of the rollout engine; None if the engine of another rank uses this
         rank's GPU."""
@@ -250,12 +233,10 @@ AsyncActorRolloutRefWorker = ActorRolloutRefWorker
 class CriticWorker(ModelWorker):
     """Holds the critic."""
 
-    @register(Dispatch.DP_COMPUTE)
     def compute_values(self, data: Work) -> list[AnyArray]:
         """Returns the value of the state before each trained token."""
         return self.scored(data)
 
-    @register(Dispatch.DP_COMPUTE)
     def update_critic(self, data: Work) -> Metrics:
         """Takes one optimizer step with the critic on a mini-batch."""
         return self.updated("critic", data)
@@ -268,7 +249,6 @@ class RewardModelWorker(Worker):
         self.config, self.role = config, role
         self._learner: Learner | None = None
 
-    @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the reward model."""
         stage, path = self.config.spec.stage(), self.config.reward_model
@@ -284,7 +264,6 @@ class RewardModelWorker(Worker):
             max_response_length=stage.config.engine.sampling.max_new_tokens,
         )
 
-    @register(Dispatch.DP_COMPUTE)
     def compute_rm_score(self, data: Work) -> list[float]:
         """Returns the score at the last trained token of each experience, or 0 without trained tokens."""
         assert self._learner is not None, "init_model() is called before"
@@ -312,14 +291,14 @@ class RoleRanks:
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
         match method:
             case "prepare":
-                results = self.group.init_model()
+                results = self.group.run("init_model")
             case "save":
                 version, directory = args
-                results = self.group.save_checkpoint(directory, version)
+                results = self.group.run("save_checkpoint", directory, version)
             case "load":
-                results = self.group.load_checkpoint(*args)
+                results = self.group.run("load_checkpoint", *args)
             case _:
-                results = getattr(self.group, method)(*args)
+                results = self.group.run(method, *args)
         return results[0]
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: Any) -> list[Any]:
@@ -336,7 +315,7 @@ class RoleRanks:
             name = _UPDATING[role]
             works = [replace(work, objective=objective, denominators=denominators) for work in works]
         by_rank = [works[rank // self._sequence] for rank in range(self.group.world_size)]
-        return getattr(self.group, name)(by_rank)[:: self._sequence]
+        return self.group.run_each(name, by_rank)[:: self._sequence]
 
     def close(self) -> None:
         """Does nothing: the trainer that started the workers stops them."""
@@ -419,8 +398,8 @@ class WorkerChannel:
     def offer(self, version: int, weights: Weights) -> bool:
         del weights  # the workers hold them
         self._weights = None
-        self._group.update_weights(version)
-        self._weights = self._group.published_weights()[0]
+        self._group.run("update_weights", version)
+        self._weights = self._group.run("published_weights")[0]
         if self._weights is None or self._weights.version != version:
             raise TriviumError(
                 f"the weights of version {version} from the workers",
@@ -484,7 +463,7 @@ class _WorkerReplica(Replica):
     async def _call(self, waiting: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         requests = [request for request, _ in waiting]
         try:
-            results = await self._group.execute_rank_async(self._rank, "generate_sequences", requests)
+            results = await self._group.run_on(self._rank, "generate_sequences", requests)
         except Exception as error:
             for _, completion in waiting:
                 if not completion.done():
@@ -503,13 +482,13 @@ class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
     """Combines the rollout engines of a group's workers into one engine."""
 
     def __init__(self, group: RayWorkerGroup) -> None:
-        facts = group.rollout_facts()
+        facts = group.run("rollout_facts")
         super().__init__([_WorkerReplica(group, rank) for rank, own in enumerate(facts) if own is not None])
         self._group = group
         self.max_context, self.capabilities = facts[0]
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
-        await asyncio.to_thread(self._group.adopt_weights, weights, in_flight)
+        await asyncio.to_thread(self._group.run, "adopt_weights", weights, in_flight)
 
     async def close(self) -> None:
         """Cancels the calls in progress. The trainer that started the workers stops them."""
@@ -522,4 +501,4 @@ def rm_scores(group: RayWorkerGroup, batch: Batch) -> list[float]:
     size, count = group.world_size, len(batch)
     cuts = [count * part // size for part in range(size + 1)]
     works = [Work(0, batch.select(range(cuts[rank], cuts[rank + 1]))) for rank in range(size)]
-    return [score for part in group.compute_rm_score(works) for score in part]
+    return [score for part in group.run_each("compute_rm_score", works) for score in part]
