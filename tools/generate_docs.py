@@ -27,7 +27,7 @@ from trivium.config import (
     TrainConfig,
     WorkflowConfig,
 )
-from trivium.frontdoors.verl.objects import dashboard
+from trivium.frontdoors.verl.objects import validation
 from trivium.metrics import METRICS
 from trivium.registry import CATALOGUE, resolve
 
@@ -75,8 +75,8 @@ METRICS_HEAD = """# Metrics
 
 Generated from the code by `make docs`. Every key in `metrics.jsonl` is declared here; `*` stands for a name of yours (a
 reward component, a taskset, an objective). *Over* says how several values become the one that is logged. Two runs of
-one config agree on everything outside `time/`, `perf/`, `timing_s/` and `timing_per_token_ms/`. From `critic` on, the
-areas are those that runs of [RayPPOTrainer](ray-ppo-trainer.md) have beside the others.
+one config agree on everything outside `time/` and `perf/`. `val-core` and `val-aux` are of validations by
+[RayPPOTrainer](ray-ppo-trainer.md).
 """
 
 
@@ -99,7 +99,7 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     """docs/metrics.md."""
-    assert dashboard.NAMES  # imported for what it declares
+    assert validation  # imported for what it declares
     areas: dict[str, list[str]] = {}
     for key, metric in METRICS.items():
         row = f"| `{key}` | {_cell(metric.help)} | {metric.unit} | {metric.aggregation} | {metric.better} |"

@@ -1,8 +1,8 @@
 """The catalogue of metrics: unit, aggregation and good direction of each, declared once.
 
 Keys are `area/name`. `checked` refuses a key that is not declared, so every number of a monitor has a definition.
-Metrics that depend on the clock or the machine are in the areas `time/` and `perf/`, and in those that a front door
-declares with `machine`: two runs of the same config agree on all others.
+Metrics that depend on the clock or the machine are in the areas `time/` and `perf/`: two runs of the same config agree
+on all others.
 """
 
 from __future__ import annotations
@@ -41,19 +41,14 @@ class Declared:
 METRICS: dict[str, Declared] = {}
 _OF_USERS: dict[str, Declared] = {}
 """Metrics of user code, declared in this process alone."""
-_MACHINE_AREAS = {"time", "perf"}
+_MACHINE_AREAS = ("time", "perf")
 
 
-def declare(
-    key: str, help: str, *, unit: str = "", aggregation: str = "mean", better: str = "", machine: bool = False
-) -> None:
-    """Adds a metric to the catalogue; twice is an error, so a key has one home. `machine` says that its whole area
-    depends on the clock or the machine."""
+def declare(key: str, help: str, *, unit: str = "", aggregation: str = "mean", better: str = "") -> None:
+    """Adds a metric to the catalogue; twice is an error, so a key has one home."""
     if key in METRICS:
         raise DataError(f"declare metric {key!r}", "it is declared already", "choose another name")
     METRICS[key] = Declared(key, help, unit, aggregation, better)
-    if machine:
-        _MACHINE_AREAS.add(key.partition("/")[0])
 
 
 def declare_missing(keys: Iterable[str], help: str) -> None:

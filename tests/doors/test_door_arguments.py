@@ -27,7 +27,6 @@ CHANGES_NOTHING = {
     "trinity/monitor_views.py __init__": "resume_step: a class of the user appends",
     "trinity/monitor_views.py log": "commit: every row is written at once",
     "trinity/monitor_views.py monitor_of_run": "role: explorer and trainer of a run have one monitor",
-    "verl/objects/batches/batch_steps.py compute_advantage": "num_repeat: the groups are known from uid",
     "verl/objects/algorithms/core_algos.py compute_policy_loss_bypass_mode": (
         "rollout_is_weights: the function computes its own"
     ),
@@ -36,9 +35,6 @@ CHANGES_NOTHING = {
     "verl/config/hydra.py to_container": "options: the container holds plain values already",
     "verl/objects/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
     "verl/main_ppo.py add_actor_rollout_worker": "config: the roles do not depend on it",
-    "verl/objects/batches/metric_utils.py process_validation_metrics": (
-        "seed: values are exact over all choices of samples"
-    ),
     "verl/objects/workers/model_workers.py offer": "weights: the worker group offers its own",
     "verl/objects/workers/model_workers.py save": "directory, on_copied: the worker group saves, and training waits",
     "verl/objects/datasets/rl_dataset.py create_rl_dataset": "is_train: both kinds are read alike",
@@ -50,7 +46,6 @@ CHANGES_NOTHING = {
         "all: hooks of base classes",
     ),
     "verl/objects/tool_classes.py start_interaction": "kwargs: a hook of a base class",
-    "verl/objects/trainer.py _balance_batch": "keep_minibatch: only a measurement",
     "verl/objects/trainer.py _maybe_log_val_generations": "a hook",
 }
 

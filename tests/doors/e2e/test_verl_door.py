@@ -294,46 +294,7 @@ def test_the_script_runs(
     assert "val-core/larger_digit/acc/mean@1: " in printed
 
 
-def known(values: torch.Tensor, where: str) -> dict[str, float]:
-    return {
-        f"{where}/mean": float(values.mean()),
-        f"{where}/max": float(values.max()),
-        f"{where}/min": float(values.min()),
-    }
-
-
-def slow_metrics(view: Any, coef: float) -> dict[str, float]:
-    """Computes metrics of a batch by verl's definitions. `coef` is the coefficient of the KL penalty in the reward."""
-    batch, mask = view.batch, view.batch["response_mask"].bool()
-    attention, width = batch["attention_mask"], batch["responses"].shape[1]
-    prompts, responses = attention[:, :-width].sum(-1).double(), attention[:, -width:].sum(-1).double()
-    score = batch["token_level_scores"].double().sum(-1)
-    kl = torch.where(mask, batch["old_log_probs"] - batch["ref_log_prob"], 0.0).double()
-    valid = {name: batch[name].double()[mask] for name in ("advantages", "returns", "values")}
-    trainer, engine = batch["old_log_probs"].double()[mask].exp(), batch["rollout_log_probs"].double()[mask].exp()
-    explained = 1 - (valid["returns"] - valid["values"]).var() / (valid["returns"].var() + 1e-5)
-    return {
-        **known(score, "critic/score"),
-        **known(score - coef * kl.sum(-1), "critic/rewards"),
-        **{key: v for name, values in valid.items() for key, v in known(values, f"critic/{name}").items()},
-        **known(responses, "response_length"),
-        **known(prompts, "prompt_length"),
-        **known(torch.tensor([2.0] * len(view)), "num_turns"),
-        "critic/vf_explained_var": float(explained),
-        "response_length/clip_ratio": float((responses == 3).double().mean()),
-        "prompt_length/clip_ratio": float((prompts == 16).double().mean()),
-        "response/aborted_ratio": 0.0,
-        "perf/total_num_tokens": float(attention.sum()),
-        "actor/reward_kl_penalty": float((kl.sum(-1) / mask.sum(-1)).mean()),
-        "actor/reward_kl_penalty_coeff": coef,
-        "training/rollout_probs_diff_max": float((trainer - engine).abs().max()),
-        "training/rollout_probs_diff_mean": float((trainer - engine).abs().mean()),
-        "training/rollout_probs_diff_std": float((trainer - engine).abs().std()),
-        "global_seqlen/mean": float(attention.sum()) / 2,
-    }
-
-
-def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
+def test_a_driver_as_of_main_ppo_trains_and_resumes(
     example: Any, connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config names dataset, sampler and manager; two ranks train; then the run is resumed."""
@@ -372,23 +333,12 @@ def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
     whole = run(tmp_path / "whole", 3)
     views = list(verl_user.Hardest.seen)
     for row, view in zip(whole, views, strict=True):
-        expected = slow_metrics(view, row["train/kl_coef"])
-        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert row["training/global_step"] == row["step"] == view.meta_info["global_steps"]
-        assert row["training/epoch"] == (row["step"] - 1) // 2
-        whole_loss = row["train/loss/policy"] + 0.01 * row["actor/entropy_loss"]  # two numbers of 0.04 cancel
-        assert row["actor/pg_loss"] == pytest.approx(whole_loss, rel=1e-5, abs=1e-6)
-        assert row["perf/throughput"] == pytest.approx(row["perf/total_num_tokens"] / row["timing_s/step"] / 2)
-        assert row["timing_s/gen"] + row["timing_s/reward"] == pytest.approx(row["time/wait"])
-        assert row["global_seqlen/balanced_min"] <= row["global_seqlen/mean"] <= row["global_seqlen/balanced_max"]
-        for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr"):
-            assert f"critic/{name}" in row
-        for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr"):
-            assert f"actor/{name}" in row
-        for name in ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step"):
-            assert row[f"timing_s/{name}"] > 0
-        assert "actor/kl_coef" not in row
-        assert "rollout_corr/kl" in row
+        mask = view.batch["response_mask"].bool()
+        assert row["step"] == view.meta_info["global_steps"]
+        assert row["reward/mean"] == pytest.approx(float(view.batch["token_level_scores"].sum(-1).mean()), abs=1e-6)
+        for name, column in (("advantage", "advantages"), ("return", "returns"), ("value", "values")):
+            assert row[f"train/{name}_max"] == pytest.approx(float(view.batch[column][mask].max()), abs=1e-6)
+        assert row["mismatch/kl"] == pytest.approx(0, abs=1e-6)
     shutil.copytree(tmp_path / "whole" / "run", tmp_path / "begun" / "run")
     shutil.rmtree(tmp_path / "begun" / "run" / "checkpoints" / "step-000003")
     order = json.loads((tmp_path / "begun" / "run" / "order" / "epoch-000001.json").read_text())
@@ -412,7 +362,7 @@ class Recipe(RayPPOTrainer):
         self.train_dataloader = DataLoader(Rows(chosen), batch_size=8, collate_fn=as_columns)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *arguments: Any, **named: Any) -> None:
-        super()._balance_batch(batch, metrics=metrics, logging_prefix="mine_seqlen")
+        super()._balance_batch(batch, metrics=metrics)
         batch.reorder(torch.arange(len(batch)).flip(0))
         metrics["mine/balanced"] = 1.0
         self.order = list(dict.fromkeys(batch.non_tensor_batch["uid"]))
@@ -477,10 +427,8 @@ def test_what_a_recipe_overrides_changes_the_run(example: Any, connected: None, 
         trainer.shutdown()
     assert trainer.seen == ["fit", "validate 0", "reward 1 reversed", "reward 2 reversed", "validate 2"]
     trained = [row for row in rows(tmp_path) if "train/version" in row]
-    assert [row["critic/score/max"] for row in trained] == [7.5, 7.5]
+    assert [row["reward/mean"] for row in trained] == [3.75, 3.75]
     assert [row["mine/balanced"] for row in trained] == [1.0, 1.0]
-    assert trained[0]["mine_seqlen/mean"] == trained[0]["perf/total_num_tokens"]
-    assert "global_seqlen/mean" not in trained[0]
     validated = [row for row in rows(tmp_path) if "mine/validated" in row]
     assert [row["mine/validated"] for row in validated] == [0.0, 2.0]
     assert [row["val-core/mine/acc/mean@1"] for row in validated] == [0.5, 0.5]
@@ -512,14 +460,14 @@ def test_registered_functions_train_as_those_that_ship(example: Any, connected: 
 
     shipped, mine = trained("shipped", "grpo", "vanilla"), trained("mine", "mine", "mine")
     for one, other in zip(shipped, mine, strict=True):
-        for key in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/max", "critic/score/mean"):
+        for key in ("train/loss/policy", "train/grad_norm/policy", "train/kl", "train/advantage_max", "reward/mean"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
         assert other["mine/ratio_max"] > 0
-    assert shipped[0]["actor/grad_norm"] > 0
-    assert trained("inner", "grpo", "inner")[1]["actor/grad_norm"] > 0
+    assert shipped[0]["train/grad_norm/policy"] > 0
+    assert trained("inner", "grpo", "inner")[1]["train/grad_norm/policy"] > 0
 
 
-def test_a_run_config_of_its_own_has_the_names_too(example: Any, connected: None, tmp_path: Path) -> None:
+def test_a_run_config_of_its_own_trains(example: Any, connected: None, tmp_path: Path) -> None:
     made = example.make_trainer("grpo", tmp_path, steps=2)
     config = config_from_mapping(
         {
@@ -537,10 +485,7 @@ def test_a_run_config_of_its_own_has_the_names_too(example: Any, connected: None
         RayPPOTrainer(config, made.tokenizer, made.role_worker_mapping, device_name="cpu", **pools(1, "ActorRollout"))
     )
     (_, row) = [row for row in rows(tmp_path) if "train/version" in row]
-    assert row["critic/score/mean"] == row["critic/rewards/mean"] == row["reward/mean"]
-    assert row["timing_s/gen"] == row["time/wait"]
-    assert 0 < row["perf/mfu/actor"] < 1
-    assert "prompt_length/clip_ratio" not in row
+    assert 0 < row["perf/mfu"] < 1
 
 
 def test_an_engine_over_two_gpus_is_that_of_every_second_worker(example: Any, connected: None, tmp_path: Path) -> None:

@@ -16,11 +16,7 @@ from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl import (
     AdvantageEstimator,
     DataProto,
-    apply_kl_penalty,
-    compute_advantage,
-    compute_response_mask,
     core_algos,
-    get_kl_controller,
     rollout_corr_helper,
 )
 from trivium.frontdoors.verl.objects.algorithms.core_algos import RegistryError
@@ -157,25 +153,6 @@ def test_rejection_by_the_names_of_earlier_versions() -> None:
         helper(old, rollout, torch.zeros(2, 2))
 
 
-def test_a_correction_is_added_to_a_batch() -> None:
-    data = DataProto.from_dict(
-        {
-            "old_log_probs": torch.tensor([[0.0, 1.0], [0.0, 0.1]]),
-            "rollout_log_probs": torch.zeros(2, 2),
-            "response_mask": torch.ones(2, 2),
-        }
-    )
-    config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
-    data, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(data, config)
-    assert data.batch["response_mask"].tolist() == [[1.0, 0.0], [1.0, 1.0]]
-    torch.testing.assert_close(data.batch["rollout_is_weights"], torch.tensor([[1.0, 2.0], [1.0, 1.1051709]]))
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
-    section: dict[str, Any] = {}
-    rollout_corr_helper.apply_bypass_mode(data, config, section)
-    assert section == {"rollout_correction": config, "loss_mode": "bypass_mode"}
-    assert data.batch["old_log_probs"].tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 # --------------------------------------------------------------------------- registries
 
 
@@ -194,51 +171,20 @@ def test_registries_hold_what_ships_and_what_is_added(monkeypatch: pytest.Monkey
         core_algos.get_policy_loss_fn("nothing")
 
 
-# --------------------------------------------------------------------------- steps
-
-
-@pytest.mark.parametrize("case", cases("kl", "apply_kl_penalty"))
-def test_the_kl_penalty_in_the_reward_has_the_golden_values(case: dict[str, Any]) -> None:
-    kwargs = dict(case["kwargs"])
-    controller, kind = get_kl_controller(SimpleNamespace(**kwargs)), kwargs["kl_penalty"]
-    data, metrics = apply_kl_penalty(DataProto.from_dict(tensors(case)), controller, kind)
-    same(data.batch["token_level_rewards"], case["expect"]["token_level_rewards"], case)
-    same(controller.value, case["expect"]["kl_coef_after"], case)
-    for name, value in case["expect"]["metrics"].items():
-        same(metrics[name], value, case)
-
-
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "remax"])
-def test_advantages_of_a_batch_are_those_of_the_function(estimator: str) -> None:
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]])
-    columns = {"values": torch.rand(3, 2), "reward_baselines": torch.tensor([0.5, 0.5, 0.0])}
-    attention = torch.tensor([[0, 1, 1], [1, 1, 0], [1, 1, 1]])
-    data = DataProto.from_dict(
-        {"token_level_rewards": rewards, "responses": torch.zeros(3, 2), "attention_mask": attention, **columns},
-        {"uid": ["a", "a", "b"]},
-    )
-    mask = compute_response_mask(data)
-    data = compute_advantage(data, AdvantageEstimator(estimator), gamma=0.9, lam=0.8)
-    uid = data.non_tensor_batch["uid"]
-    expected = {
-        "gae": lambda: core_algos.compute_gae_advantage_return(rewards, columns["values"], mask, 0.9, 0.8),
-        "grpo": lambda: core_algos.compute_grpo_outcome_advantage(rewards, mask, uid),
-        "rloo": lambda: core_algos.compute_rloo_outcome_advantage(rewards, mask, uid),
-        "remax": lambda: core_algos.compute_remax_outcome_advantage(rewards, columns["reward_baselines"], mask),
-    }[estimator]()
-    torch.testing.assert_close((data.batch["advantages"], data.batch["returns"]), expected)
-    assert data.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
-
-
 def test_gdpo_reads_the_columns_of_a_batch() -> None:
-    tensors = {"token_level_rewards": torch.zeros(2, 1), "response_mask": torch.ones(2, 1)}
-    data = DataProto.from_dict(tensors, {"answer": np.array([1.0, 0.0]), "uid": np.array(["a", "a"])})
-    done = compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["answer"]})
-    torch.testing.assert_close(done.batch["advantages"], torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
+    columns, index = {"answer": np.array([1.0, 0.0])}, np.array(["a", "a"])
+
+    def advantages(**config: Any) -> torch.Tensor:
+        rewards, mask = torch.zeros(2, 1), torch.ones(2, 1)
+        return core_algos.compute_gdpo_outcome_advantage(rewards, mask, index, config=config, non_tensor_batch=columns)[
+            0
+        ]
+
+    torch.testing.assert_close(advantages(gdpo_reward_keys=["answer"]), torch.tensor([[0.5**0.5], [-(0.5**0.5)]]))
     with refused(DataError, "format"):
-        compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["format"]})
+        advantages(gdpo_reward_keys=["format"])
     with refused(ConfigError, "gdpo_reward_weights", [1.0, 2.0], "gdpo_reward_keys", 1):
-        compute_advantage(data, "gdpo", config={"gdpo_reward_keys": ["answer"], "gdpo_reward_weights": [1.0, 2.0]})
+        advantages(gdpo_reward_keys=["answer"], gdpo_reward_weights=[1.0, 2.0])
 
 
 def test_pf_ppo_draws_the_rows_of_a_batch() -> None:

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.failing import refused
-from trivium.algorithms import build_algorithm
-from trivium.config import config_from_mapping, merged, plugin
+from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, DataError
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.heads.value_head import VALUE_HEAD
@@ -32,9 +31,8 @@ pytest.importorskip("ray")
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, RewardModelWorker, Role
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
-from trivium.frontdoors.verl.objects.dashboard import Dashboard
 from trivium.frontdoors.verl.objects.datasets.user_data import Sources
-from trivium.frontdoors.verl.objects.overridable import numbers
+from trivium.frontdoors.verl.objects.overridable import OverridableMonitor, numbers
 from trivium.frontdoors.verl.objects.run_setup import RunSetup
 from trivium.frontdoors.verl.objects.workers.model_workers import Work, WorkerConfig
 
@@ -213,16 +211,15 @@ def test_a_sampler_of_the_config_counts_the_rows_that_are_left(model: str, tmp_p
     assert len(setup.train_sampler) == 2
 
 
-def test_a_step_of_which_nothing_is_left_has_a_row_all_the_same(tmp_path: Path) -> None:
-    monitor = JsonlMonitor(JsonlMonitor.Config(), run_dir=tmp_path, resume_step=0)
-    dashboard = Dashboard(monitor, processes=2, max_response_length=4)
-    algorithm = build_algorithm(plugin("algorithms")({"kind": "grpo", "old_log_prob": "recompute"}))
-    dashboard.keep(algorithm, [], Batch(()).with_columns(old_log_prob=[], advantages=[]))
-    dashboard.log(3, {"train/version": 3.0, "time/step": 0.5, "time/wait": 0.25})
-    dashboard.close()
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8"))
-    assert (row["step"], row["timing_s/gen"]) == (3, 0.25)
-    assert not any(key.startswith(("critic/", "response_length/", "perf/throughput")) for key in row)
+def test_what_an_override_measured_is_in_the_row_of_its_step(tmp_path: Path) -> None:
+    monitor = OverridableMonitor(JsonlMonitor(JsonlMonitor.Config(), run_dir=tmp_path, resume_step=0))
+    monitor.measured |= numbers({"mine/balanced": 1}, "_balance_batch")
+    monitor.log(2, {"val-aux/mine": 0.5})
+    monitor.log(3, {"train/version": 3.0})
+    monitor.log(4, {"train/version": 4.0})
+    monitor.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row.get("mine/balanced") for row in rows] == [None, 1.0, None]
 
 
 @pytest.mark.parametrize("metrics", [None, {"mine/text": "good"}])

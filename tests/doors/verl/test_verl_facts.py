@@ -438,7 +438,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "collate_fn",
         "collate_fn builds batches of rows",
-        lambda *_: shown_by(DOOR, "test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl"),
+        lambda *_: shown_by(DOOR, "test_a_driver_as_of_main_ppo_trains_and_resumes"),
     ),
     (
         "train_sampler",

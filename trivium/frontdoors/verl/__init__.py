@@ -27,19 +27,6 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.algorithms.stats import masked_sum as masked_sum
     from trivium.algorithms.stats import masked_var as masked_var
     from trivium.frontdoors.verl.config import hydra as hydra
-    from trivium.frontdoors.verl.config.config_classes import ActorConfig as ActorConfig
-    from trivium.frontdoors.verl.config.config_classes import AlgoConfig as AlgoConfig
-    from trivium.frontdoors.verl.config.config_classes import BaseConfig as BaseConfig
-    from trivium.frontdoors.verl.config.config_classes import CriticConfig as CriticConfig
-    from trivium.frontdoors.verl.config.config_classes import FilterGroupsConfig as FilterGroupsConfig
-    from trivium.frontdoors.verl.config.config_classes import FSDPActorConfig as FSDPActorConfig
-    from trivium.frontdoors.verl.config.config_classes import FSDPCriticConfig as FSDPCriticConfig
-    from trivium.frontdoors.verl.config.config_classes import KLControlConfig as KLControlConfig
-    from trivium.frontdoors.verl.config.config_classes import OptimizerConfig as OptimizerConfig
-    from trivium.frontdoors.verl.config.config_classes import PFPPOConfig as PFPPOConfig
-    from trivium.frontdoors.verl.config.config_classes import PolicyLossConfig as PolicyLossConfig
-    from trivium.frontdoors.verl.config.config_classes import RolloutCorrectionConfig as RolloutCorrectionConfig
-    from trivium.frontdoors.verl.config.config_classes import omega_conf_to_dataclass as omega_conf_to_dataclass
     from trivium.frontdoors.verl.config.hydra import DictConfig as DictConfig
     from trivium.frontdoors.verl.config.hydra import ListConfig as ListConfig
     from trivium.frontdoors.verl.config.hydra import OmegaConf as OmegaConf
@@ -57,32 +44,12 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.objects.algorithms.core_algos import get_policy_loss_fn as get_policy_loss_fn
     from trivium.frontdoors.verl.objects.algorithms.core_algos import register_adv_est as register_adv_est
     from trivium.frontdoors.verl.objects.algorithms.core_algos import register_policy_loss as register_policy_loss
-    from trivium.frontdoors.verl.objects.batches import metric_utils as metric_utils
-    from trivium.frontdoors.verl.objects.batches import protocol as protocol
-    from trivium.frontdoors.verl.objects.batches.batch_steps import apply_kl_penalty as apply_kl_penalty
-    from trivium.frontdoors.verl.objects.batches.batch_steps import compute_advantage as compute_advantage
-    from trivium.frontdoors.verl.objects.batches.batch_steps import compute_response_mask as compute_response_mask
     from trivium.frontdoors.verl.objects.batches.batch_view import BatchView as BatchView
     from trivium.frontdoors.verl.objects.batches.batch_view import Scored as Scored
     from trivium.frontdoors.verl.objects.batches.batch_view import living as living
     from trivium.frontdoors.verl.objects.batches.batch_view import scored_rows as scored_rows
-    from trivium.frontdoors.verl.objects.batches.metric_utils import bootstrap_metric as bootstrap_metric
-    from trivium.frontdoors.verl.objects.batches.metric_utils import calc_maj_val as calc_maj_val
-    from trivium.frontdoors.verl.objects.batches.metric_utils import compute_data_metrics as compute_data_metrics
-    from trivium.frontdoors.verl.objects.batches.metric_utils import (
-        compute_throughout_metrics as compute_throughout_metrics,
-    )
-    from trivium.frontdoors.verl.objects.batches.metric_utils import compute_timing_metrics as compute_timing_metrics
-    from trivium.frontdoors.verl.objects.batches.metric_utils import (
-        process_validation_metrics as process_validation_metrics,
-    )
-    from trivium.frontdoors.verl.objects.batches.metric_utils import reduce_metrics as reduce_metrics
     from trivium.frontdoors.verl.objects.batches.protocol import DataProto as DataProto
     from trivium.frontdoors.verl.objects.batches.protocol import DataProtoItem as DataProtoItem
-    from trivium.frontdoors.verl.objects.batches.protocol import fold_batch_dim as fold_batch_dim
-    from trivium.frontdoors.verl.objects.batches.protocol import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from trivium.frontdoors.verl.objects.batches.protocol import unfold_batch_dim as unfold_batch_dim
-    from trivium.frontdoors.verl.objects.batches.protocol import unpad_dataproto as unpad_dataproto
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import RLHFDataset as RLHFDataset
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import collate_fn as collate_fn
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_dataset as create_rl_dataset

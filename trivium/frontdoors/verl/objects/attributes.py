@@ -29,8 +29,8 @@ _METHODS = {
     "_dump_generations": "read the journal in `rollouts/` of the run directory: it holds every rollout",
     "_log_rollout_data": "read the journal in `rollouts/` of the run directory: it holds every rollout",
     "_val_metrics_update": "override _validate, whose metrics are logged",
-    "_start_profiling": "read `timing_s/` of the metrics, or profile a worker's own methods",
-    "_stop_profiling": "read `timing_s/` of the metrics, or profile a worker's own methods",
+    "_start_profiling": "read `time/` of the metrics, or profile a worker's own methods",
+    "_stop_profiling": "read `time/` of the metrics, or profile a worker's own methods",
 }
 """Method of verl that RayPPOTrainer never calls -> what to use instead."""
 _ATTRIBUTES = {
@@ -46,7 +46,7 @@ _ATTRIBUTES = {
     "teacher_model_manager": "use `trivium.run` with algorithm.kind distill",
     "validation_generations_logger": "override _maybe_log_val_generations(inputs, outputs, scores)",
     "resource_pool_to_cls": "see role_worker_mapping and resource_pool_manager",
-    "max_steps_duration": "read timing_s/step of the metrics",
+    "max_steps_duration": "read time/step of the metrics",
 }
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from trivium.errors import DataError
 from trivium.frontdoors.verl.objects.validation import Validator
 from trivium.metrics import declare_missing
-from trivium.protocols import Renderer
+from trivium.protocols import Monitor, Renderer
 from trivium.runtime.stage import Stage
 from trivium.trainer import Trainer
 from trivium.types import Metrics
@@ -45,6 +45,32 @@ class TrainerStage(Stage):
     @cached_property
     def renderer(self) -> Renderer:
         return self.user_renderer
+
+
+@dataclass
+class OverridableMonitor:
+    """A monitor that adds to the row of a step what overridden methods measured before it."""
+
+    monitor: Monitor
+    measured: Metrics = field(default_factory=dict[str, float], init=False)
+    """The metrics of the step in progress."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "train/version" in metrics:  # the row of a step, not of a validation
+            metrics, self.measured = {**self.measured, **metrics}, {}
+        self.monitor.log(step, metrics)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.monitor.table(step, name, rows)
+
+    def state(self) -> dict[str, Any]:
+        return self.monitor.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.monitor.restore(state)
+
+    def close(self) -> None:
+        self.monitor.close()
 
 
 @dataclass

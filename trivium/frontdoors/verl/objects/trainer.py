@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,9 +29,14 @@ from trivium.frontdoors.verl.group_rewards import Hooks
 from trivium.frontdoors.verl.objects.adoption import adopt_checkpoint
 from trivium.frontdoors.verl.objects.attributes import Attributes, refuse_unused
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, trained_view
-from trivium.frontdoors.verl.objects.dashboard import Dashboard, balance_metrics, epoch_steps
 from trivium.frontdoors.verl.objects.datasets.user_data import RowLoader, Sources
-from trivium.frontdoors.verl.objects.overridable import OverridableTrainer, OverridableValidator, TrainerStage, numbers
+from trivium.frontdoors.verl.objects.overridable import (
+    OverridableMonitor,
+    OverridableTrainer,
+    OverridableValidator,
+    TrainerStage,
+    numbers,
+)
 from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.objects.roles import by_model, chosen_roles, start_groups
 from trivium.frontdoors.verl.objects.run_setup import RunSetup
@@ -126,7 +130,7 @@ class RayPPOTrainer(Attributes):
         self.resource_pool_manager = resource_pool_manager or self._default_pools()
         self._validate_config()
         self._kl_controller: KlController | None = None
-        self._dashboard: Dashboard | None = None
+        self._monitor: OverridableMonitor | None = None
         self._views: dict[Role, RayWorkerGroup] = {}
         self._groups: list[RayWorkerGroup] = []
         self._trainer: OverridableTrainer | None = None
@@ -225,10 +229,7 @@ class RayPPOTrainer(Attributes):
         """Called with the rollouts of a step before rewards are computed, if `trainer.balance_batch` is set. `metrics`
         are logged. An override may call `batch.reorder`: mini-batches follow the order of the prompts.
 
-        Every mini-batch is balanced over the ranks in any order, so this method only measures the balance."""
-        del keep_minibatch
-        ranks = self.actor_rollout_wg.world_size // getattr(self.run_config.train, "sequence_parallel", 1)
-        metrics |= balance_metrics(batch, ranks, self._engine.algorithm.mini_batches, logging_prefix)
+        This method does nothing: every mini-batch is balanced over the ranks in any order."""
 
     def _compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
         """Returns the rewards (B, R) of rollouts and the extra information by name. Training and validation call it;
@@ -278,16 +279,11 @@ class RayPPOTrainer(Attributes):
         self, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
     ) -> Generator[TrainStage]:
         """Yields the function that trains a stage. The loops run here, models and rollout engines in the workers."""
-        monitor = self._dashboard = Dashboard(
-            build_monitor(config, run_dir, latest),
-            processes=self.resource_pool_manager.get_n_gpus(),
-            max_response_length=config.engine.sampling.max_new_tokens,
-            max_prompt_length=None if self._setup.from_run_config else self._verl["data.max_prompt_length"],
-        )
+        monitor = self._monitor = OverridableMonitor(build_monitor(config, run_dir, latest))
         try:
             yield partial(self._train_stage, store=store, monitor=monitor, board=MemoryBoard())
         finally:
-            self._dashboard = None
+            self._monitor = None
             monitor.close()
 
     def _train_stage(
@@ -309,8 +305,6 @@ class RayPPOTrainer(Attributes):
             skip_start, skip_end = not self._verl["trainer.val_before_train"], self._verl["trainer.test_freq"] <= 0
             trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
         trainer.keep = partial(self._keep, trainer.keep)
-        if self._dashboard is not None:
-            self._dashboard.steps_per_epoch = epoch_steps(trainer.schedule)
         if getattr(stage.config.engine, "sleep_level", 0):
             trainer.before_learning = partial(asyncio.to_thread, self._actor.run, "rest")
         parts = self._build_parts(stage, endpoints, trainer)
@@ -320,12 +314,10 @@ class RayPPOTrainer(Attributes):
         return trainer.run_record
 
     def _keep(self, keep: Keep | None, step: int, groups: Sequence[Group], batch: Batch) -> None:
-        """Passes a step's groups and batch to the dump, the metrics and a learning sampler."""
+        """Passes a step's groups and batch to the dump and a learning sampler."""
         if keep is not None:
             keep(step, groups, batch)
         self._dump("trainer.rollout_data_dir", step, [sample(g, m, m.metrics) for g, m in living(groups)])
-        assert self._dashboard is not None
-        self._dashboard.keep(cast(GroupAlgorithm, self._engine.algorithm), groups, batch)
         if self._setup.train is not None and self._setup.train.orders.learns:
             assert self._setup.rewards is not None
             with self._within(step):
@@ -342,20 +334,17 @@ class RayPPOTrainer(Attributes):
 
     def _rewarded(self, view: BatchView) -> object:
         """Returns the result of `_compute_reward` for rollouts."""
-        validates, started = bool(view.meta_info.get("validate")), time.monotonic()
+        validates = bool(view.meta_info.get("validate"))
         with self._within(None if validates else view.meta_info.get("global_steps")):
-            rewards = self._compute_reward(view)
-        if self._dashboard is not None and not validates:
-            self._dashboard.observe({"timing_s/reward": time.monotonic() - started})
-        return rewards
+            return self._compute_reward(view)
 
     def _balanced(self, view: BatchView) -> None:
         metrics: dict[str, Any] = {}
         if self._verl["trainer.balance_batch"]:
             with self._within(view.meta_info["global_steps"]):
                 self._balance_batch(view, metrics)
-        if self._dashboard is not None:
-            self._dashboard.observe(numbers(metrics, "_balance_batch"))
+        if self._monitor is not None:
+            self._monitor.measured |= numbers(metrics, "_balance_batch")
 
     async def _run(self, parts: Parts) -> None:
         self._loop = asyncio.get_running_loop()
@@ -415,10 +404,10 @@ class RayPPOTrainer(Attributes):
     def _show_generations(self, version: int, samples: list[dict[str, Any]]) -> None:
         """Logs a table of validation samples; every validation logs the same choice."""
         count = self._verl["trainer.log_val_generations"]
-        if count and self._dashboard is not None:
+        if count and self._monitor is not None:
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
             chosen = permutation(len(ordered), "val_generations")[:count]
-            self._dashboard.table(version, "val_generations", [ordered[int(place)] for place in chosen])
+            self._monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])
 
     def _dump(self, key: str, step: int, samples: list[dict[str, Any]]) -> None:
         """Writes the samples into the folder that the config names under `key`, if any."""

@@ -12,7 +12,16 @@ from typing import Any
 from trivium.evaluate import Evaluator, maj_at_k
 from trivium.frontdoors.verl.group_rewards import GroupRewards, number_of
 from trivium.frontdoors.verl.objects.batches.batch_view import living
+from trivium.metrics import declare
 from trivium.types import Group, Metrics, Trajectory
+
+declare(
+    "val-core/*",
+    "validation: `<data source>/<variable>/<statistic>` of the samples of a task, at the most samples: mean@N, and "
+    "best@N and maj@N over all choices of N",
+    better="up",
+)
+declare("val-aux/*", "the other statistics and variables of a validation, and the turns of its samples")
 
 _ALWAYS = ("reward", "acc")
 """Variables that are 0 for a failed rollout."""

@@ -13,8 +13,7 @@ from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import correct
 from trivium.algorithms.mismatch import mismatch
 from trivium.config import plugin
-from trivium.errors import ConfigError, DataError
-from trivium.frontdoors.plain_values import read
+from trivium.errors import ConfigError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:
@@ -187,35 +186,6 @@ def compute_rollout_corr_metrics_from_logprobs(
     """Returns the metrics of `compute_offpolicy_metrics` with the prefix `rollout_corr/`."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
-
-
-def compute_rollout_correction_and_add_to_batch(
-    batch: DataProto, rollout_corr_config: Any
-) -> tuple[DataProto, dict[str, float]]:
-    """Sets the `response_mask` of a batch to the kept tokens, adds `rollout_is_weights` if `rollout_is` is set, and
-    returns (the batch, metrics). `rollout_corr_config` has the names of the arguments of
-    `compute_rollout_correction_and_rejection_mask`."""
-    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")
-    names += ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
-    options = {name: value for name in names if (value := read(rollout_corr_config, name)) is not None}
-    tensors = batch.batch
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
-        tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], **options
-    )
-    tensors["response_mask"] = kept
-    return (batch if weights is None else batch.union(weights)), metrics
-
-
-def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Sets `old_log_probs` to `rollout_log_probs`, and the policy loss of the config to `bypass_mode`. Raises DataError
-    for a batch without `rollout_log_probs`."""
-    if "rollout_log_probs" not in batch.batch:
-        do = "set rollout.calculate_log_probs, so that the engine returns them"
-        raise DataError("bypass mode with the engine's log-probabilities", "no `rollout_log_probs` in the batch", do)
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-    if policy_loss_config is not None:
-        policy_loss_config["rollout_correction"] = rollout_corr_config
-        policy_loss_config["loss_mode"] = "bypass_mode"
 
 
 # --------------------------------------------------------------------------- bounds and names

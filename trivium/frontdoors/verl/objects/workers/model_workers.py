@@ -57,8 +57,8 @@ HELD = {
 _SCORING = {"policy": "compute_log_prob", "reference": "compute_ref_log_prob", "critic": "compute_values"}
 _UPDATING = {"policy": "update_actor", "critic": "update_critic"}
 """Model -> the worker method that scores it, or trains it."""
-_POLICY_PHASES = {"update/policy": "actor", "score/old": "actor_infer"}
-"""Phase of the policy -> verl's name for its hardware utilisation."""
+_POLICY_PHASES = ("update/policy", "score/old")
+"""The phases in which the policy's group computes."""
 _GATHER_S = 0.002
 """Seconds that the first request of a batch waits for further requests."""
 
@@ -371,16 +371,11 @@ class RoleTrainEngine(DistributedTrainEngine):
         super().save(directory)
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """Returns the utilisation of the policy's group, in total and per phase under verl's names. Returns an empty
-        mapping without `measures_use`: processes that share a CPU have no peak of their own."""
+        """Returns the utilisation of the policy's group. Returns an empty mapping without `measures_use`, since
+        processes that share a CPU have no peak of their own."""
         if not self._measures_use:
             return {}
-        own = {name: each for name, each in phases.items() if name in _POLICY_PHASES}
-        metrics = super().utilisation(own)
-        for phase, name in _POLICY_PHASES.items():
-            used = super().utilisation({phase: own[phase]}) if phase in own else {}
-            metrics |= {f"perf/mfu/{name}": value for key, value in used.items() if key == "perf/mfu"}
-        return metrics
+        return super().utilisation({name: each for name, each in phases.items() if name in _POLICY_PHASES})
 
 
 class WorkerChannel:
