@@ -3,13 +3,13 @@
 from typing import Any
 
 from golden_runners import Arguments, answers, minimised, policy_objective, section
+from verl_metric_names import correction_metrics, off_policy_metrics
 
 from trivium.algorithms import kl_penalty
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import Corrected, correct
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.stats import masked_mean
-from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import correction_metrics, off_policy_metrics
 
 # --------------------------------------------------------------------------- verl's words
 

@@ -16,7 +16,7 @@ from trivium.algorithms import AdvantageInputs, PolicyObjective, policy_inputs
 from trivium.config import merged
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
-from trivium.frontdoors.verl.objects.algorithms.core_algos import RegistryError
+from trivium.frontdoors.verl.objects.core_algos import RegistryError
 from trivium.frontdoors.verl.registered import computed, estimated
 from trivium.frontdoors.verl.translation import settings_of, translated
 from trivium.models.heads.loss import LossDenominators, LossInputs

@@ -37,19 +37,18 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.frontdoors.verl.main_ppo import need_reward_model as need_reward_model
     from trivium.frontdoors.verl.main_ppo import run_ppo as run_ppo
     from trivium.frontdoors.verl.main_ppo import validate_config as validate_config
-    from trivium.frontdoors.verl.objects.algorithms import core_algos as core_algos
-    from trivium.frontdoors.verl.objects.algorithms import rollout_corr_helper as rollout_corr_helper
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import AdvantageEstimator as AdvantageEstimator
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import get_adv_estimator_fn as get_adv_estimator_fn
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import get_policy_loss_fn as get_policy_loss_fn
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import register_adv_est as register_adv_est
-    from trivium.frontdoors.verl.objects.algorithms.core_algos import register_policy_loss as register_policy_loss
+    from trivium.frontdoors.verl.objects import core_algos as core_algos
     from trivium.frontdoors.verl.objects.batches.batch_view import BatchView as BatchView
     from trivium.frontdoors.verl.objects.batches.batch_view import Scored as Scored
     from trivium.frontdoors.verl.objects.batches.batch_view import living as living
     from trivium.frontdoors.verl.objects.batches.batch_view import scored_rows as scored_rows
     from trivium.frontdoors.verl.objects.batches.protocol import DataProto as DataProto
     from trivium.frontdoors.verl.objects.batches.protocol import DataProtoItem as DataProtoItem
+    from trivium.frontdoors.verl.objects.core_algos import AdvantageEstimator as AdvantageEstimator
+    from trivium.frontdoors.verl.objects.core_algos import get_adv_estimator_fn as get_adv_estimator_fn
+    from trivium.frontdoors.verl.objects.core_algos import get_policy_loss_fn as get_policy_loss_fn
+    from trivium.frontdoors.verl.objects.core_algos import register_adv_est as register_adv_est
+    from trivium.frontdoors.verl.objects.core_algos import register_policy_loss as register_policy_loss
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import RLHFDataset as RLHFDataset
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import collate_fn as collate_fn
     from trivium.frontdoors.verl.objects.datasets.rl_dataset import create_rl_dataset as create_rl_dataset

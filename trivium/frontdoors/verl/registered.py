@@ -22,7 +22,7 @@ from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.plain_values import Section
-from trivium.frontdoors.verl.objects.algorithms import core_algos
+from trivium.frontdoors.verl.objects import core_algos
 from trivium.models.late import torch
 from trivium.registry import is_only_here, name_of, resolve
 
@@ -48,13 +48,13 @@ def loss_address(name: str) -> str | None:
 def functions_here() -> dict[str, Function]:
     """Returns the registered functions that other processes cannot import, by address: those of the main script, and
     nested functions."""
-    functions = {*core_algos.ADV_ESTIMATOR_REGISTRY.values(), *core_algos.POLICY_LOSS_REGISTRY.values()}
-    named = {name_of(function): function for function in functions - core_algos.BUILT_IN}
+    functions = (*core_algos.ADV_ESTIMATOR_REGISTRY.values(), *core_algos.POLICY_LOSS_REGISTRY.values())
+    named = {name_of(function): function for function in functions}
     return {name: function for name, function in named.items() if is_only_here(name)}
 
 
 def _address(functions: Mapping[str, Function], kind: str, decorator: str, name: str) -> str | None:
-    if name in functions and functions[name] not in core_algos.BUILT_IN:
+    if name in functions:
         return name_of(functions[name])
     if ":" not in name:
         return None

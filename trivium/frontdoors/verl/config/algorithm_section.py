@@ -10,8 +10,8 @@ from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT
-from trivium.frontdoors.verl.objects.algorithms.loss_modes import LOSSES, kind_of
-from trivium.frontdoors.verl.objects.algorithms.rollout_corr_helper import rejection, veto, weight_bounds
+from trivium.frontdoors.verl.config.correction_bounds import rejection, veto, weight_bounds
+from trivium.frontdoors.verl.objects.core_algos import LOSSES, kind_of
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.registry import CATALOGUE, suggest
 

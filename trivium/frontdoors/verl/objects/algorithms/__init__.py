@@ -1,1 +1,0 @@
-"""verl's functions of estimators, losses and rollout correction, over `trivium.algorithms`."""
