@@ -28,8 +28,6 @@ CHANGES_NOTHING = {
     "trinity/monitor_views.py log": "commit: every row is written at once",
     "trinity/monitor_views.py monitor_of_run": "role: explorer and trainer of a run have one monitor",
     "verl/data.py __init__": "name, seed: the dataset holds rows of any name, in order",
-    "verl/config/hydra.py main": "version_base: there is one form of configs",
-    "verl/config/hydra.py to_container": "options: the container holds plain values already",
     "verl/objects/launching.py copy_to_local": "cache_dir, use_shm, options: a local path is used where it is",
     "verl/main_ppo.py add_actor_rollout_worker": "config: the roles do not depend on it",
     "verl/objects/workers/model_workers.py offer": "weights: the worker group offers its own",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.failing import refused
 from trivium.config import merged
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, MissingPackage
 from trivium.frontdoors.overrides import overridden, value_of
 from trivium.frontdoors.plain_values import resolved
 from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, announce, is_off
@@ -107,8 +110,21 @@ def test_references_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIVIUM_TEST", "here")
     config = resolved(REFERENCES)
     assert config["a"] == {"x": 2, "same": 2, "up": 2, "whole": {"y": 2, "text": "runs/2/2"}, "missing": "???"}
-    expected = {"chosen": 2, "fallback": 7, "unset": None, "near": 2, "quoted": "~/models/x", "environment": 2}
+    expected = {"chosen": 2, "fallback": 7, "unset": None, "near": 2, "quoted": "~/models/x", "environment": "2"}
     assert config["c"] == expected | {"home": "here", "broken": "${a.none}"}
+
+
+def test_text_that_begins_no_reference_is_named() -> None:
+    with refused(ConfigError, "a.b", "${"):
+        resolved({"a": {"b": "costs ${"}})
+
+
+@pytest.mark.parametrize("call", [lambda: overridden({}, ["a=1"]), lambda: resolved({"a": "${b}", "b": 1})])
+def test_without_omegaconf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert overridden({"a": 1}, []) == resolved({"a": 1}) == {"a": 1}
+    with refused(MissingPackage, "omegaconf", "trivium[omegaconf]"):
+        call()
 
 
 def test_a_circle_of_references_ends() -> None:
@@ -130,7 +146,6 @@ def test_a_reference_that_leads_nowhere_is_an_error_where_it_is_used() -> None:
         ("-1", -1),
         ("True", True),
         ("null", None),
-        ("no", "no"),
         ("", ""),
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("run-$(date +%Y)", "run-$(date +%Y)"),
@@ -138,11 +153,13 @@ def test_a_reference_that_leads_nowhere_is_an_error_where_it_is_used() -> None:
         ('"it\'s"', "it's"),
         ("['a','b c']", ["a", "b c"]),
         ("[a, 1 ,null]", ["a", 1, None]),
+        ("[console,wandb]", ["console", "wandb"]),
         ("[]", []),
-        ("{enable:True,len:4}", {"enable": True, "len": 4}),
+        ('{"enable":True,"len":4}', {"enable": True, "len": 4}),
         ("{a: {b: [1]}, 'c': x}", {"a": {"b": [1]}, "c": "x"}),
         ("${a.b}", "${a.b}"),
-        ("[${a.b},2]", ["${a.b}", 2]),
+        ("['${a.b}',2]", ["${a.b}", 2]),
+        ("1.", 1.0),
     ],
 )
 def test_values_of_overrides(text: str, value: object) -> None:
@@ -151,15 +168,15 @@ def test_values_of_overrides(text: str, value: object) -> None:
 
 def test_overrides_are_laid_over_a_config() -> None:
     config = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    changed = overridden(config, ["a.b=5", "+a.c.f=6", "++g.h=7", "~e", "+a.c={x:1}"])
+    changed = overridden(config, ["a.b=5", "+a.c.f=6", "++g.h=7", "~e", "+a.c={x: 1}"])
     assert changed == {"a": {"b": 5, "c": {"d": 2, "f": 6, "x": 1}}, "g": {"h": 7}}
     assert config == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
 
 
 def test_overrides_that_cannot_be_read_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        overridden({}, ["a.b", "c=[1", "d='x", "e=1"])
-    assert [problem.where for problem in error.value.problems] == ["a.b", "c", "d"]
+        overridden({}, ["a.b", "c=[1", "d='x", "e=1", "f.g=[${a.b},2]", "h=${"])
+    assert [problem.where for problem in error.value.problems] == ["a.b", "c", "d", "f.g", "h"]
 
 
 MAPPED = Table(

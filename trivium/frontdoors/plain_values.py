@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from trivium.frontdoors.overrides import value_of
+from trivium.errors import ConfigError, MissingPackage
 
 _MISSING = "???"
 """OmegaConf's marker for a mandatory value that is not set."""
-_REFERENCE = re.compile(r"\$\{((?:[^${}]|\{[^${}]*\})*)\}")
-"""Matches an innermost reference."""
-_DEPTH = 20
-"""Maximum depth of references to references."""
+_REFERENCE = re.compile(r"\$\{.*\}")
 
 
 def is_missing(value: object) -> bool:
@@ -29,7 +25,7 @@ def is_missing(value: object) -> bool:
 
 
 def unresolved(value: object) -> str | None:
-    """Returns the first unresolved reference in a value, or None."""
+    """Returns the unresolved references of a value, or None."""
     match = _REFERENCE.search(value) if isinstance(value, str) else None
     return match and match.group(0)
 
@@ -38,7 +34,7 @@ def plain(value: object) -> Any:
     """Converts OmegaConf containers, dataclasses, namespaces and mappings to plain mappings, lists and values."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
-        return _of_omegaconf(omegaconf, value)
+        return plain(_resolved(omegaconf, value))
     items = getattr(value, "items", None)
     if items is not None and hasattr(value, "keys"):
         return {str(key): plain(part) for key, part in items()}
@@ -49,15 +45,6 @@ def plain(value: object) -> Any:
     if isinstance(value, list | tuple) or (isinstance(value, Sequence) and type(value).__name__ == "ListConfig"):
         return [plain(part) for part in value]
     return value
-
-
-def _of_omegaconf(omegaconf: Any, config: Any) -> Any:
-    """Converts an OmegaConf container. If OmegaConf cannot resolve every reference, all of them stay unresolved."""
-    options = {"throw_on_missing": False, "enum_to_str": True}
-    try:
-        return plain(omegaconf.OmegaConf.to_container(config, resolve=True, **options))
-    except omegaconf.errors.OmegaConfBaseException:
-        return plain(omegaconf.OmegaConf.to_container(config, resolve=False, **options))
 
 
 class Section(dict[str, Any]):
@@ -86,70 +73,53 @@ def read(config: Any, key: str, default: Any = None) -> Any:
 
 
 def resolved(config: Any) -> Any:
-    """Resolves the references of a config: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`.
+    """Resolves the references of a plain config, as OmegaConf does: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`,
+    `${oc.env:NAME,default}`. A text whose reference leads to no value stays as it is.
 
-    An unresolvable reference stays in the text.
+    Raises ConfigError for `${` that begins no reference, and MissingPackage for references without OmegaConf.
     """
-    return _resolved(config, config, ())
+    if not isinstance(config, dict) or not _has_reference(config):
+        return config
+    asked = "references (${...}) in a config"
+    return _resolved(imported_omegaconf(asked), container_of(cast(dict[str, Any], config), asked))
 
 
-def _resolved(value: Any, root: Any, place: tuple[str, ...]) -> Any:
-    if isinstance(value, dict):
-        return {key: _resolved(part, root, (*place, key)) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_resolved(part, root, (*place, str(number))) for number, part in enumerate(value)]
-    return _followed(value, root, place[:-1], _DEPTH)
+def imported_omegaconf(asked: str) -> Any:
+    """Returns the module. Raises MissingPackage, which says what `asked` for it."""
+    try:
+        import omegaconf
+    except ModuleNotFoundError as error:
+        raise MissingPackage("omegaconf", "omegaconf", asked) from error
+    return omegaconf
 
 
-def _followed(value: Any, root: Any, section: tuple[str, ...], depth: int) -> Any:
-    """Replaces the references in a value, innermost first. A value that is one reference gets the target's type."""
-    while isinstance(value, str) and depth and (match := _REFERENCE.search(value)):
-        known, target = _target(match.group(1), root, section, depth - 1)
-        if not known:
-            return value
-        if match.group(0) == value:
-            return target
-        value, depth = value[: match.start()] + str(target) + value[match.end() :], depth - 1
+def container_of(config: Mapping[str, Any], asked: str) -> Any:
+    """Returns a config as a container of OmegaConf. Raises ConfigError for `${` that begins no reference."""
+    omegaconf = imported_omegaconf(asked)
+    try:
+        return omegaconf.OmegaConf.create(plain(config), flags={"allow_objects": True})
+    except omegaconf.errors.GrammarParseError as error:
+        cause, do = str(error).partition("\n")[0], "write \\${ for text without a reference"
+        raise ConfigError(f"the reference in {error.full_key}", cause, do) from None
+
+
+def _has_reference(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_reference, value.values()))
+    return any(map(_has_reference, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
+
+
+def _resolved(omegaconf: Any, value: Any) -> Any:
+    """Converts a container to plain mappings and lists, reference by reference."""
+    if omegaconf.OmegaConf.is_dict(value):
+        return {str(key): _entry(omegaconf, value, key) for key in value}
+    if omegaconf.OmegaConf.is_config(value):
+        return [_entry(omegaconf, value, place) for place in range(len(value))]
     return value
 
 
-def _target(reference: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
-    """Resolves the text between the braces of a reference. Returns (whether it has a value, the value)."""
-    resolver, colon, rest = reference.partition(":")
-    if not colon:
-        return _at(reference.strip(), root, section, depth)
-    name, comma, default = rest.partition(",")
-    name = name.strip()
-    if resolver == "oc.env":
-        known, value = name in os.environ, os.environ.get(name)
-    elif resolver == "oc.select":
-        known, value = _at(name, root, section, depth)
-        comma = comma or ","  # without a default it is null
-    elif resolver == "oc.decode":
-        return True, value_of(rest)
-    else:
-        return False, None
-    if known or not comma:
-        return known, value
-    return True, value_of(default) if default else None
-
-
-def _at(path: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
-    """Returns (whether the path has a value, the value). Each leading dot after the first goes up one section."""
-    name = path.lstrip(".")
-    dots = len(path) - len(name)
-    base = section[: len(section) - dots + 1] if dots else ()
-    node, place = root, (*base, *name.split("."))
-    for part in place:
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict) and part in node:
-            node = node[part]
-        else:
-            return False, None
-    if is_missing(node):
-        return False, None
-    node = _followed(node, root, place[:-1], depth)
-    if isinstance(node, dict | list):
-        node = _resolved(node, root, place) if depth else node
-    return unresolved(node) is None and not is_missing(node), node
+def _entry(omegaconf: Any, container: Any, key: Any) -> Any:
+    try:
+        return _resolved(omegaconf, container[key])
+    except (omegaconf.errors.OmegaConfBaseException, RecursionError):  # a missing value, or a reference to none
+        return omegaconf.OmegaConf.to_container(container, resolve=False)[key]

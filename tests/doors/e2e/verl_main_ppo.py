@@ -1,16 +1,17 @@
-"""A launch script in the shape of verl's `main_ppo` (v0.7.0). Only its import lines differ: the names come from
-`trivium.frontdoors.verl`. Neither verl nor Hydra has to be installed."""
+"""A launch script in the shape of verl's `main_ppo` (v0.7.0). Its import lines differ, as the names come from
+`trivium.frontdoors.verl`, and the line that reads the config. Neither verl nor Hydra has to be installed."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 
 from trivium.frontdoors.verl import (
     AsyncActorRolloutRefWorker,
     CriticWorker,
-    OmegaConf,
     RayPPOTrainer,
     RayWorkerGroup,
     ResourcePoolManager,
@@ -18,22 +19,23 @@ from trivium.frontdoors.verl import (
     Role,
     auto_set_device,
     collate_fn,
+    config_of,
     copy_to_local,
     create_rl_dataset,
     create_rl_sampler,
     get_ppo_ray_runtime_env,
     hf_processor,
     hf_tokenizer,
-    hydra,
     load_reward_manager,
     need_critic,
     need_reference_policy,
     validate_config,
+    with_defaults,
 )
 
 
-@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
-def main(config: Any) -> None:
+def main() -> None:
+    config = with_defaults(config_of(sys.argv[1:]))
     auto_set_device(config)
     run_ppo(config)
 

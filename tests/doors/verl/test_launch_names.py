@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,19 @@ from tests.failing import refused
 from trivium.errors import ConfigError, DataError, UnknownName
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
-    OmegaConf,
     RLHFDataset,
     collate_fn,
+    config_of,
     copy_to_local,
     create_rl_dataset,
     create_rl_sampler,
     get_dataset_class,
-    hydra,
     load_extern_object,
     need_critic,
     need_reference_policy,
     need_reward_model,
     validate_config,
+    with_defaults,
 )
 from trivium.registry import lazy_names
 from trivium.text.tiny import tiny_tokenizer
@@ -58,45 +57,30 @@ def files(tmp_path: Path) -> str:
     return str(path)
 
 
-def read(monkeypatch: pytest.MonkeyPatch, *arguments: str, **decorated: Any) -> Any:
-    @hydra.main(**decorated)
-    def main(config: Any) -> Any:
-        return config
-
-    monkeypatch.setattr(sys, "argv", ["main_ppo.py", *arguments])
-    return main()
-
-
 def test_every_name_is_there() -> None:
     assert [name for name in lazy_names(str(verl.__file__)) if getattr(verl, name, None) is None] == []
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         verl.nothing_of_that_name  # noqa: B018
 
 
-def test_a_config_has_verls_defaults_and_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read(monkeypatch, "data.train_batch_size=4", "+algorithm.my_key=[1,2]", config_name="ppo_trainer")
+def test_a_config_has_verls_defaults_and_the_arguments() -> None:
+    config = with_defaults(config_of(["data.train_batch_size=4", "+algorithm.my_key=[1,2]"]))
     assert (config.data.train_batch_size, config.data.max_prompt_length, config.algorithm.my_key) == (4, 512, [1, 2])
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
     assert config.trainer.get("nothing", 7) == 7
-    with pytest.raises(AttributeError, match="max_prompt_length"):
+    with pytest.raises(AttributeError, match="max_promt_length"):
         config.data.max_promt_length  # noqa: B018
     assert config.transfer_queue.enable is False
 
 
-def test_configs_are_merged_resolved_and_printed() -> None:
-    config = OmegaConf.merge({"a": {"b": 1, "c": "${a.b}"}}, OmegaConf.create("a: {b: 2}"))
-    assert OmegaConf.to_container(config, resolve=True) == {"a": {"b": 2, "c": 2}}
-    assert OmegaConf.to_container(config) == {"a": {"b": 2, "c": "${a.b}"}}
-    OmegaConf.resolve(config)
-    assert config.a.c == 2
-    OmegaConf.update(config, "x.y", 3)
-    with verl.open_dict(config):
-        config.z = 4
-    assert OmegaConf.select(config, "x.y") == 3
-    assert OmegaConf.select(config, "x.nothing", default="d") == "d"
-    assert OmegaConf.to_yaml(config) == "a:\n  b: 2\n  c: 2\nx:\n  y: 3\nz: 4\n"
-    assert OmegaConf.is_config(config)
-    assert not OmegaConf.is_config({})
+def test_a_config_file_is_under_the_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: {b: 1, c: '${a.b}', d: 3}\ntrainer: {nnodes: 2}\n")
+    given = [f"--config-path={tmp_path}", "--config-name", "mine", "a.b=2", "~a.d"]
+    assert config_of(given) == {"a": {"b": 2, "c": 2}, "trainer": {"nnodes": 2}}
+    with refused(ConfigError, "'other'", "--config-path"):
+        config_of(["--config-name=other"])
+    with refused(ConfigError, "--multirun"):
+        config_of(["--multirun"])
 
 
 def test_what_a_config_needs() -> None:

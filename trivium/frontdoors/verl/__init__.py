@@ -26,17 +26,14 @@ if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this b
     from trivium.algorithms.stats import masked_mean as masked_mean
     from trivium.algorithms.stats import masked_sum as masked_sum
     from trivium.algorithms.stats import masked_var as masked_var
-    from trivium.frontdoors.verl.config import hydra as hydra
-    from trivium.frontdoors.verl.config.hydra import DictConfig as DictConfig
-    from trivium.frontdoors.verl.config.hydra import ListConfig as ListConfig
-    from trivium.frontdoors.verl.config.hydra import OmegaConf as OmegaConf
-    from trivium.frontdoors.verl.config.hydra import open_dict as open_dict
     from trivium.frontdoors.verl.main_ppo import TaskRunner as TaskRunner
+    from trivium.frontdoors.verl.main_ppo import config_of as config_of
     from trivium.frontdoors.verl.main_ppo import need_critic as need_critic
     from trivium.frontdoors.verl.main_ppo import need_reference_policy as need_reference_policy
     from trivium.frontdoors.verl.main_ppo import need_reward_model as need_reward_model
     from trivium.frontdoors.verl.main_ppo import run_ppo as run_ppo
     from trivium.frontdoors.verl.main_ppo import validate_config as validate_config
+    from trivium.frontdoors.verl.main_ppo import with_defaults as with_defaults
     from trivium.frontdoors.verl.objects import core_algos as core_algos
     from trivium.frontdoors.verl.objects.batches.batch_view import BatchView as BatchView
     from trivium.frontdoors.verl.objects.batches.batch_view import Scored as Scored

@@ -12,7 +12,7 @@ from typing import Any, cast
 from trivium.config import read_yaml
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
-from trivium.frontdoors.plain_values import Section, plain, resolved
+from trivium.frontdoors.plain_values import container_of, plain, resolved
 from trivium.frontdoors.verl.config.config_table import TABLE
 
 _DEFAULTS = "ppo_trainer"
@@ -30,7 +30,8 @@ _OPTIONS = {
 def config_of(arguments: Sequence[str]) -> dict[str, Any]:
     """Builds a config in verl's layout from overrides and the file of `--config-path DIR --config-name NAME`, if given.
 
-    Raises ConfigError for unsupported options of Hydra, for a missing file, and for invalid overrides.
+    Raises ConfigError for unsupported options of Hydra, for a missing file, and for invalid overrides; MissingPackage
+    for overrides without OmegaConf.
     """
     options, overrides = _separated(arguments)
     name = options.get("name", _DEFAULTS).removesuffix(".yaml")
@@ -61,12 +62,12 @@ def _separated(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, overrides
 
 
-def with_defaults(config: Mapping[str, Any]) -> Section:
-    """Returns a config with verl's default for every key that it does not set, readable by attribute."""
+def with_defaults(config: Mapping[str, Any]) -> Any:
+    """Returns a config with verl's default for every key that it does not set, as a DictConfig of OmegaConf."""
     verl = TABLE.read(config)
     names = dict.fromkeys(key.partition(".")[0] for key in TABLE.entries)
     defaults = {name: verl.section(name) for name in names if any(key.startswith(f"{name}.") for key in TABLE.entries)}
-    return Section.of(_under(_under(_SWITCHES, defaults), resolved(plain(config))))
+    return container_of(_under(_under(_SWITCHES, defaults), resolved(plain(config))), "a config with verl's defaults")
 
 
 _SWITCHES: dict[str, Any] = {
