@@ -1,7 +1,7 @@
 """verl's object API, over the loop and components of `trivium run`: every name that its users import, in one place.
 
-A script for verl changes its import lines alone: `from trivium.frontdoors.verl import RayPPOTrainer, core_algos`. Names
-are imported on first use, because most of them import Ray and torch.
+A script for verl changes its import lines, and the line that reads its config. Names are imported on first use, because
+most of them import Ray and torch.
 
 Other files name the modules beside this one: `kind` strings of saved configs, an entry point, command lines.
 """
